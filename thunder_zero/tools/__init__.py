@@ -1,15 +1,15 @@
-"""Tools that explain, forecast and plan: ``thunder_zero.tools``. Nothing that trains imports them.
+"""Tools that explain, forecast and plan: ``thunder_zero.tools``. Training imports none of them.
 
 In: a module and inputs, a model that ran, or a checkpoint. Out: frozen data that prints itself::
 
-    module, inputs -- dry_run.py --> Traces --> ask/ printing/   what each line does, and why there
+    module, inputs -- dry_run.py --> Traces --> ask/ printing/   what each line does, and why it is there
                                       |   |
-                                      |   +---> forecast/        bytes alive, line by line
-                                      +-------> cost/ devices/   seconds, lane by lane
+                                      |   +---> forecast/        bytes alive after each line
+                                      +-------> cost/ devices/   seconds on each lane
                                                   |
-                  page/ one picture of all these -+- fitting/ many policies -- planner/ stages and meshes
+                  page/ one HTML page of a step --+- fitting/ many policies -- planner/ stages and meshes
 
-    checkpoint on disk --> convert/
+    checkpoint on disk <-- convert/ --> safetensors files
 """
 
 from typing import TYPE_CHECKING
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from thunder_zero.tools.planner.plan_training import plan_training as plan_training
     from thunder_zero.tools.planner.training_plan import TrainingPlan as TrainingPlan
 
-NAMES = {  # public names by module; type checkers read the imports above
+NAMES = {  # names keyed by module; type checkers read the imports above
     "thunder_zero.frontends.compiled": ("Traces",),
     "thunder_zero.tools.absent_ranks": ("fake_mesh",),
     "thunder_zero.tools.ask.diff": ("diff",),

@@ -2,7 +2,7 @@
 
 ::
 
-    with tz.tools.fake_mesh((4, 2)) as mesh:                     torch's process group "fake", which sends nothing
+    with tz.tools.fake_mesh((4, 2)) as mesh:                     torch's "fake" process group, which sends nothing
         parallelize_module(module, mesh["tp"], plan)             parameters become DTensors of rank 0
         traces = tz.trace(module, tokens, mesh=mesh)             what rank 0 of 8 runs
 """
@@ -22,16 +22,16 @@ from thunder_zero.plan.policy import is_count
 
 @contextmanager
 def fake_mesh(shape: Sequence[int], names: Sequence[str] = ("dp", "tp"), *, rank: int = 0) -> Iterator[DeviceMesh]:
-    """Temporarily make a mesh of absent ranks, whose collectives send nothing.
+    """Temporarily make a mesh of absent ranks. Its collectives send nothing.
 
-    Slice the module and trace it inside the block. After the block the traces remain valid, but the module does not.
+    Slice and trace the module inside the block. After the block, the traces remain valid, but the module does not.
 
     >>> with tz.tools.fake_mesh((4, 2)) as mesh:
     ...     traces = tz.trace(parallelize_module(module, mesh["tp"], plan), tokens, mesh=mesh)
 
     Args:
         shape: number of ranks along each dimension.
-        names: names of the dimensions, as for :func:`thunder_zero.compile`: data dimensions first.
+        names: names of the dimensions, data dimensions first, as for :func:`thunder_zero.compile`.
         rank: the rank of this process.
 
     Raises:

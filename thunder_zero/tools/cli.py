@@ -27,7 +27,7 @@ from thunder_zero.tools.devices.device import DEVICES
 from thunder_zero.tools.models.named import MODELS
 from thunder_zero.tools.printing.line_meanings import ONLY, PHASES
 
-INTERRUPTED = 130  # a shell's exit code for an interrupted command
+INTERRUPTED = 130  # the exit code that shells use for an interrupted command
 DESCRIPTION = (
     "Print and convert checkpoints; print traces; plan a training; measure a script's step beside its forecast (why); "
     "print what works on this machine (doctor), and measure how fast its CPU and gloo are (calibrate)."
@@ -45,7 +45,7 @@ CALIBRATE = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code. Errors are printed on stderr, with exit code 1."""
     options = parser().parse_args(arguments)
-    if options.command == "why":  # errors and warnings belong to the user's script
+    if options.command == "why":  # the user's script handles its errors and warnings
         options.run(options)
         return 0
     code, errors = 0, []
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
-    """Return whether the user pressed Ctrl-C, which Thunder converts into another error."""
+    """Return whether the error comes from Ctrl-C. Thunder converts ``KeyboardInterrupt`` to other errors."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-Add = Callable[..., argparse.ArgumentParser]  # from a command's name, help and description to its parser
+Add = Callable[..., argparse.ArgumentParser]  # takes name, help and description of a command, and returns its parser
 
 
 def _command(
@@ -226,7 +226,7 @@ def _calibrate(add: Add) -> None:
 
 
 def _options_except(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Return all options except ``names``, as keyword arguments for a command's function."""
+    """Return the keyword arguments of a command's function: all options except ``names``."""
     return {name: value for name, value in vars(options).items() if name not in ("command", "run", *names)}
 
 
@@ -246,7 +246,7 @@ def _show_plan(options: argparse.Namespace) -> None:
 
 
 def _show_trace(options: argparse.Namespace) -> None:
-    """Print the traces of the module that a function of a file makes."""
+    """Print the traces of a module from ``FILE.py:function``."""
     from thunder_zero.tools.ask.print_trace import json_of, print_trace
     from thunder_zero.tools.dry_run import trace
     from thunder_zero.tools.from_file import module_and_inputs, naming_the_users_line
@@ -262,7 +262,7 @@ def _show_trace(options: argparse.Namespace) -> None:
 
 
 def _write_report(options: argparse.Namespace) -> None:
-    """Write the report of a model under one stage or two, with AdamW."""
+    """Write the report of a model with AdamW, under one or two stages."""
     from thunder_zero.tools.page.planned import report_of
 
     data = report_of(options.model, **_options_except(options, "model", "out", "json"))

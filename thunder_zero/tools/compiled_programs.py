@@ -16,15 +16,15 @@ from thunder.core.module import ThunderModule
 
 @dataclass(frozen=True, repr=False)
 class CompiledProgram:
-    """A compiled program of a model, for calls of one kind.
+    """A compiled program of a model, for one kind of call.
 
     Attributes:
         graph: the name of the function that dynamo captured.
         kind: ``"training"``, ``"no_sync"`` or ``"forward alone"``.
-        inputs: the shapes of the inputs, by name. A symbol such as ``s27`` stands for any size.
-        seconds: wall-clock seconds to trace and compile it, without dynamo's part.
-        nbytes: growth of the process's resident memory meanwhile, in bytes.
-        why: dynamo's reason for a new capture; None for the first capture, and for later programs of a graph.
+        inputs: a mapping from names of inputs to shapes. A symbol such as ``s27`` stands for any size.
+        seconds: wall-clock seconds to trace and compile the program, without the capture by dynamo.
+        nbytes: growth of the process's resident memory during this time, in bytes.
+        why: dynamo's reason for a new capture. None for the first capture, and for further programs of a graph.
     """
 
     graph: str
@@ -44,7 +44,7 @@ class CompiledProgram:
 
 
 class ProgramTable(tuple[CompiledProgram, ...]):
-    """Programs that print a line each."""
+    """A tuple of programs that prints as a table."""
 
     def __repr__(self) -> str:
         rows = [program.cells() for program in self]
@@ -54,7 +54,7 @@ class ProgramTable(tuple[CompiledProgram, ...]):
 
 
 def programs(model: ThunderModule) -> ProgramTable:
-    """Return the programs of a model of :func:`thunder_zero.compile`, ordered by their last run.
+    """Return a model's compiled programs, ordered by their last run. ``model`` is from ``tz.compile``.
 
     >>> print(tz.tools.programs(model))
     graph 0  training  tokens (2, 128)  1.4 s  11.2 MiB
@@ -65,7 +65,7 @@ def programs(model: ThunderModule) -> ProgramTable:
     """
     rows = []
     for captured in graphs_of(model).captured.values():
-        spent, why = captured.spent, captured.frame.reason()  # counted for the first program
+        spent, why = captured.spent, captured.frame.reason()  # count the capture for the first program
         for mode, entry in (item for programs in captured.programs.values() for item in programs.entries.items()):
             kind = "forward alone" if not mode.differentiates else "training" if mode.synced else "no_sync"
             spent = spent + entry.spent()

@@ -26,13 +26,13 @@ from thunder_zero.tools.printing.words import WIDTH
 
 import thunder
 
-PYTHON = (3, 11)  # the oldest version, as in pyproject.toml
+PYTHON = (3, 11)  # the oldest supported version, as in pyproject.toml
 BACKENDS: dict[str, Callable[[], bool]] = {
     "gloo": dist.is_gloo_available,
     "nccl": dist.is_nccl_available,
     "mpi": dist.is_mpi_available,
 }
-SECONDS = 60  # timeout of the group of one rank
+SECONDS = 60  # timeout of the single-rank process group
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Finding:
 
     Attributes:
         what: the component.
-        found: its state.
-        fault: the reason why the package cannot run; "" if it can.
+        found: the state of the component.
+        fault: the reason why the package cannot run; "" if the package can run.
     """
 
     what: str
@@ -51,7 +51,7 @@ class Finding:
 
 
 def examine() -> tuple[Finding, ...]:
-    """Examine all components, and run a step of a small model in each stage, on one rank in this process."""
+    """Examine all components. Run a step of a small model in each stage, on one rank in this process."""
     if dist.is_initialized():
         raise RuntimeError("doctor needs a process without a process group; run thunder-zero doctor by itself")
     return (
@@ -90,7 +90,7 @@ def _package(name: str, installed: str) -> Finding:
 
 
 def _step(stage: int) -> Finding:
-    """Run a step on one rank, and compare its gradients with gradients of eager torch."""
+    """Run a step on one rank, and compare the gradients with the gradients of eager torch."""
     component, name = f"a step of {STAGES[stage].name}", "one rank of gloo"
     torch.manual_seed(0)
     module, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(3, 4)
@@ -111,7 +111,7 @@ def _step(stage: int) -> Finding:
 
 @contextmanager
 def _group_of_one() -> Iterator[None]:
-    """Temporarily make a process group of this process alone."""
+    """Temporarily make a process group with this process as the only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=SECONDS))
     try:
         yield

@@ -1,7 +1,7 @@
 """``tz.trace``: traces any rank of any world in one process, without a process group.
 
 In: a module and inputs. Out: ``Traces``. ``tz.tools.fit`` and ``tz.tools.plan_training`` trace a module under many
-policies, and dynamo captures it once. Only ``trace`` also uses Thunder's front end.
+policies, although dynamo captures the module only once. Only ``trace`` also supports Thunder's front end.
 """
 
 from __future__ import annotations
@@ -65,32 +65,32 @@ def trace(
     dynamic: bool = False,
     **kwargs: Any,
 ) -> Traces:
-    """Return the traces that one rank of ``world_size`` would run for these arguments.
+    """Return the traces that one of ``world_size`` ranks would run for these arguments.
 
-    No process group, other process or GPU is needed. No parameters are allocated. Neither ``torch.distributed`` nor the
-    module is changed.
+    The function needs no process group, other process or GPU. It allocates no parameters. It changes neither
+    ``torch.distributed`` nor the module.
 
     Args:
         module: a plain module. A module on the meta device is traced for the CPU, and only shapes and dtypes of tensor
-            arguments count. Traces for CUDA need a module on a CUDA device, which decides about the kernels of
-            attention and of a fuser.
-        args, kwargs: the arguments of its forward.
+            arguments count. Traces for CUDA need a module on a CUDA device: the kernels of attention and of fusers
+            depend on the device.
+        args, kwargs: the arguments of the module's forward.
         policy: the sharding: a :class:`~thunder_zero.Policy`, or a stage 0-3.
         world_size: number of ranks of a replica (default: 8).
         rank: the rank to trace.
         replicas: number of replicas of the model, each with ``world_size`` ranks (hybrid sharding).
         mesh, dp_mesh_dims: a mesh in place of ``world_size``, ``rank`` and ``replicas``, as for
-            :func:`thunder_zero.compile`. A module sliced by torch's ``parallelize_module`` needs it.
+            :func:`thunder_zero.compile`. A module sliced by torch's ``parallelize_module`` needs a mesh.
             :func:`thunder_zero.tools.fake_mesh` makes a mesh without processes.
         synced: False for the program under ``no_sync``, which defers gradients.
         fuse: as for :func:`thunder_zero.compile`. The traces have one line for each region that inductor would compile.
-        executors: executors of ``thunder.jit``; only for the front end "thunder".
+        executors: executors of ``thunder.jit``. Only the front end "thunder" takes executors.
         frontend: "dynamo" for the program of :func:`thunder_zero.compile`, "thunder" for the program of
             ``thunder.jit``.
-        dynamic: True to trace sizes of the arguments as symbols, for :func:`thunder_zero.tools.resized`; only for the
-            front end "dynamo".
-        device: a device such as ``"h100"`` (default: the module's device). It decides about the sizes that the policy
-            leaves open and the operators of attention. All other lines are for the module's device.
+        dynamic: True to trace sizes of the arguments as symbols, for :func:`thunder_zero.tools.resized`. Only the front
+            end "dynamo" supports symbols.
+        device: a device such as ``"h100"`` (default: the module's device). The sizes that the policy leaves open and
+            the operators of attention depend on ``device``. All other lines depend on the module's device.
 
     Returns:
         The forward and backward traces, their timeline and the plan.
@@ -98,9 +98,9 @@ def trace(
     Raises:
         TypeError: ``module`` is not a plain module, ``policy`` is not a policy, ``device`` is not a device, or a field
             of Policy is passed to forward.
-        ValueError: the stage, ``world_size``, ``rank`` or ``replicas`` is out of range, or given beside a mesh; the
-            module has no parameters, or its slices do not fit the mesh; ``frontend`` is unknown, or does not take an
-            argument.
+        ValueError: the stage, ``world_size``, ``rank`` or ``replicas`` is out of range, or is given beside a mesh. Or
+            the module has no parameters, or has slices that do not fit the mesh. Or ``frontend`` is unknown, or does
+            not take an argument.
         RuntimeError: dynamo captures forward as several graphs.
     """
     if frontend not in FRONTENDS:
@@ -132,7 +132,7 @@ def trace(
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """The arguments of :func:`programs_of`, and further arguments of ``trace`` for Thunder's front end."""
+    """The arguments of :func:`programs_of`, and the other arguments of ``trace`` for Thunder's front end."""
 
     module: nn.Module
     args: Sequence[Any]
@@ -185,7 +185,7 @@ def programs_of(
     Args:
         module, args, kwargs, policy, synced, fuse, device: as for :func:`trace`.
         mesh: the mesh of the rank.
-        slices: the dimension along which each sliced parameter is sliced, by path.
+        slices: a mapping from paths of sliced parameters to the sliced dimension.
         partial: paths of parameters whose gradients are summed over tensor-parallel ranks.
     """
     return ProgramSource(
@@ -197,7 +197,7 @@ CPU = torch.device("cpu")
 
 
 class ProgramSource:
-    """A module that dynamo and AOTAutograd capture once, as ``tz.compile`` does."""
+    """A module that dynamo and AOTAutograd capture once, as in ``tz.compile``."""
 
     def __init__(self, request: TraceRequest) -> None:
         require_known(request.fuse)
@@ -210,8 +210,8 @@ class ProgramSource:
     def under(self, policy: Policy | int, mesh: Mesh | None = None) -> Traces:
         """Return the traces under another policy, and on another mesh if ``mesh`` is given.
 
-        The policy may differ from the captured policy in its stage, its kept and recomputed units, and its bytes of
-        buckets and in flight.
+        The policy may differ from the captured policy in the stage, in the kept and recomputed units, and in the bytes
+        of buckets and in flight.
         """
         exported, fuses = self._exported, self._request.fuse is not None
         plan = replace(self._request, mesh=mesh or self._request.mesh).plan(policy)
@@ -223,7 +223,7 @@ class ProgramSource:
 
 
 class DryTransform(ProgramTransform):
-    """A transform that traces the programs of ZeroTransform, without allocating a model's state."""
+    """A transform that traces the programs of ``ZeroTransform`` without allocating a model's state."""
 
     def __init__(self, plan: Plan, synced: bool) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ FRONTENDS: dict[str, Callable[[TraceRequest], Traces]] = {
 
 
 def _memory_bytes(module: nn.Module, device: Device | str | None) -> int | None:
-    """Return the memory of ``device``, or else of the module's GPU, in bytes; None for a module on the host."""
+    """Return the memory of ``device``, or else of the module's GPU, in bytes; None for a CPU module."""
     if device is not None:
         return device_of(device).memory_bytes
     on_gpu = next((param.device for param in module.parameters() if param.is_cuda), None)
@@ -266,7 +266,7 @@ def _memory_bytes(module: nn.Module, device: Device | str | None) -> int | None:
 
 
 def _refuse_policy_fields(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Raise if a field of Policy is passed to forward, whose own error would not say where the field belongs."""
+    """Raise if a field of Policy is passed to forward. An error from forward would not mention Policy."""
     parameters = signature(module.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
@@ -284,11 +284,11 @@ def _replaced_tensors(
 ) -> Iterator[None]:
     """Temporarily replace the module's parameters and buffers, and cast its inputs and outputs.
 
-    Tensors on the meta device get substitutes on the CPU without memory, so that the trace equals that of a run.
+    Meta tensors get substitutes on the CPU without memory, so that the trace equals the trace of a run.
     """
     originals: list[tuple[str, nn.Parameter | Tensor]] = list(module.named_parameters(remove_duplicate=False))
     originals += module.named_buffers(remove_duplicate=False)
-    substitutes: dict[int, Tensor] = {}  # by identity of the original, so that tied parameters stay tied
+    substitutes: dict[int, Tensor] = {}  # keyed by ``id`` of the original, so that tied parameters stay tied
     with casting_borders(module, plan.policy.mixed_precision):
         for name, original in originals:
             if id(original) not in substitutes:
@@ -302,14 +302,14 @@ def _replaced_tensors(
 
 
 def _as_captured(name: str, original: nn.Parameter | Tensor, param: Param | None) -> Tensor:
-    """Return the placeholder that a running model has for a planned parameter, or the tensor itself."""
+    """Return the placeholder of a running model for a planned parameter. Return other tensors unchanged."""
     if param is not None and isinstance(original, nn.Parameter):
         return placeholder_of(param.path, original, param.compute_dtype, _device(original))
     return shape_of(original) if original.is_meta else original
 
 
 def _as_computed(name: str, original: nn.Parameter | Tensor, param: Param | None) -> Tensor:
-    """Return a tensor in its compute dtype on a real device: the tensor itself if nothing changes."""
+    """Return a tensor in its compute dtype on the CPU or a GPU. Return a matching tensor unchanged."""
     dtype = original.dtype if param is None else param.compute_dtype
     if dtype is original.dtype and not original.is_meta:
         return original
@@ -323,5 +323,5 @@ def _device(original: Tensor) -> torch.device:
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor on the CPU with the shape of a meta tensor, and the memory of a single element."""
+    """Return a CPU tensor with the shape of a meta tensor, and with memory for only one element."""
     return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)

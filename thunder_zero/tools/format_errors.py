@@ -28,11 +28,11 @@ class WireError:
 
     Attributes:
         path: path of the parameter.
-        formats: formats of gathers and of reductions, such as ``"int8/128"``; "" if exact.
-        gather: norm of the error of the gathered weights, over the norm of the weights.
-        gradient: norm of the gradient's error, over the norm of the exact gradient; NaN if the exact gradient is zero
-            or missing.
-        cosine: cosine of the angle between the exact and the rounded gradient; NaN if a gradient is zero or missing.
+        formats: the formats (gathers, reductions), such as ``"int8/128"``; "" for an exact message.
+        gather: norm of the error of the gathered weights, divided by the norm of the weights.
+        gradient: norm of the gradient's error, divided by the norm of the exact gradient. NaN if the exact gradient is
+            zero or missing.
+        cosine: cosine similarity of the exact and the rounded gradient. NaN if a gradient is zero or missing.
     """
 
     path: str
@@ -51,7 +51,7 @@ class WireError:
 
 
 class WireErrors(tuple[WireError, ...]):
-    """Errors of parameters, which print as a table."""
+    """The errors of all parameters. They print as a table."""
 
     def __repr__(self) -> str:
         heads = "parameter", "gathers, reductions", "gather", "gradient", "cosine"
@@ -62,10 +62,10 @@ class WireErrors(tuple[WireError, ...]):
 
 @tagged("wire_error")
 def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
-    """Measure how ``Policy.gather_format`` and ``Policy.reduce_format`` change a step. Every rank calls it.
+    """Measure the errors that ``Policy.gather_format`` and ``Policy.reduce_format`` cause in a step.
 
-    ``step`` runs twice, with the formats and exactly. Then the gradients are restored. Any other change of the model
-    comes from ``step``.
+    Every rank must call this function. ``step`` runs once with the formats and once without. Then the gradients are
+    restored. Other effects of ``step`` remain.
 
     >>> print(tz.tools.wire_error(model, lambda: loss_of(model, batch).backward()))
     parameter      gathers, reductions  gather    gradient  cosine
@@ -77,7 +77,7 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
         step: a function that runs forward and backward of ``model`` on one batch, without an optimizer's step.
 
     Returns:
-        An entry for each parameter that is trained or has a format, in the plan's order.
+        An entry for each parameter that is trained or has a format, in the order of the plan.
 
     Raises:
         TypeError: ``model`` is not sharded, or ``step`` is not a function.
@@ -116,10 +116,10 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
 
 
 def _gradients(state: State, step: Callable[[], object]) -> dict[str, Tensor]:
-    """Run a step, and return this rank's rows of its gradients, by path."""
+    """Run a step, and return a mapping from paths to this rank's rows of the gradients."""
     for shard in state.shards.values():
         shard.grad = None
-    with torch.random.fork_rng():  # both runs draw equal random numbers, and training is not affected
+    with torch.random.fork_rng():  # both runs get equal random numbers, and training is not affected
         step()
     return {path: local(shard.grad) for path, shard in state.shards.items() if shard.grad is not None}
 
@@ -129,7 +129,7 @@ def _gradient(gradients: dict[str, Tensor], param: Param) -> Tensor:
 
 
 def _arrived(state: State, param: Param) -> Tensor:
-    """Return this rank's rows as all ranks read them after a gather."""
+    """Return this rank's rows with the rounding of a gather."""
     return state.wire.read_by_all(state.rows[param.path], param)
 
 
@@ -139,7 +139,7 @@ def _sums(x: Tensor, y: Tensor) -> Sums:
 
 
 def _error(param: Param, ranks_sums: list[tuple[Sums, Sums]]) -> WireError:
-    """Return the error of a parameter from the sums of all ranks."""
+    """Return a parameter's error from the sums of all ranks."""
     weights, gradients = ([sum(parts) for parts in zip(*sums, strict=True)] for sums in zip(*ranks_sums, strict=True))
     formats = str(param.gather_format or ""), str(param.reduce_format or "")
     product = sqrt(gradients[0] * gradients[1])
@@ -149,6 +149,6 @@ def _error(param: Param, ranks_sums: list[tuple[Sums, Sums]]) -> WireError:
 
 
 def _relative(sums: list[float]) -> float:
-    """Return the norm of y - x over the norm of x; NaN if x is zero."""
+    """Return the norm of y - x divided by the norm of x; NaN if x is zero."""
     xx, yy, xy = sums
     return sqrt(max(xx + yy - 2 * xy, 0.0) / xx) if xx else nan

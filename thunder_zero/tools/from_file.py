@@ -1,4 +1,4 @@
-"""Calls a function of a Python file that makes a module and its inputs: ``FILE.py:function``."""
+"""Calls ``FILE.py:function``, a user's function that makes a module and its inputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def function_at(place: str) -> Callable[..., Any]:
 
 @contextmanager
 def _imported(place: str) -> Iterator[Callable[..., Any]]:
-    """Yield the function of a file, which may import other files of its folder."""
+    """Yield the function of a file. The file may import other files in its folder."""
     name, _, function = place.rpartition(":")
     if not name.endswith(".py") or not function:
         raise ValueError(f"{place!r} names no function; give FILE.py:function, such as model.py:build")
@@ -47,7 +47,7 @@ def _imported(place: str) -> Iterator[Callable[..., Any]]:
     if spec is None or spec.loader is None:
         raise ValueError(f"{name} cannot be imported; give a Python file")
     module = module_from_spec(spec)
-    sys.modules[NAME] = module  # dataclasses look up their module by this key
+    sys.modules[NAME] = module  # dataclasses look up their module under this key
     folder = str(path.parent.resolve())
     sys.path.insert(0, folder)
     try:
@@ -60,9 +60,9 @@ def _imported(place: str) -> Iterator[Callable[..., Any]]:
 
 @contextmanager
 def naming_the_users_line(place: str) -> Iterator[None]:
-    """Convert an error in the user's code, run or traced, into a ValueError that names the user's line.
+    """Convert an error from running or tracing the user's code to a ValueError that names the user's line.
 
-    The user's line is the last line in the folder of ``place``, or else the last line in a module of torch.
+    The user's line is the traceback's last line in the folder of ``place``, or else its last line in a torch module.
     """
     try:
         yield
@@ -83,7 +83,7 @@ def naming_the_users_line(place: str) -> Iterator[None]:
 
 
 def _is_ours(file: Path) -> bool:
-    """Return whether a file belongs to this package or to a library, perhaps below the user's folder."""
+    """Return whether a file belongs to this package or to a library, even if it is below the user's folder."""
     installed = "site-packages" in file.parts and not file.is_relative_to(TORCH)
     return installed or file.is_relative_to(PACKAGE)
 

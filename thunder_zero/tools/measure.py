@@ -23,10 +23,10 @@ Seconds = dict[str, float]
 
 @tagged("measure_times")
 def measure_times(model: ThunderModule, step: Callable[[], object], steps: int = 3) -> Times:
-    """Measure the compute between gathers of a model, and the speed of its gathers.
+    """Measure a model's compute between gathers, and the speed of its gathers.
 
-    All ranks call this function, and get equal times: means over ranks of medians, to three digits. The model trains as
-    usual in ``step``. Then every bucket is gathered ``steps`` times without compute.
+    All ranks call this function, and get equal times: medians over steps, averaged over ranks, with three digits. The
+    model trains as usual in ``step``. Then every bucket is gathered ``steps`` times without compute.
 
     >>> times = tz.tools.measure_times(model, step)
     >>> faster = thunder.jit(module, transforms=[tz.ZeroTransform(times=times)])
@@ -34,12 +34,12 @@ def measure_times(model: ThunderModule, step: Callable[[], object], steps: int =
     Args:
         model: a model with ZeroTransform that was called.
         step: a function that runs a training step, with one forward and one backward of ``model``.
-        steps: number of runs.
+        steps: number of measured steps.
 
     Raises:
         TypeError: ``model`` is not a model with ZeroTransform, or ``step`` is not a function.
         ValueError: ``steps`` is out of range.
-        RuntimeError: the model was not called yet, or ``step`` does not run one forward and one backward of it.
+        RuntimeError: the model was not called yet, or ``step`` does not run one forward and one backward of the model.
     """
     state = zero_module(model).state
     with agree.all_or_none(state.group, "its arguments"):
@@ -62,14 +62,14 @@ def measure_times(model: ThunderModule, step: Callable[[], object], steps: int =
         seconds = [computed(waits, expected) for waits in runs]
     phases = [{path: median(run[phase][path] for run in seconds) for path in seconds[0][phase]} for phase in (0, 1)]
     values = [*phases[0].values(), *phases[1].values(), _bytes_per_second(state, timeline, steps)]
-    columns = zip(*all_gather_object(values, state.group), strict=True)  # in rank order: equal bits
+    columns = zip(*all_gather_object(values, state.group), strict=True)  # rank order makes all means equal
     means = iter([float(f"{sum(column) / len(column):.3g}") for column in columns])
     forward, backward = ({path: next(means) for path in phase} for phase in phases)
     return Times(forward, backward, next(means))
 
 
 def _bytes_per_second(state: State, timeline: Timeline, rounds: int) -> float:
-    """Return the bytes per second that a rank sends and receives in separate gathers; infinite without gathers."""
+    """Return the bytes per second on the wire in separate gathers; infinite without gathers."""
     buckets = {op.params: timeline.wire_bytes(op) for op in timeline.ops if op.kind is Kind.GATHER}
     nbytes = sum(buckets.values())
     if not nbytes:
@@ -80,13 +80,12 @@ def _bytes_per_second(state: State, timeline: Timeline, rounds: int) -> float:
 def computed(waits: Sequence[Waited], expected: Sequence[tuple[str, bool, bool]]) -> tuple[Seconds, Seconds]:
     """Return the seconds of compute between the waits of successive gathers, in forward and in backward.
 
-    A gather gets the seconds after its wait, without waits for reductions. The last gather of a phase has no seconds.
-    If several buckets of a phase begin with one path, the path gets the shortest time.
+    A gather gets the seconds between its wait and the next, without waits for reductions. The last gather of a phase
+    gets no seconds. If several buckets of a phase begin with one path, the path gets the shortest time.
 
     Args:
         waits: the waits of one step, in order.
-        expected: a triple for each wait of the timeline: the first path of its bucket, True for a gather, True in
-            backward.
+        expected: a (first path of the bucket, True for a gather, True in backward) tuple for each wait of the timeline.
 
     Raises:
         RuntimeError: the step did not run one forward and one backward.

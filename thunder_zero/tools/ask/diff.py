@@ -29,8 +29,8 @@ def diff(first: Traces, second: Traces) -> Difference:
         first, second: results of :func:`thunder_zero.trace` or :func:`thunder_zero.traces_of` for one module.
 
     Returns:
-        The gathers, reductions, bytes that the rank sends, the most gathered bytes and the recomputed operations, of
-        each unit and in total. The result also has the forecast peak of memory, without a loss and an optimizer.
+        Figures of each unit and of all units: gathers, reductions, bytes sent, the most gathered bytes, and recomputed
+        operations. The result also has the forecast peak of memory, without a loss and an optimizer.
 
     Raises:
         TypeError: an argument is not a ``Traces``.
@@ -51,7 +51,7 @@ def diff(first: Traces, second: Traces) -> Difference:
 
 
 def compare_units(first: Traces, second: Traces) -> tuple[Units, tuple[Figures, Figures]]:
-    """Return the figures of both programs by unit, and their totals. Raise the errors that ``diff`` lists."""
+    """Return both programs' figures keyed by unit, and both programs' totals. Raise the errors of ``diff``."""
     for traces in (first, second):
         if not isinstance(traces, Traces):
             raise TypeError(f"diff takes Traces, got {type(traces).__name__}; pass what trace or traces_of returns")
@@ -90,7 +90,7 @@ def _described(param: Param | None, plan: Plan) -> str:
 
 
 def _figures_by_unit(traces: Traces) -> dict[str | None, Figures]:
-    """Return the figures of each unit. The key None has the totals."""
+    """Return a mapping from units to figures. The key None has the totals."""
     recomputed = [] if traces.lifted is None else _recomputed_ops(run(traces.lifted))
     return {unit: _figures(traces.timeline, recomputed, unit) for unit in (*traces.plan.units, None)}
 
@@ -114,9 +114,9 @@ def _figures(timeline: Timeline, recomputed: Sequence[tuple[Op, str]], unit: str
 
 
 def _recomputed_ops(timeline: Timeline) -> list[tuple[Op, str]]:
-    """Return the operations that recompute values of forward, each with the unit whose backward runs it.
+    """Return (operation, unit) pairs of the operations that recompute values of forward in a unit's backward.
 
-    Operations that read only parameters are left out. ``timeline`` is scheduled but not fused, since fusers merge
+    Operations that read only parameters are left out. ``timeline`` must be scheduled, but not fused: fusers merge
     operations.
     """
     ends = backward_ends(timeline).items()

@@ -21,7 +21,7 @@ from thunder_zero.tools.printing.text import table_of, text_of_table
 from thunder_zero.tools.printing.words import WIDTH, count, summed_up
 
 SHORT = 30  # columns
-MOST = 12  # lines of units in a summary
+MOST = 12  # the most lines of units in a summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class Figures:
         gathers: the number of launches that gather parameters.
         reductions: the number of launches that reduce gradients.
         gather_bytes, reduce_bytes: the bytes that gathers and reductions send.
-        slices: the number of launches of torch's tensor parallelism. It is 0 for a unit, since no unit owns them.
+        slices: the number of launches of torch's tensor parallelism. It is 0 for a single unit.
         slice_bytes: the bytes that these launches send.
         gathered_at_most: the most bytes of gathered parameters alive at once.
-        recomputed: the number of operations of forward that backward recomputes, before fusion, without views of
-            parameters.
+        recomputed: the number of forward operations that backward recomputes. Operations are counted before fusion,
+            and views of parameters are not counted.
         recomputed_flops: FLOPs of the recomputed matrix products, attention and convolutions.
     """
 
@@ -61,13 +61,13 @@ Pair = tuple[Figures, Figures]
 
 @dataclass(frozen=True, repr=False)
 class Difference:
-    """Figures of two programs of one module. In each pair the first item belongs to the first program.
+    """The differences between two programs of one module, as pairs (first program, second program).
 
     Attributes:
         plans: the plans of both programs.
-        units: figures by path of the unit, in the order of forward; "" is the root unit.
-        total: figures of all units.
-        peaks: the peak of memory in forward and backward, as ``tz.tools.memory`` forecasts it; None without a forecast.
+        units: pairs of figures, keyed by the unit's path, in the order of forward. The key "" is the root unit.
+        total: the pair of figures of all units together.
+        peaks: the peak of memory in forward and backward, from ``tz.tools.memory``; None without a forecast.
         at_rest: bytes of memory between steps; None without a forecast.
     """
 
@@ -86,7 +86,7 @@ class Difference:
         return "\n".join(_lines(self, MOST))
 
     def table(self) -> str:
-        """Return the text of ``str(self)``, but with all units. Neighbours with equal figures share a line."""
+        """Return the text of ``str(self)``, but with all units. Neighbouring units with equal figures share a line."""
         return "\n".join(_lines(self, len(self.units)))
 
 
@@ -142,7 +142,7 @@ def _changed(first: Policy, second: Policy) -> Iterator[str]:
 
 
 def _names(units: Sequence[str], width: int) -> str:
-    """Return the name of a line that neighbouring units with equal figures share."""
+    """Return the label of a line that neighbouring units share, such as ``blocks.0 .. 3, each``."""
     if len(units) > 1:
         parents = {unit.rpartition(".")[0] for unit in units}
         last = units[-1].rpartition(".")[2] if len(parents) == 1 else units[-1]

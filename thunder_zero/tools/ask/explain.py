@@ -1,7 +1,7 @@
-"""``tz.explain``: shows where a parameter is gathered, freed and reduced, and why there.
+"""``tz.explain``: shows where a parameter is gathered, freed and reduced, and the reasons.
 
-In: traces and the path of a parameter. Out: an :class:`Explanation`. The lines come from the timeline, and the reason
-for the place of each gather comes from the prefetch pass::
+In: traces and the path of a parameter. Out: an :class:`Explanation`. The lines come from the timeline. The
+reason for the position of each gather comes from the prefetch pass::
 
     gather      fut0 = zero_all_gather(t_w, 'h.1.w')
                 alone; it starts right after the wait for h.0.w, one unit ahead (Policy.prefetch)
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 Key = TypeVar("Key", bound=Hashable)
 Item = TypeVar("Item")
-NEAR = 3  # names that an error proposes
+NEAR = 3  # the most names that an error proposes
 
 
 def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Device | str | None = None) -> Explanation:
@@ -49,13 +49,13 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
 
     Args:
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
-        path: the parameter's path, as in ``module.named_parameters()``; any of the paths of a tied parameter.
-        device: as for :func:`thunder_zero.tools.estimate`. Without a device the result has no seconds.
+        path: the parameter's path, as in ``module.named_parameters()``. A tied parameter has several paths.
+        device: as for :func:`thunder_zero.tools.estimate` (default: the result has no seconds).
 
     Returns:
-        This rank's rows, the parameter's gathers, and its gradient. A gather has the lines that launch it, wait for it,
-        read the parameter and free it, with a reason for each place. It also has bytes sent and received, and memory.
-        The gradient has the lines that compute it, reduce it and wait for the reduction.
+        This rank's rows, the parameter's gathers, and its gradient. A gather has the lines of the launch, the wait, the
+        reads and the free, with reasons for their positions. It also has bytes sent, bytes received and memory. The
+        gradient has the lines that compute it, reduce it and wait for the reduction.
 
     Raises:
         ValueError: the plan has no parameter with this path, or the device lacks a rate or a link that the step needs.
@@ -73,7 +73,7 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
 
 
 def explain_all(traces: Traces, spans: Sequence[Span], device: str) -> dict[str, Explanation]:
-    """Return the explanation of each parameter, by path. ``spans`` are times of operations of the timeline."""
+    """Return explanations keyed by parameter path. ``spans`` are the times of the timeline's operations."""
     program = _Program(traces, spans, device)
     return {param.path: _explanation(program, param) for param in traces.plan.params}
 
@@ -121,7 +121,7 @@ class _Program:
         traces: the program.
         spans: the times of operations; None without a forecast of time.
         device: the name of the forecast's device; None without a forecast of time.
-        codes: a cache of statements, by position of their operation.
+        codes: a cache that maps positions of operations to statements.
     """
 
     traces: Traces
@@ -137,11 +137,11 @@ class _Program:
     def why(self) -> dict[str, tuple[int, Bound]]:
         return bounds(self.traces.timeline)
 
-    # Positions of operations, ascending: tables, so that no parameter searches the whole timeline.
+    # These tables list positions in ascending order, so that no parameter searches the whole timeline.
 
     @cached_property
     def launches(self) -> Mapping[tuple[Kind, str], Sequence[int]]:
-        """Positions of gathers, reductions and deferrals, by kind and path."""
+        """Positions of gathers, reductions and deferrals, keyed by (kind, path)."""
         kinds = (Kind.GATHER, Kind.REDUCE, Kind.DEFER)
         ops = self.traces.timeline.ops
         return _grouped(
@@ -150,7 +150,7 @@ class _Program:
 
     @cached_property
     def readers(self) -> Mapping[str, Sequence[int]]:
-        """Positions of operations that read a value, by value. The return, the last operation, is left out."""
+        """Positions of the operations that read each value. The last operation, the return, is left out."""
         return _grouped((name, index) for index, op in enumerate(self.traces.timeline.ops[:-1]) for name in op.reads)
 
     @cached_property
@@ -158,12 +158,12 @@ class _Program:
         return _grouped((span.op, span) for span in self.spans or ())
 
     def reader(self, name: str, kind: Kind, after: int = -1) -> int | None:
-        """Return the first operation of a kind after a position that reads a value; None if no operation does."""
+        """Return the first operation of a kind that reads a value after a position, or None."""
         ops = self.traces.timeline.ops
         return next((index for index in self.readers.get(name, ()) if index > after and ops[index].kind is kind), None)
 
     def lines(self, *positions: int | None) -> dict[int | None, Line]:
-        """Return the lines of operations, by position. A position may be None, and is then left out."""
+        """Return a mapping from positions of operations to lines. Positions that are None are skipped."""
         lines: dict[int | None, Line] = {}
         for index in positions:
             if index is not None:
@@ -175,7 +175,7 @@ class _Program:
     def seconds(self, positions: Iterable[int | None]) -> tuple[float | None, float | None]:
         """Return the seconds of a bucket on the wires, and the seconds that compute waits for it.
 
-        ``positions`` are the positions of its launches and waits. Without overlap compute waits at a launch.
+        ``positions`` has the bucket's launches and waits. Without overlap, compute waits at the launch.
         """
         if self.spans is None:
             return None, None
@@ -227,7 +227,7 @@ def _gathered(program: _Program, param: Param, launch: int, after: int, bound: B
 
 
 def _readers(program: _Program, name: str, wait: int) -> list[int]:
-    """Return the operations that read a gathered value, or a value derived from it such as a view."""
+    """Return the operations that read a gathered value, or a view or a cast of it."""
     timeline, derived_names, readers = program.traces.timeline, [name], set[int]()
     for derived_name in derived_names:  # the loop appends to the list
         for index in program.readers.get(derived_name, ()):
@@ -268,7 +268,7 @@ def _gradient(program: _Program, param: Param) -> Reduced | None:
 
 
 def _lifetime(param: Param, timeline: Timeline, gathers: int) -> str:
-    """Describe when the stage gathers and frees a parameter. ``gathers`` is the number of its gathers in a step."""
+    """Describe when the stage gathers and frees a parameter, which is gathered ``gathers`` times in a step."""
     plan = timeline.plan
     stage = STAGES[plan.policy.stage]
     if not param.sharded:
@@ -309,9 +309,9 @@ def _why_once(param: Param, plan: Plan) -> str:
 
 
 def _why_launch(timeline: Timeline, launch: int, after: int, bound: Bound) -> str:
-    """Return why a gather starts where it does.
+    """Return the reason for the position of a gather's launch.
 
-    ``after`` and ``bound`` are the result of :func:`thunder_zero.schedule.prefetch.bounds` for the gather.
+    ``after`` and ``bound`` are what :func:`thunder_zero.schedule.prefetch.bounds` returns for the gather.
     """
     phase = "backward" if timeline.ops[launch].backward else "forward"
     if bound is Bound.PHASE:
@@ -335,7 +335,7 @@ def _why_launch(timeline: Timeline, launch: int, after: int, bound: Bound) -> st
 
 
 def _place(timeline: Timeline, after: int) -> str:
-    """Return a place such as ``right after the wait for blocks.1: 6 parameters``."""
+    """Describe a position, such as ``right after the wait for blocks.1: 6 parameters``."""
     op = timeline.ops[after]
     if op.kind is Kind.WAIT:
         return f"right after the wait for {label(op.params, timeline.plan, gradients=False)}"
@@ -343,7 +343,7 @@ def _place(timeline: Timeline, after: int) -> str:
 
 
 def _why_free(program: _Program, wait: int, free: int | None, last_read: int | None) -> str:
-    """Return why the parameter of a wait is freed at position ``free``, or why it is never freed (None)."""
+    """Return why a parameter is freed at position ``free``, or why it stays gathered if ``free`` is None."""
     timeline = program.traces.timeline
     op = timeline.ops[wait]
     if free is None:
@@ -359,7 +359,7 @@ def _why_free(program: _Program, wait: int, free: int | None, last_read: int | N
 
 
 def _why_wait(program: _Program, wait: int) -> str:
-    """Return why the wait for a reduction is at position ``wait``."""
+    """Return the reason for the position ``wait`` of a wait for a reduction."""
     timeline = program.traces.timeline
     op, later_ops = timeline.ops[wait], timeline.ops[wait + 1 :]
     if all(later.kind is not Kind.COMPUTE for later in later_ops[:-1]):

@@ -22,12 +22,12 @@ from thunder_zero.tools.printing.text import clip, place_of
 from thunder_zero.tools.printing.words import WIDTH, summed_up
 
 HANGING = 12  # columns
-MOST = 2  # gathers in a summary
+MOST = 2  # the most gathers in a summary
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a trace. ``phase`` is "forward" or "backward"; ``position`` is the index in that trace."""
+    """A line of a trace. ``phase`` is "forward" or "backward"; ``position`` is its index in the phase's trace."""
 
     phase: str
     position: int
@@ -36,21 +36,21 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A gather of the parameter, until it is freed.
+    """A gather of the parameter, from the launch to the free.
 
     Attributes:
-        bucket: paths of the parameters of the launch, the explained parameter among them.
+        bucket: paths of all parameters of the launch, including the explained parameter.
         bucket_bytes: the full bytes of the bucket.
         launch: the line that starts the gather.
-        why_launch: the reason why the gather starts there and not earlier.
-        wait: the line that ends the gather; the parameter can be read after it.
-        first_read, last_read: the first and the last line that computes with the parameter, or with a view or a cast of
-            it; None if only other parameters of the bucket are read.
-        free: the line that frees the parameter; None if it stays.
-        why_free: the reason why the parameter is freed there, or stays.
+        why_launch: the reason why the gather does not start earlier.
+        wait: the line that ends the gather. Later lines can read the parameter.
+        first_read, last_read: the first and the last line that reads the parameter, or a view or a cast of it. None if
+            no line reads the parameter.
+        free: the line that frees the parameter; None if the parameter stays gathered.
+        why_free: the reason why the parameter is freed at this line, or stays gathered.
         sent_bytes, received_bytes: bytes of this parameter that this rank sends and receives.
-        nbytes: the full size of the parameter, which is allocated from the launch to the free.
-        gathered_at_most: the most bytes of all gathered parameters alive between launch and free.
+        nbytes: the bytes of the full parameter, which are allocated from the launch to the free.
+        gathered_at_most: the most bytes of gathered parameters alive at once between launch and free.
         wire_seconds: how long its bucket is on the wires; None without a device.
         exposed_seconds: how long compute waits for its bucket; None without a device.
     """
@@ -77,12 +77,12 @@ class Reduced:
     """The gradient of the parameter.
 
     Attributes:
-        made: the line that computes the full gradient; None if it is computed by several lines.
+        made: the line that computes the full gradient; None if several lines compute it.
         launch: the line that starts its reduction; under ``no_sync``, the line that defers it.
         across: the line that starts the reduction over replicas; None without replicas.
         wait: the line that ends the reduction; None if it is deferred.
-        why_wait: the reason why the wait is there, or why the gradient is deferred.
-        bucket: paths of the parameters whose gradients the launch reduces, the explained parameter among them.
+        why_wait: the reason for the position of the wait, or for the deferral of the gradient.
+        bucket: paths of all parameters whose gradients the launch reduces, including the explained parameter.
         bucket_bytes: the full bytes of the bucket's gradients.
         sent_bytes, received_bytes: bytes of this gradient that this rank sends and receives.
         nbytes: the full size of the gradient.
@@ -111,13 +111,13 @@ class Explanation:
     Attributes:
         param: the parameter's entry in the plan: path, shape, dtypes, unit, lifetime.
         plan: the plan of all parameters, with the rank and the world size.
-        rows: the first row of this rank, and its last row plus one; None if the rank has all rows.
-        resting_bytes: the bytes of the rows on this rank between steps, with padding.
+        rows: the rows of this rank, as (first row, last row + 1); None if the rank has all rows.
+        resting_bytes: the bytes of this rank's rows, padding included, which it holds between steps.
         lifetime: when the stage gathers and frees the parameter, in words.
-        gathers: its gathers, in the order in which they run.
-        gradient: its gradient; None if it has no gradient.
-        why_no_gradient: the reason why it has no gradient; "" if it has a gradient.
-        device: the name of the device, for which seconds are forecast; None without a device.
+        gathers: the gathers of the parameter, in the order in which they run.
+        gradient: the gradient of the parameter, if any.
+        why_no_gradient: the reason why the parameter has no gradient; "" if it has a gradient.
+        device: the name of the device whose seconds are forecast; None without a device.
     """
 
     param: Param
@@ -189,7 +189,7 @@ def _name(param: Param) -> str:
 
 
 def _slice(param: Param, plan: Plan) -> str:
-    """Describe the part of the parameter that torch's tensor parallelism leaves on this rank."""
+    """Describe this rank's slice of the parameter under torch's tensor parallelism."""
     axis, whole = plan.mesh.tensor, _shape(plan.whole_shape(param))
     if param.sliced is None:
         return f"none: each of the {axis.size} ranks of tensor parallelism computes with all of it"
@@ -309,7 +309,7 @@ def _totals(explanation: Explanation) -> str:
 
 
 def _code(name: str, line: Line, previous: Line | None = None) -> Iterator[str]:
-    """Yield a line of the trace, with its phase if it differs from the phase of ``previous``."""
+    """Yield the text of a trace's line. The phase is included if it differs from the phase of ``previous``."""
     phase = f"  (in {line.phase})" if previous is not None and line.phase != previous.phase else ""
     yield clip(f"  {name:{HANGING - 2}}{line.code}", WIDTH - len(phase)) + phase
 

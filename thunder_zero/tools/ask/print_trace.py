@@ -50,30 +50,29 @@ def print_trace(
     memory: Memory | None = None,
     rank: int = 0,
 ) -> None:
-    """Print the trace that runs, with the meaning of each line. If several ranks call it, only ``rank`` prints.
+    """Print the trace that runs, with the meaning of each line. If several ranks call this, only ``rank`` prints.
 
     The first three lines are a legend. A line of the trace gathers, waits, computes, frees or reduces. The columns on
-    its right are the parameters, the bytes that this rank sends, and the bytes alive after the line. There are two
-    columns of bytes alive: gathered parameters, and all tensors. The bytes of all tensors are a forecast
-    (:func:`thunder_zero.tools.memory`). It includes a loss and an optimizer only if ``memory`` does. The peak is
-    marked. The last line is a summary. On a terminal the text is highlighted; otherwise it is plain text in 100
-    columns.
+    the right are the parameters, the bytes that this rank sends, and the bytes alive after the line. There are two
+    columns of bytes alive: gathered parameters, and all tensors. The bytes of all tensors are a forecast of
+    :func:`thunder_zero.tools.memory`. This forecast includes a loss and an optimizer only if ``memory`` does. The peak
+    is marked. The last line is a summary. A terminal gets highlighted text; a file gets plain text in 100 columns.
 
     >>> tz.print_trace(model, "forward", unit="blocks.0")
     >>> tz.print_trace(traces, memory=tz.tools.memory(traces, loss=loss, optimizer=torch.optim.AdamW))
-    >>> tz.print_trace(tz.traces_of(model, synced=False))  # the program under no_sync, with the bytes that it defers
+    >>> tz.print_trace(tz.traces_of(model, synced=False))  # the program under no_sync
 
     Args:
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
         phase: "forward", "backward" or "both".
         file: the file to print to (default: the standard output).
-        unit: a unit, to print only the lines where it computes, and its collectives (default: all units).
+        unit: print only the compute and the collectives of this unit (default: all units).
         only: "parameters" for the lines that handle or read a parameter, "communication" for the lines that launch or
-            end a collective of the schedule (default: all lines). The number of lines left out is printed.
+            end a collective of the schedule (default: all lines). The number of omitted lines is printed.
         every_line: True to print each line as it runs. By default views are printed inside the lines that read them, as
-            in ``aten.mm(x, w.t())``. Unpacking and the ``del`` of activations are then left out.
-        memory: a forecast of memory of these traces, to print its figures at rest and in the optimizer's step, too.
-        rank: the rank that prints, in the default process group; a process without a group is rank 0.
+            in ``aten.mm(x, w.t())``, and unpacking and the ``del`` of activations are left out.
+        memory: a forecast of memory for these traces. Its figures at rest and in the optimizer's step are also printed.
+        rank: the rank of the default process group that prints. A process without a group is rank 0.
 
     Raises:
         ValueError: ``phase``, ``unit``, ``rank`` or ``only`` is unknown, or ``memory`` is a forecast of other traces.
@@ -106,7 +105,7 @@ def print_trace(
 def rows_of(traces: Traces, phase: str, forecast: Memory | None, *, every_line: bool = True) -> tuple[Row, ...]:
     """Return the rows of one phase, "forward" or "backward"; () if there is no backward.
 
-    Without ``every_line`` some lines are hidden. The bytes alive of a row then include the hidden lines after it.
+    By default some lines are hidden. A row shows the bytes alive after the hidden lines that follow the row.
     """
     trace = traces.forward if phase == "forward" else traces.backward
     if trace is None:
@@ -166,26 +165,26 @@ def _forecast(traces: Traces, console: Console) -> Memory | None:
 
 
 def _lines(trace: TraceCtx, phase: str, forecast: Memory | None) -> Iterator[SourceLine]:
-    """Yield the lines of a trace, without comments that name its inputs."""
-    run = {line.position: line for line in forecast.lines if line.phase == phase} if forecast else {}
-    last = max(run, default=0)
+    """Yield the lines of a trace, except lines that are only comments, which name the inputs."""
+    forecast_lines = {line.position: line for line in forecast.lines if line.phase == phase} if forecast else {}
+    last = max(forecast_lines, default=0)
     with tracectx(trace):
         for position, bsym in enumerate(trace.bound_symbols):
             code = "\n".join(bsym.python(indent=0, print_depth=1))
             if any(not line.startswith("#") for line in code.splitlines()):
                 origin = _origin(bsym, phase)
-                line = run.get(min(position, last))  # the return allocates nothing
+                line = forecast_lines.get(min(position, last))  # the return allocates nothing
                 is_peak = forecast is not None and line is forecast.peak_line and position <= last
                 peak = line.highest if line and is_peak else None
                 yield SourceLine(code, position, origin, line.total if line else None, peak)
 
 
 def _origin(bsym: BoundSymbol, phase: str) -> str:
-    """Return the user's line, as in ``gpt.py:98  x = self.embedding(tokens)``; "" for a line that Thunder added."""
+    """Return the user's line, such as ``gpt.py:98  x = self.embedding(tokens)``; "" if Thunder added the line."""
     name, positions = bsym.source_filename, bsym.source_positions
     if name is None or positions is None or positions.lineno is None or Path(name).is_relative_to(THUNDER):
         return ""
-    if phase == "backward" and operator_of(bsym) is None:  # the few with a place have the place of a line of forward
+    if phase == "backward" and operator_of(bsym) is None:  # a recorded position would be of a line of forward
         return ""
     prefix = "gradient of " if phase == "backward" else ""
     return f"{prefix}{Path(name).name}:{positions.lineno}  {get_source_line(name, positions.lineno).strip()}"

@@ -42,11 +42,11 @@ def save_timeline(
     device: Device | str,
     measured: str | PathLike[str] | None = None,
 ) -> None:
-    """Write the forecast of a step to a file for https://ui.perfetto.dev, with a profile of measured steps.
+    """Write the forecast of a step for https://ui.perfetto.dev, optionally beside a profile of measured steps.
 
     The forecast has a lane for compute, a lane for each wire, and a counter of gathered bytes. Each slice names its
-    parameters. Its arguments have the line of the trace, FLOPs and bytes. The profile is moved in time, so that both
-    begin their first launch of a collective at one time.
+    parameters. The arguments of a slice are the line of the trace, FLOPs and bytes. The profile is shifted in time, so
+    that its first launch of a collective coincides with the forecast's first launch.
 
     >>> with torch.profiler.profile() as profile:
     ...     step()
@@ -57,11 +57,11 @@ def save_timeline(
         path: the file to write, JSON in Chrome's trace event format.
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
         device: the device of the forecast, as for :func:`thunder_zero.tools.estimate`.
-        measured: a file written by ``torch.profiler.profile.export_chrome_trace``; ``.gz`` is unpacked.
+        measured: a file from ``torch.profiler.profile.export_chrome_trace``, which may be compressed (``.gz``).
 
     Raises:
         TypeError: ``model_or_traces`` is neither traces nor a model with ZeroTransform, or ``device`` is not a device.
-        ValueError: ``measured`` is not in this format, or the device lacks a rate or a link that the step needs.
+        ValueError: ``measured`` is not in Chrome's format, or the device lacks a rate or a link that the step needs.
         OSError: a file cannot be read or written.
         RuntimeError: the model was not called yet.
     """
@@ -118,7 +118,7 @@ def _gathered_counter(forecast: Estimate, pid: int) -> Iterator[Event]:
 
 
 def events_of(path: Path) -> list[Event]:
-    """Return the events of a profile from its file.
+    """Return the events of a profile's file.
 
     Raises:
         ValueError: the file is not in Chrome's trace event format.
@@ -135,9 +135,9 @@ def events_of(path: Path) -> list[Event]:
 
 
 def _aligned(events: Sequence[Event], forecast: Estimate) -> list[Event]:
-    """Return the events of a profile, moved to the times of the forecast.
+    """Return the events of a profile, shifted to the times of the forecast.
 
-    The first launch of a collective that both have is aligned, or else the profile's first event.
+    The first common launch of a collective is aligned. Without a common launch, the profile's first event is aligned.
     """
     timeline = forecast.timeline
     launched = [span for span in forecast.spans if span.lane is not Lane.COMPUTE]

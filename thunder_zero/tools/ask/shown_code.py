@@ -42,7 +42,7 @@ HIDDEN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, clear_mut
 
 @dataclass(frozen=True, slots=True)
 class ShownLine:
-    """A line to show: its code, its position, and the position of a view that the line computes as well."""
+    """A line to show: its code, its position, and the position of a view appended to it."""
 
     code: str
     position: int
@@ -71,7 +71,7 @@ class _Chain:
     steps: tuple[_Step, ...] = ()
 
     def then(self, step: _Step) -> _Chain:
-        """Return the chain with a further view. Earlier views that it undoes are removed."""
+        """Return the chain with a further view. Earlier views that the further view undoes are removed."""
         steps = self.steps
         if steps and steps[-1].name == step.name == "reshape":
             steps = steps[:-1]
@@ -81,7 +81,7 @@ class _Chain:
         return _Chain(self.root, steps if is_same else (*steps, step))
 
     def apply(self, code: str) -> str:
-        """Return the code of the last view. ``code`` is the code of the root."""
+        """Return the code of the chain's last view, from the code of the root."""
         for step in self.steps:
             code = step.apply(code)
         return code
@@ -92,7 +92,7 @@ def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[Shown
 
     Args:
         trace: the trace of a phase.
-        freed: names of gathered parameters that are freed, by the position of the ``del`` line.
+        freed: a mapping from positions of ``del`` lines to names of gathered parameters that are freed.
     """
     views = _views(trace)
     folded = {name: views.chains[name].apply(views.chains[name].root.name) for name in views.folded}
@@ -125,10 +125,10 @@ class _Views:
     """The views of a trace.
 
     Attributes:
-        chains: the chain of each view, by the view's name.
-        folded: names of views that only one operator reads. They are printed inside that operator's line.
-        appended: names of views that are the only reader of an operator's result, by the result's name. They are
-            printed at the end of the operator's line.
+        chains: a mapping from names of views to chains.
+        folded: names of views that only one operator reads. These views are printed inside the operator's line.
+        appended: a mapping from results of operators to views that are their only readers. These views are printed at
+            the end of the operator's line.
     """
 
     chains: Mapping[str, _Chain]
@@ -161,7 +161,7 @@ def _views(trace: TraceCtx) -> _Views:
 
 
 def _makes_one_value(bsym: BoundSymbol | None) -> bool:
-    """Return whether a line calls an operator that computes a single value, which is not a view."""
+    """Return whether a line calls an operator that returns a single value, and this value is not a view."""
     return (
         bsym is not None
         and operator_of(bsym) is not None
@@ -171,7 +171,7 @@ def _makes_one_value(bsym: BoundSymbol | None) -> bool:
 
 
 def _stands_inside(bsym: BoundSymbol) -> bool:
-    """Return whether a line makes a view that may be printed inside other lines. Collectives are printed alone."""
+    """Return whether a line makes a view that may be printed inside another line. Collectives never are."""
     return makes_view(bsym) and not is_collective(operator_of(bsym))
 
 
@@ -184,14 +184,14 @@ def _step(bsym: BoundSymbol) -> _Step:
 
 
 def _shape(proxy: TensorProxy) -> tuple[Any, ...]:
-    """Return a shape with names in place of symbolic sizes, since Thunder would trace their comparison."""
+    """Return a shape with names for symbolic sizes, since Thunder would trace comparisons of symbols."""
     return tuple(size.name if isinstance(size, Proxy) else size for size in proxy.shape)
 
 
 def _line(bsym: BoundSymbol) -> str:
     """Return the code of a line that calls no operator.
 
-    Paths are left out if the names of several values show them. A return shows the outputs and the saved values.
+    Paths are left out if the names of values show the paths. A return shows the outputs and the saved values.
     """
     if isinstance(bsym.sym.executor, ZeroExecutor) and bsym.flat_proxy_outs and len(bsym.args) > 1:
         values, paths, *axes = bsym.args

@@ -1,4 +1,4 @@
-"""Makes one file of whole tensors (or a few) from a checkpoint."""
+"""Writes the whole tensors of a checkpoint to one or more files."""
 
 from __future__ import annotations
 
@@ -55,42 +55,42 @@ def consolidate(
     max_file_bytes: int | str | None = None,
     verify_files: bool = True,
 ) -> tuple[Path, ...]:
-    """Make one file of whole tensors (or a few) from a checkpoint.
+    """Write the whole tensors of a checkpoint to one or more files.
 
-    No process group and no model is needed. The function needs memory for one tensor, or for all tensors of a torch
-    file. The files get their names when all are complete. Then stale files of an earlier call for ``out`` are deleted.
-    A warning lists values that the files cannot hold.
+    The function needs no process group and no model. It needs memory for one tensor, or for all tensors of a torch
+    file. Files have temporary names until all files are complete. Then stale files of an earlier call for ``out`` are
+    deleted. A warning lists values that the files cannot hold.
 
     >>> tz.tools.consolidate("runs/latest", "model.safetensors", dtype="bfloat16")
 
     Args:
         checkpoint: the folder that :func:`thunder_zero.save` wrote, or the link ``latest``.
-        out: the file to write. Its suffix is the format: ``.safetensors``, or ``.pt``, ``.pth``, ``.bin`` for
-            ``torch.save``. A tied weight is written once. The metadata of a safetensors file has its other names, as
-            JSON under ``aliases``. A torch file has one tensor under all names.
+        out: the file to write. The suffix selects the format: ``.safetensors``, or ``.pt``, ``.pth``, ``.bin`` for
+            ``torch.save``. A tied weight is written once. A safetensors file has the weight's other names in the
+            metadata, as JSON under ``aliases``. A torch file has one tensor under all names.
         dtype: dtype of the model's floating-point tensors, such as ``"bfloat16"`` (default: as saved).
         optimizer: True to write the optimizer's state as well. A torch file then holds ``{"model": ..., "optim":
-            ...}``. With safetensors the state is in ``NAME.optimizer.safetensors``. Its tensors are named
+            ...}``. With safetensors the state is in ``NAME.optimizer.safetensors``, with tensors named
             ``parameter.state``. Other states and hyper-parameters are JSON in the metadata, under ``state`` and
             ``param_groups``.
-        ema: name of the extra that holds an EMA, to write its averages as parameters (default: no EMA).
+        ema: name of the extra that holds an EMA. The averages are written as parameters (default: no EMA).
         max_file_bytes: the most bytes of tensors in a safetensors file, such as ``"5GB"``. The files are
             ``NAME-00001-of-00003.safetensors`` and ``NAME.safetensors.index.json`` (default: one file).
-        verify_files: True to compare the files with their SHA-256 first; False to also accept a checkpoint without a
-            manifest.
+        verify_files: True to check the SHA-256 of each file first. False also accepts checkpoints without a manifest.
 
     Returns:
         The files that were written.
 
     Raises:
-        FileNotFoundError, OSError: there is no checkpoint, or a file cannot be written.
+        FileNotFoundError: there is no checkpoint.
+        OSError: a file cannot be written.
         ValueError: the checkpoint is damaged, has no EMA ``ema``, or an argument is invalid.
     """
     out = Path(out)
     most_bytes = _limit(out, max_file_bytes)
     source = open_checkpoint(Path(checkpoint), verify_files=verify_files)
     model = _read_model(source, float_dtype("dtype", dtype), ema)
-    extra_states = source.values(f"{MODEL}.")  # from get_extra_state
+    extra_states = source.values(f"{MODEL}.")  # results of get_extra_state
     optim = _read_optim(source) if optimizer else None
     prefixes = (f"{MODEL}.", f"{OPTIM}.") if optimizer else (f"{MODEL}.",)
     _warn_of_omissions(out, extra_states, [name for name in source.keys_of_single_ranks() if name.startswith(prefixes)])
@@ -134,7 +134,7 @@ def _read_model(source: OpenCheckpoint, dtype: torch.dtype | None, ema: str | No
 
 
 def _averaged(source: OpenCheckpoint, model: list[TensorToWrite], ema: str) -> list[TensorToWrite]:
-    """Replace the tensors of a model by the averages of an EMA, if it has them."""
+    """Return the tensors of a model, with the averages of an EMA in place of averaged tensors."""
     prefix = f"{EMAS}.{ema}.{MODEL}."
     averages = source.tensors(prefix)
     if not averages:
@@ -173,7 +173,7 @@ def _warn_of_omissions(out: Path, extra_states: dict[str, Any], left_out: list[s
 def _torch_tree(
     model: list[TensorToWrite], extra_states: dict[str, Any], optim: Optim | None, read: ReadTensor
 ) -> dict[str, Any]:
-    """Return the nested dict of a torch file, with all values."""
+    """Return the content of a torch file: a nested dict with all values."""
     tree: dict[str, Any] = {}
     for tensor in model:
         tree |= dict.fromkeys((tensor.name, *tensor.aliases), read(tensor))
@@ -188,7 +188,7 @@ def _torch_tree(
 
 
 def _notes(optim: Optim) -> dict[str, str]:
-    """Return the metadata of the optimizer's safetensors file."""
+    """Return the metadata for the optimizer's safetensors file."""
     try:
         return {STATE: json.dumps(optim.values), GROUPS: json.dumps(optim.groups)}
     except TypeError as error:

@@ -29,7 +29,7 @@ class OpenCheckpoint:
     metadata: Metadata
 
     def tensors(self, prefix: str) -> dict[str, TensorStorageMetadata]:
-        """Return the tensors whose keys begin with a prefix, by key without the prefix."""
+        """Return the tensors whose keys begin with a prefix. Keys of the result omit the prefix."""
         return {
             key.removeprefix(prefix): stored
             for key, stored in self.metadata.state_dict_metadata.items()
@@ -37,7 +37,7 @@ class OpenCheckpoint:
         }
 
     def values(self, prefix: str) -> dict[str, Any]:
-        """Return all values except tensors whose keys begin with a prefix, by key without the prefix."""
+        """Return values, except tensors, whose keys begin with a prefix. Keys of the result omit the prefix."""
         keys = [
             key
             for key, stored in self.metadata.state_dict_metadata.items()
@@ -47,18 +47,18 @@ class OpenCheckpoint:
         return {key.removeprefix(prefix): value for key, value in values.items()}
 
     def read(self, key: str, dtype: torch.dtype) -> Tensor:
-        """Read a whole tensor in a dtype."""
+        """Read a whole tensor, converted to a dtype."""
         value: Tensor = read_entries(self.path, self.metadata, [key])[key]
         return value.to(dtype)
 
     def require_readable(self) -> None:
-        """Read all tensors, one at a time, and all values. Raise if the metadata does not match."""
+        """Read all values, and all tensors one at a time. Raise if the metadata does not match."""
         for key, stored in self.tensors("").items():
             self.read(key, stored.properties.dtype)
         self.values("")
 
     def tensors_to_write(self, prefix: str, dtype: torch.dtype | None = None) -> list[TensorToWrite]:
-        """Return the tensors whose keys begin with a prefix. Tied weights are one tensor with aliases.
+        """Return the tensors whose keys begin with a prefix. Tied weights become one tensor with aliases.
 
         ``dtype`` replaces the dtype of floating-point tensors (default: as stored).
         """
@@ -76,7 +76,7 @@ class OpenCheckpoint:
         return list(by_place.values())
 
     def keys_of_single_ranks(self) -> dict[str, list[str]]:
-        """Return the keys of values that belong to single ranks, by name, such as ``"model.router"``."""
+        """Return a mapping from names such as ``"model.router"`` to keys, for values that belong to one rank."""
         keys: dict[str, list[str]] = {}
         for key in self.metadata.state_dict_metadata:
             owner = split_rank_prefix(key)
@@ -85,7 +85,7 @@ class OpenCheckpoint:
         return keys
 
     def optimizer_step(self) -> int | None:
-        """Return the optimizer's number of steps; None if it has no counter, or was not saved."""
+        """Return the optimizer's number of steps, or None without a counter or a saved optimizer."""
         prefix = f"{OPTIM}.{STATE}."
         stored = self.metadata.state_dict_metadata
         key = next((key for key in stored if key.startswith(prefix) and key.endswith(".step")), None)  # all equal
@@ -99,7 +99,7 @@ class OpenCheckpoint:
 
 
 def open_checkpoint(path: Path, *, verify_files: bool) -> OpenCheckpoint:
-    """Open a checkpoint. With ``verify_files``, compare its files with its manifest first."""
+    """Open a checkpoint. If ``verify_files`` is true, compare the files with the manifest first."""
     path = folder.locate(path)
     if verify_files:
         files = manifest.require_manifest(path).files
@@ -111,7 +111,7 @@ def open_checkpoint(path: Path, *, verify_files: bool) -> OpenCheckpoint:
 def inspect(path: Path, *, verify_files: bool = False) -> None:
     """Print a checkpoint's parameters and a summary. Raise without output if the checkpoint is damaged.
 
-    With ``verify_files``, also compare all files with their SHA-256, and read each tensor.
+    If ``verify_files`` is true, also check the SHA-256 of all files, and read each tensor.
     """
     path = folder.locate(path)
     saved = manifest.read(path) if (path / manifest.NAME).is_file() else None
@@ -138,7 +138,7 @@ def _table(source: OpenCheckpoint) -> Table:
 
 
 def _summary(source: OpenCheckpoint, saved: Manifest | None) -> str:
-    """Return the numbers of ranks, tensors, files and bytes, and the optimizer's step, in words."""
+    """Describe the numbers of ranks, tensors, files and bytes, and the optimizer's step."""
     states = len(source.tensors("optim."))
     step = source.optimizer_step()
     single = sum(map(len, source.keys_of_single_ranks().values()))

@@ -35,8 +35,8 @@ def shard_safetensors(
 ) -> Path:
     """Make a checkpoint of a model from safetensors files, as ``ranks`` ranks would have saved it.
 
-    This is the inverse of :func:`consolidate`. It needs no process group, and memory for one rank's rows of a tensor.
-    Any number of ranks can load the checkpoint. The link ``latest``, from which training resumes, is not moved.
+    This is the inverse of :func:`consolidate`. The function needs no process group, and memory for only one rank's rows
+    of a tensor. Any number of ranks can load the checkpoint. The link ``latest``, used to resume training, stays.
 
     >>> tz.tools.shard_safetensors("model.safetensors", "runs/start", ranks=8, dtype="float32")
 
@@ -44,7 +44,7 @@ def shard_safetensors(
         source: a file, the index of several files (``model.safetensors.index.json``), or a folder with
             ``model.safetensors``, an index, or other files. ``aliases`` in the metadata names tied weights.
         checkpoint: the folder to write.
-        ranks: number of files, one for the rows of each rank.
+        ranks: number of files. Each file has the rows of one rank.
         dtype: dtype of the floating-point tensors, such as ``"bfloat16"`` (default: as in the source).
 
     Returns:
@@ -59,7 +59,7 @@ def shard_safetensors(
         raise ValueError(f"ranks is {ranks}; pass the number of files, 1 or more")
     target = float_dtype("dtype", dtype)
     path = Path(checkpoint)
-    model_file = Path(source) / f"model{SUFFIX}"  # a folder may also have the optimizer's file
+    model_file = Path(source) / f"model{SUFFIX}"  # the folder may also contain the optimizer's file
     files = SafetensorsWeights(model_file if model_file.is_file() else Path(source)).files
     tensors = {tensor.key: tensor for tensor in (_describe(name, file, target) for name, file in files.items())}
     folder.prepare(path)
@@ -72,7 +72,7 @@ def shard_safetensors(
 
 
 class FromFiles(WritePlanner):
-    """A write plan for the rows of one rank, which are read from files just before they are written."""
+    """A write plan for the rows of one rank. Rows are read from files lazily, just before a write."""
 
     def __init__(
         self, tensors: Tensors, files: Mapping[str, Path], ranks: int, rank: int, done: Callable[[int], None]
@@ -110,7 +110,7 @@ def _write(path: Path, tensors: Tensors, files: Mapping[str, Path], ranks: int) 
 
 
 def _items(tensor: TensorToWrite, ranks: int, rank: int) -> Iterator[WriteItem]:
-    """Yield an item for the rows of a tensor that a rank writes, if there are rows."""
+    """Yield a write item for a rank's rows of a tensor, if the rank has rows."""
     geometry = cut_rows(tensor.shape, Mesh.of(ranks, rank))
     start, stop, _ = geometry.rows.indices(tensor.shape[0] if tensor.shape else 1)
     if (start == stop) if geometry.is_cut else rank:
@@ -124,7 +124,7 @@ def _items(tensor: TensorToWrite, ranks: int, rank: int) -> Iterator[WriteItem]:
 
 
 def _describe(name: str, path: Path, dtype: torch.dtype | None) -> TensorToWrite:
-    """Read the shape, dtype and aliases of a tensor of a file."""
+    """Read the shape, dtype and aliases of a tensor in a file."""
     with safe_open(path, framework="pt") as file:
         shape = tuple(file.get_slice(name).get_shape())
         stored = (file.get_slice(name)[:0] if shape else file.get_tensor(name)).dtype

@@ -1,9 +1,9 @@
-"""``tz.tools.calibrate``: measures this machine, and collectives of the calling ranks.
+"""``tz.tools.calibrate``: measures this machine, and the collectives of the calling ranks.
 
 ::
 
-    round 1, 2, ...   seconds of each point of measures.py, on all ranks at the same time
-    device            curves over sizes: the mean over ranks of the medians over rounds
+    round 1, 2, ...   measures each point of measures.py in seconds, on all ranks at the same time
+    device            takes the median over rounds, then the mean over ranks, as curves over sizes
 
 Other work may run between rounds. ``thunder-zero calibrate`` writes the device to a file.
 """
@@ -57,14 +57,14 @@ def calibrate(
 
     A process without a group measures its CPU. With a group every rank calls this function. All ranks compute at the
     same time, since they share caches and memory. Collectives use the transports of a step. All ranks return equal
-    devices. Set torch's number of threads as in training. Nothing else should run on the machine.
+    devices. Use the number of torch threads of training. Nothing else should run on the machine.
 
     >>> device = tz.tools.calibrate(seconds=10)
     >>> tz.tools.estimate(traces, device, loss=loss, optimizer=torch.optim.AdamW).seconds
 
     Args:
         seconds: how long to measure. There are at least three rounds, so that a median can ignore a disturbed round.
-        process_group: a group of gloo (default: the default group, if there is one).
+        process_group: a group of the gloo backend (default: the default group, if any).
         dtypes: dtypes of matrix products.
 
     Raises:
@@ -99,7 +99,7 @@ def _require(seconds: float, dtypes: Sequence[torch.dtype]) -> None:
 
 
 def _measure(calibration: Calibration, seconds: float, agree: Callable[[bool], bool]) -> Calibrated:
-    """Run rounds for some seconds. ``agree`` lets all ranks run an equal number of rounds."""
+    """Run rounds for ``seconds``. ``agree`` makes all ranks run an equal number of rounds."""
     rounds, end = 0, monotonic() + seconds
     with show_status("calibrating:") as show:
         while agree(rounds < LEAST_ROUNDS or monotonic() < end):
@@ -110,7 +110,7 @@ def _measure(calibration: Calibration, seconds: float, agree: Callable[[bool], b
 
 
 class Calibration:
-    """Measurements of one process, or of all ranks of a gloo group, where every rank calls each method."""
+    """Measurements of one process, or of the ranks of a gloo group. Every rank must call each method."""
 
     def __init__(self, group: ProcessGroup | None = None, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
         self._group = group if group is not None and group.size() > 1 else None
@@ -142,7 +142,7 @@ class Calibration:
             self._seconds["taken", kind].append(slowdown)
 
     def device(self) -> Calibrated:
-        """Return the device, equal on all ranks: the mean over ranks of the medians over rounds."""
+        """Return the device from medians over rounds, averaged over ranks. All ranks return equal devices."""
         if not self._seconds:
             raise RuntimeError("there is no round of measurements yet; call round() first")
         seconds = {key: median(rounds) for key, rounds in self._seconds.items()}
@@ -179,7 +179,7 @@ def _measured_device(seconds: Mapping[Key, float], ranks: int, about: Mapping[st
 
 
 def _collective(kind: str, seconds: Mapping[Key, float]) -> CollectiveCurves:
-    """Return the times of a kind of collective, from the measured seconds."""
+    """Return the curves of a kind of collective from measured seconds."""
 
     def curve(name: str) -> Curve:
         return Curve.measured((sent, seconds[name, kind, sent]) for sent in SIZES)
@@ -196,10 +196,11 @@ def _collective(kind: str, seconds: Mapping[Key, float]) -> CollectiveCurves:
 
 
 def wire_seconds(elapsed: float, held: float, taken: float, burst: int) -> float:
-    """Return the seconds on the wire of a collective, from a burst of ``burst`` collectives that took ``elapsed``.
+    """Return a collective's seconds on the wire, measured in a burst of ``burst`` collectives.
 
-    The launch and the wait of a collective take ``held`` seconds of compute. All of them but one overlap with the wire.
-    They delay it by the share of the core that it needs, which is ``taken`` seconds of its time.
+    The burst takes ``elapsed`` seconds. A collective's launch and wait together use the core for ``held`` seconds. Its
+    transfer uses the core for ``taken`` seconds. Every launch and wait except one pair overlap with a transfer. Each
+    overlapping pair delays the transfer by ``held * taken / wire`` seconds.
 
     >>> wire_seconds(11.0, held=1.0, taken=0.0, burst=2), wire_seconds(12.0, held=1.0, taken=5.0, burst=2)
     (5.0, 5.0)
@@ -216,7 +217,7 @@ def _best_rate(curve: Curve) -> float:
 
 
 def _link(collectives: Mapping[str, CollectiveCurves]) -> Link:
-    """Return the link that fits the curve of gathers at its largest size."""
+    """Return the link that matches the curve of gathers at the largest size."""
     if not collectives:
         return Link(1e9)
     wire = collectives["gather"].wire
@@ -224,7 +225,7 @@ def _link(collectives: Mapping[str, CollectiveCurves]) -> Link:
 
 
 def about() -> dict[str, str]:
-    """Return versions of the software, and a description of the machine."""
+    """Return the versions of the software and a description of the machine."""
     names = ("torch", "lightning-thunder", "thunder-zero")
     return {
         "cpu": _cpu(),
@@ -254,7 +255,7 @@ def calibrate_to(path: Path, seconds: float) -> None:
 
 @contextmanager
 def _ranks() -> Iterator[None]:
-    """Temporarily make the process group of torchrun's environment variables, if they are set."""
+    """Temporarily make a process group if torchrun has set its environment variables."""
     if "RANK" not in os.environ:
         yield
         return

@@ -2,8 +2,8 @@
 
 ::
 
-    seconds         .            a curve: constant below its first size, a line between two sizes,
-        |       . /              in proportion to the size beyond the last
+    seconds         .            a curve is constant below the first size, linear between sizes,
+        |       . /              and proportional to the size beyond the last size
         |___ ./
         +-------------- size
 """
@@ -24,7 +24,7 @@ from thunder_zero.tools.printing.words import WIDTH, count, folded
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A curve of seconds over sizes, with points (size, seconds). Sizes ascend, and seconds do not descend."""
+    """A curve through (size, seconds) points. Sizes increase from point to point, and seconds never decrease."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -37,12 +37,12 @@ class Curve:
 
     @staticmethod
     def measured(points: Iterable[tuple[float, float]]) -> Curve:
-        """Return the curve of measured points. Noise is removed, so that no size is faster than a smaller size."""
+        """Return the curve of measured points, without noise that makes a size faster than a smaller size."""
         sizes, seconds = zip(*sorted(points), strict=True)
         return Curve(tuple(zip(sizes, accumulate(seconds, max), strict=True)))
 
     def seconds(self, size: float) -> float:
-        """Return the seconds of work of a size."""
+        """Return the seconds that work of this size takes."""
         index = bisect_left(self.points, size, key=lambda point: point[0])
         if index == 0:
             return self.points[0][1]
@@ -53,21 +53,21 @@ class Curve:
 
     @property
     def seconds_per_unit(self) -> float:
-        """The seconds of the last size, divided by that size."""
+        """The last point's seconds divided by its size."""
         size, seconds = self.points[-1]
         return seconds / size if size else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCurves:
-    """The times of collectives of one kind, over the bytes that the busiest rank sends.
+    """The times of one kind of collective, as curves over the bytes that the busiest rank sends.
 
     Attributes:
         launch: time that the launch takes from compute.
-        wire: time on the wire of a collective in a burst of collectives.
-        finish: time that the wait takes from compute for sums and copies, after all messages have arrived.
+        wire: a collective's time on the wire, within a burst of collectives.
+        finish: time that the wait takes from compute after all messages have arrived, for sums and copies.
         taken: time that the collective takes from compute while it is in flight.
-        tensor_seconds: time that each further tensor of a bucket adds to the launch.
+        tensor_seconds: time that a bucket's launch takes longer for each further tensor.
     """
 
     launch: Curve
@@ -79,15 +79,15 @@ class CollectiveCurves:
 
 @dataclass(frozen=True, repr=False)
 class Calibrated(Device):
-    """A machine measured by :func:`thunder_zero.tools.calibrate`, from one rank's view.
+    """A machine as one rank sees it, measured by :func:`thunder_zero.tools.calibrate`.
 
-    The fields of ``Device`` are the best rates of the curves.
+    The fields inherited from ``Device`` have the best rates of the curves.
 
     Attributes:
-        products: curves over FLOPs, by class of work (``"matmul"``) and dtype.
-        traffic: curves over bytes of memory traffic, by class of work (``"pointwise"``).
-        collectives: curves by kind: ``"gather"``, ``"scatter"``, ``"all_reduce"``; empty for a single process.
-        ranks: number of ranks of the collectives.
+        products: curves over FLOPs, keyed by class of work (``"matmul"``) and dtype.
+        traffic: curves over bytes of memory traffic, keyed by class of work (``"pointwise"``).
+        collectives: curves keyed by kind (``"gather"``, ``"scatter"``, ``"all_reduce"``). Empty for a single process.
+        ranks: number of ranks in the measured collectives.
         about: versions of the software, and a description of the machine.
     """
 
@@ -106,7 +106,7 @@ class Calibrated(Device):
         return folded(f"{self.name}, {processes}, each {', '.join(rates)}")
 
     def table(self) -> str:
-        """Return a table with the times of the first and last size of each curve."""
+        """Return a table with each curve's times at its first and last size."""
         products = {
             f"{work} {dtype}": curve for work, by_dtype in self.products.items() for dtype, curve in by_dtype.items()
         }
@@ -127,7 +127,7 @@ class Calibrated(Device):
         return text_of_table(table_of(("", "from", "takes", "to", "takes"), rows), WIDTH)
 
     def seconds(self, flops: float, dtype: str, traffic_bytes: float, work: str = "") -> float:
-        """Return the seconds of an operation, by its FLOPs or, without FLOPs, by its memory traffic.
+        """Return the seconds of an operation from its FLOPs, or from its memory traffic if it has no FLOPs.
 
         Raises:
             ValueError: matrix products of the dtype were not measured.

@@ -1,4 +1,4 @@
-"""Describes a machine: FLOP/s, memory, links. Has ready-made devices, with sources."""
+"""Describes a machine: FLOP/s, memory, links. Defines ready-made devices, with sources."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from thunder_zero.tools.printing.words import count, folded, summed_up
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The speed at which a device sends while it receives at equal speed.
+    """The speed at which a device sends data while it receives data at the same speed.
 
     Attributes:
-        bytes_per_second: bytes sent in a second, over all links that a ring uses.
+        bytes_per_second: bytes that a ring sends in a second, over all physical links together.
         latency_seconds: latency of one step of a ring.
     """
 
@@ -39,9 +39,9 @@ class CollectiveTime:
 
     Attributes:
         seconds: time on the wire.
-        launch_seconds: time that its launch takes from compute.
-        finish_seconds: time that its wait takes from compute, after all messages have arrived.
-        taken_seconds: time that it takes from compute while it is in flight.
+        launch_seconds: time that the launch takes from compute.
+        finish_seconds: time that the wait takes from compute, after all messages have arrived.
+        taken_seconds: time that the collective takes from compute while it is in flight.
     """
 
     seconds: float
@@ -56,11 +56,11 @@ class Device:
 
     Attributes:
         name: name for messages and tables.
-        flops_per_second: FLOP/s of dense matrix products, by the name of a dtype (``"bfloat16"``).
+        flops_per_second: FLOP/s of dense matrix products, keyed by dtype name (``"bfloat16"``).
         memory_bytes_per_second: speed of reading and writing the device's memory.
-        memory_bytes: size of its memory.
-        intra_node: the link to the devices of its node.
-        inter_node: the device's link to other nodes; None without other nodes.
+        memory_bytes: size of the device's memory.
+        intra_node: the link to the other devices of the node.
+        inter_node: the link to other nodes, if any.
         devices_per_node: number of devices of a node.
         overlaps: True if collectives run while the device computes. Otherwise compute waits at each launch.
 
@@ -98,7 +98,7 @@ class Device:
         return folded(", ".join(parts))
 
     def seconds(self, flops: float, dtype: str, traffic_bytes: float, work: str = "") -> float:
-        """Return the seconds of an operation: of its FLOPs, or of its memory traffic if that takes longer.
+        """Return the seconds of an operation: the seconds of its FLOPs or of its memory traffic, if longer.
 
         ``work``, the class of work, matters only for calibrated devices.
 
@@ -109,7 +109,7 @@ class Device:
         return max(flop_seconds, traffic_bytes / self.memory_bytes_per_second)
 
     def peak(self, dtype: str) -> float:
-        """Return the FLOP/s of matrix products in a dtype.
+        """Return the peak FLOP/s of matrix products in a dtype.
 
         Raises:
             ValueError: the device has no FLOP/s for the dtype.
@@ -134,12 +134,12 @@ class Device:
         return CollectiveTime(self.ring(ranks, stride).seconds(nbytes, steps))
 
     def ring(self, ranks: int, stride: int = 1) -> Link:
-        """Return the link of a device in a ring of ranks that are ``stride`` apart. A node has successive ranks.
+        """Return a device's link in a ring of ranks that are ``stride`` apart. Successive ranks share a node.
 
         A ring that leaves the node uses the ``inter_node`` links of all members in the node, up to the speed of
-        ``intra_node``. In effect parallel rings leave the node, each over its own link. The latency is the mean over
-        the ring: a step out of a node has the latency of ``inter_node``, and all other steps have the latency of
-        ``intra_node``.
+        ``intra_node``. This is the speed of parallel rings that leave the node over separate links. The latency is the
+        mean over the ring's steps. Steps out of a node have the latency of ``inter_node``, and all other steps have the
+        latency of ``intra_node``.
 
         Raises:
             ValueError: the ring leaves the node, and the device has no link to other nodes.
@@ -153,7 +153,7 @@ class Device:
             )
         members = max(1, self.devices_per_node // stride)
         fastest = min(self.intra_node.bytes_per_second, members * self.inter_node.bytes_per_second)
-        leaving = -(-ranks // members) - 1  # steps that leave a node, among ranks - 1 steps
+        leaving = -(-ranks // members) - 1  # number of the ring's ranks - 1 steps that leave a node
         on_the_way = (ranks - 1 - leaving) * self.intra_node.latency_seconds + leaving * self.inter_node.latency_seconds
         return Link(fastest, on_the_way / (ranks - 1))
 
@@ -195,7 +195,7 @@ H100 = Device(
     inter_node=Link(50e9, NETWORK),
 )
 H200 = Device(
-    # https://www.nvidia.com/en-us/data-center/h200 (data sheet, SXM): an H100 with other memory; its size is that which
+    # https://www.nvidia.com/en-us/data-center/h200 (data sheet, SXM): an H100 with more memory, of the size that
     # nvidia-smi reports
     name="H200",
     flops_per_second=H100.flops_per_second,
@@ -228,7 +228,7 @@ TPU_V5P = Device(
 
 
 class Devices(dict[str, Device]):
-    """Devices by name, which print a device on each line."""
+    """Devices keyed by name. The text form has a line for each device."""
 
     def __repr__(self) -> str:
         return "\n" + "\n".join(folded(f"{name!r}: {device}") for name, device in self.items())

@@ -4,7 +4,7 @@
 
     matmul    float32   131,072 FLOPs        a linear layer's three products, 256 rows by 8
     pointwise           1.5 MiB of traffic   torch.add of two tensors
-    gather              64 KiB sent          launch, wait, several launched together, and beside compute
+    gather              64 KiB sent          launch, wait, a burst, and a collective beside compute
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from thunder_zero.schedule.timeline import Work
 Call = Callable[[], object]
 
 ROWS = 256  # tokens of a batch
-WIDTHS = (8, 64, 256, 512, 1024, 2048)  # of a square weight
+WIDTHS = (8, 64, 256, 512, 1024, 2048)  # rows and columns of a square weight
 LENGTHS = (16, 64, 256, 512)  # tokens of a sequence
-HEADS, HEAD = 8, 64  # heads of attention, and their size
+HEADS, HEAD = 8, 64  # number of attention heads, and size of a head
 IMAGES = (4, 16, 64)  # height and width of an image
 CHANNELS = 32
 ELEMENTS = tuple(1 << power for power in (6, 12, 16, 18, 20, 22))  # elements of a float32 tensor
 COLUMNS = 512  # columns of a tensor whose rows are reduced or looked up
-POOL = 16 << 20  # the most elements of all tensors of one size
+POOL = 16 << 20  # the most elements of equal-sized tensors together
 SHORTEST = 0.002  # the least seconds of a measurement
 
 
@@ -48,9 +48,9 @@ class Measure:
     Attributes:
         work: the class of work.
         dtype: the dtype of matrix products; "" for other work.
-        size: FLOPs of a line with matrix products, or bytes of memory traffic of another line.
+        size: FLOPs of a matrix product, or bytes of memory traffic of other work.
         run: a function that does the work once.
-        lines: number of lines of a trace in a run, all of one size.
+        lines: number of trace lines that a run corresponds to. All have this size.
     """
 
     work: Work
@@ -81,7 +81,7 @@ def seconds_of(run: Call, times: int) -> float:
 
 
 def enough_times(run: Call) -> int:
-    """Return the number of runs that a clock can measure, after a first run for warm-up."""
+    """Return the number of runs that take long enough to measure. The first run is a warm-up."""
     run()
     for times in (1 << power for power in count()):
         if (seconds := seconds_of(run, times) * times) >= SHORTEST / 4:
@@ -90,7 +90,7 @@ def enough_times(run: Call) -> int:
 
 
 def _product(width: int, dtype: torch.dtype) -> Measure:
-    """Measure the three matrix products of a linear layer: forward, and the gradients of input and weight."""
+    """Return the measure of a linear layer's matrix products: forward, input gradient, weight gradient."""
     x, weight, gradient = (torch.randn(shape, width).to(dtype) for shape in (ROWS, width, ROWS))
 
     def run() -> None:
@@ -100,7 +100,7 @@ def _product(width: int, dtype: torch.dtype) -> Measure:
 
 
 def _attention(length: int, dtype: torch.dtype) -> Measure:
-    """Measure causal attention, forward and backward: 2 + 5 matrix products of all queries with all keys."""
+    """Return the measure of causal attention: 2 products of queries and keys in forward, 5 in backward."""
     query, key, value = (torch.randn(1, HEADS, length, HEAD).to(dtype).requires_grad_() for _ in range(3))
     gradient = torch.randn(1, HEADS, length, HEAD).to(dtype)
 
@@ -112,7 +112,7 @@ def _attention(length: int, dtype: torch.dtype) -> Measure:
 
 
 def _convolution(side: int, dtype: torch.dtype) -> Measure:
-    """Measure a convolution of 3 x 3, and the gradients of its input and weight."""
+    """Return the measure of a 3 x 3 convolution and its gradients of input and weight."""
     image = torch.randn(2, CHANNELS, side, side).to(dtype).requires_grad_()
     weight = torch.randn(CHANNELS, CHANNELS, 3, 3).to(dtype).requires_grad_()
     gradient = torch.randn(2, CHANNELS, side, side).to(dtype)
@@ -124,9 +124,9 @@ def _convolution(side: int, dtype: torch.dtype) -> Measure:
 
 
 def _traffic(elements: int) -> Iterator[Measure]:
-    """Yield the measures of work whose time depends on its memory traffic.
+    """Yield the measures of work that is limited by memory traffic.
 
-    Successive runs read different tensors, as in a step, up to the size of the pool.
+    As in a step, successive runs read different tensors. They cycle through a pool of tensors.
     """
     tensor_count = max(1, min(16, POOL // (2 * elements)))
     tensors, second_tensors = ([torch.randn(elements) for _ in range(tensor_count)] for _ in range(2))
@@ -146,14 +146,13 @@ SIZES = tuple(1 << power for power in (12, 16, 18, 20, 22))  # bytes that the bu
 SENT_COLUMNS = 64
 BURST = 4  # collectives in a burst, as in a step
 OVERLAPPED = 2  # collectives launched together while a rank computes
-OVERLAPPED_WIDTH = 1024  # of the products beside collectives: weights of 4 MiB pass through caches, as in a step
-SMALL = 8  # number of tensors of a bucket of small tensors
-TIMES = {"gather": 1, "scatter": 1, "all_reduce": 2}  # bytes sent, as multiples of (W - 1) / W of the payload
+OVERLAPPED_WIDTH = 1024  # width of products beside collectives: 4 MiB weights pass through caches, as in a step
+SMALL = 8  # number of tensors in a bucket of small tensors
+TIMES = {"gather": 1, "scatter": 1, "all_reduce": 2}  # factors: bytes sent = factor * (W - 1) / W * payload
 
 
 class Collectives:
-    """Measures the collectives of a group. Every rank calls each method. All ranks measure ``points``, pairs of a kind
-    and bytes sent, in order."""
+    """Measures a group's collectives. Every rank calls each method. ``points`` has (kind, bytes sent) pairs."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -162,26 +161,26 @@ class Collectives:
         self.points = tuple(self._starts)
 
     def time(self, kind: str, sent: int) -> dict[str, float]:
-        """Measure collectives of one size without compute. Return seconds by name.
+        """Measure collectives of one size without compute. Return seconds keyed by name.
 
-        ``launch`` is the call that starts a collective. ``finish`` is its wait after all messages have arrived.
-        ``burst`` is a burst of ``BURST`` collectives until the end of the last wait.
+        ``launch`` is the call that starts a collective. ``finish`` is a wait after all messages have arrived. ``burst``
+        is the time from the first launch to the end of the last wait of ``BURST`` collectives.
         """
         start = self._starts[kind, sent]
         barrier(self._group)
         alone, _ = _clocked(lambda: start().wait())
         barrier(self._group)
         launch, handle = _clocked(start)
-        sleep(1.3 * alone + 0.002)  # until all messages have arrived
+        sleep(1.3 * alone + 0.002)  # let all messages arrive
         finish, _ = _clocked(handle.wait)
         barrier(self._group)
         burst, _ = _clocked(lambda: [handle.wait() for handle in [start() for _ in range(BURST)]])
         return {"launch": launch, "finish": finish, "burst": burst}
 
     def time_slowdown(self, kind: str, wire: float, held: float) -> float:
-        """Return the seconds that a collective of the largest size adds to compute beside it.
+        """Return the seconds by which a concurrent collective of the largest size slows compute down.
 
-        The collective takes ``wire`` seconds on the wire. The ``held`` seconds of its launch and wait do not count.
+        The collective takes ``wire`` seconds on the wire. Subtract ``held``, the seconds of its launch and its wait.
         """
         start = self._starts[kind, SIZES[-1]]
         left, right = torch.ones(ROWS, OVERLAPPED_WIDTH), torch.ones(OVERLAPPED_WIDTH, OVERLAPPED_WIDTH)
@@ -205,7 +204,7 @@ class Collectives:
         return (overlapped_seconds - alone_seconds) / OVERLAPPED - held
 
     def seconds_a_tensor(self, kind: str) -> float:
-        """Return the seconds that each further tensor of a small bucket adds to its launch and wait."""
+        """Return the seconds that each further tensor adds to the launch and wait of a small bucket."""
         start_one, start_many = (self._start_of(kind, SIZES[0], tensors) for tensors in (1, SMALL))
         seconds = []
         for start in (start_one, start_many):
@@ -216,9 +215,9 @@ class Collectives:
         return max(seconds[1] - seconds[0], 0.0) / (SMALL - 1)
 
     def _start_of(self, kind: str, sent: int, tensors: int = 1) -> Callable[[], Waitable]:
-        """Return a function that launches a bucket for which the busiest rank sends ``sent`` bytes."""
+        """Return a function that launches a bucket. The busiest rank sends ``sent`` bytes of the bucket."""
         world = self._group.size()
-        elements = sent * world / (TIMES[kind] * (world - 1)) / 4  # of float32, in the full payload
+        elements = sent * world / (TIMES[kind] * (world - 1)) / 4  # float32 elements of the full payload
         rows = ceil(elements / SENT_COLUMNS / tensors / world) * world
         shapes = [(rows, SENT_COLUMNS)] * tensors
         shape = (rows // world, SENT_COLUMNS) if kind == "gather" else (rows, SENT_COLUMNS)

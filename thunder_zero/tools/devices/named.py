@@ -1,4 +1,4 @@
-"""Finds the device that an argument names: a key of ``DEVICES``, or a JSON file.
+"""Finds the device that an argument names, by a key of ``DEVICES`` or by a JSON file.
 
 ::
 
@@ -24,8 +24,8 @@ CHOICES = f"one of {', '.join(DEVICES)}, the path of a file that calibrate wrote
 def device_of(device: Device | str | PathLike[str]) -> Device:
     """Return the device that an argument names.
 
-    The argument is a device, a key of ``tz.tools.DEVICES`` such as ``"h100"`` or ``"H100"``, or the path of a file from
-    :func:`thunder_zero.tools.save_device` or ``thunder-zero calibrate``.
+    The argument is a device, a key of ``tz.tools.DEVICES`` such as ``"h100"`` or ``"H100"``, or the path of a JSON
+    file. :func:`thunder_zero.tools.save_device` and ``thunder-zero calibrate`` write such files.
 
     Raises:
         ValueError: the key or the path is unknown.
@@ -47,7 +47,7 @@ FORMAT = "thunder_zero device 1"
 
 
 def load_device(path: str | Path) -> Calibrated:
-    """Read a device from a file of :func:`thunder_zero.tools.save_device` or ``thunder-zero calibrate``.
+    """Read a device from a file that ``save_device`` or ``thunder-zero calibrate`` has written.
 
     Raises:
         OSError: the file cannot be read.
@@ -83,7 +83,7 @@ def save_device(device: Calibrated, path: str | Path) -> None:
 
 
 def to_data(device: Calibrated) -> dict[str, Any]:
-    """Return a device as JSON data, with curves as lists of points."""
+    """Convert a device to JSON data. Curves become lists of points."""
     return {"format": FORMAT, **_plain({field.name: getattr(device, field.name) for field in fields(device)})}
 
 
@@ -96,7 +96,7 @@ def _plain(value: Any) -> Any:
 
 
 def _from_data(data: Mapping[str, Any]) -> Calibrated:
-    """Return the device of JSON data. Raise KeyError, TypeError, ValueError or AttributeError for damaged data."""
+    """Convert JSON data to a device. Damaged data raises KeyError, TypeError, ValueError or AttributeError."""
     products = {
         work: {dtype: _curve(points) for dtype, points in by_dtype.items()}
         for work, by_dtype in data["products"].items()

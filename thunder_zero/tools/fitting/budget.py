@@ -1,14 +1,14 @@
 """Chooses tensors to keep for backward, so that a step fits into memory at the least cost.
 
-The bytes and the cost of a choice for a unit come from a schedule in which all units make this choice. In the backward
-of a unit, all earlier units still hold their bytes for backward. So choices for the units a, b, c, in the order of
-forward, fit if::
+Each choice is measured on a schedule in which all units make this choice. This gives bytes and a cost for each unit. In
+a unit's backward, all earlier units still hold their bytes for backward. So choices for the units a, b, c, in the order
+of forward, fit if::
 
     a.peak                       <= budget
     a.left + b.peak              <= budget
     a.left + b.left + c.peak     <= budget
 
-The units are visited in this order. A partial choice is dropped if another leaves fewer bytes at a lower cost.
+The search visits units in this order, and drops partial choices that leave more bytes at a higher cost than others.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class UnitCost:
 
     Attributes:
         left: bytes that the unit holds from its forward to its backward.
-        peak: the most bytes alive in its backward, without bytes left by earlier units.
-        cost: cost of the work, in bytes on the wire.
+        peak: the most bytes alive in the unit's backward, without bytes that earlier units left.
+        cost: the cost of the unit's work, in bytes on the wire.
     """
 
     left: int
@@ -40,7 +40,7 @@ class UnitCost:
 
 @dataclass(frozen=True, slots=True)
 class _Partial:
-    """Choices for the first units, as indices ``chosen``, with the bytes that they leave and their cost."""
+    """Choices for the first units: option indices, the bytes left by these units, and the cost."""
 
     left: int
     cost: float
@@ -48,7 +48,7 @@ class _Partial:
 
 
 def cheapest(units: Sequence[Sequence[UnitCost]], budget: int) -> tuple[int, ...] | None:
-    """Return the index of a choice for each unit, at the least cost within the budget; None if no choices fit."""
+    """Return the cheapest choices that fit the budget, as an index for each unit; None if no choices fit."""
     partial = [_Partial(0, 0.0, ())]
     for choices in units:
         longer = [
@@ -64,7 +64,7 @@ def cheapest(units: Sequence[Sequence[UnitCost]], budget: int) -> tuple[int, ...
 
 
 def _unbeaten(partial: list[_Partial], grain: int) -> list[_Partial]:
-    """Drop partial choices if another leaves no more bytes, rounded up to ``grain``, at no higher cost."""
+    """Drop partial choices that are no better than another in bytes, rounded up to ``grain``, and in cost."""
     unbeaten: list[_Partial] = []
     least = float("inf")
     rounded = (replace(choices, left=-(-choices.left // grain) * grain) for choices in partial)
@@ -77,8 +77,8 @@ def _unbeaten(partial: list[_Partial], grain: int) -> list[_Partial]:
 
 @dataclass(frozen=True, slots=True)
 class UnitChoice:
-    """A choice for one unit. ``kept`` units stay gathered for backward (``Policy.keep_unsharded``), and backward
-    recomputes ``recomputed`` units as a whole (``Policy.recompute_units``)."""
+    """A choice for one unit. A ``kept`` unit stays gathered for backward (``Policy.keep_unsharded``). Backward
+    recomputes a ``recomputed`` unit as a whole (``Policy.recompute_units``)."""
 
     kept: bool = False
     recomputed: bool = False
@@ -90,14 +90,14 @@ KEPT, KEPT_AND_RECOMPUTED = UnitChoice(kept=True), UnitChoice(kept=True, recompu
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a step: the end of backward, each unit's part of backward, and forward.
+    """The parts of a step: the end of backward, each unit's backward, and forward.
 
     Attributes:
         units: the units, in the order of forward.
         options: the choices for each unit.
-        choices: the bytes and the cost of each option, for each part. The beginning of backward belongs to the last
+        choices: for each part, the bytes and the cost of each option. The beginning of backward belongs to the last
             unit. The end of backward and forward have a single option.
-        most_too_high: the most bytes by which the sum of a candidate's parts exceeds its peak.
+        most_too_high: the most bytes by which the parts of a candidate add up to more than its peak.
     """
 
     units: tuple[str, ...]
@@ -107,14 +107,14 @@ class Parts:
 
     @classmethod
     def read_off(cls, units: tuple[str, ...], options: tuple[UnitChoice, ...], alike: Sequence[Candidate]) -> Parts:
-        """Return the parts, measured on one candidate for each option. All units of a candidate choose the option."""
+        """Return the parts, measured on a candidate for each option, in which all units choose this option."""
         end = max(_peak(candidate, candidate.segments[ROOT]) for candidate in alike)
         forward = max(
             _peak(candidate, range(candidate.timeline.backward_start)) - sum(candidate.left.values())
             for candidate in alike
         )
         choices: list[tuple[UnitCost, ...]] = []
-        earlier = [0] * len(alike)  # bytes left by earlier units
+        earlier = [0] * len(alike)  # bytes that earlier units left, by candidate
         for unit in units:
             choices.append(
                 tuple(
@@ -137,11 +137,11 @@ class Parts:
         return {choice: number for number, choice in enumerate(self.options)}
 
     def by_unit(self, numbers: Sequence[int]) -> dict[str, UnitChoice]:
-        """Return the choice of each unit, from the option indices of all parts."""
+        """Return a mapping from units to choices. ``numbers`` are the option indices of all parts."""
         return {unit: self.options[number] for unit, number in zip(self.units, numbers[1:-1], strict=True)}
 
     def numbers(self, keep_unsharded: Sequence[str], recompute_units: Sequence[str]) -> tuple[int, ...]:
-        """Return the option index of each part, from the fields of a policy."""
+        """Return each part's option index under a policy with these fields."""
         choices = (UnitChoice(unit in keep_unsharded, unit in recompute_units) for unit in self.units)
         return (0, *(self._number[choice] for choice in choices), 0)
 

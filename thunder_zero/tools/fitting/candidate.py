@@ -1,4 +1,4 @@
-"""Evaluates a policy on a lifted timeline: bytes alive, bytes sent and recomputed work, by unit."""
+"""Evaluates a policy on a lifted timeline: each unit's bytes alive, bytes sent and recomputed work."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class Prices:
     """Prices of work, in bytes on the wire, for :func:`thunder_zero.tools.fit`.
 
     Attributes:
-        flops_per_byte: FLOPs of recomputed work at the price of one byte. The default of 1,000 is about FLOP/s over B/s
-            of an H100 with NVLink, and of a CPU on 1 Gbit/s.
-        launch_bytes: price of a launch beside its bytes. The default of 128 KiB takes about a millisecond at 1 Gbit/s.
+        flops_per_byte: FLOPs of recomputed work that cost as much as one byte. The default of 1,000 is about the ratio
+            of FLOP/s to B/s, both for an H100 with NVLink and for a CPU on 1 Gbit/s.
+        launch_bytes: price of a launch, in addition to its bytes. The default of 128 KiB is about a millisecond at
+            1 Gbit/s.
 
     Raises:
         ValueError: ``flops_per_byte`` is not a number above 0, or ``launch_bytes`` is below 0.
@@ -87,9 +88,9 @@ class Candidate:
 
     @cached_property
     def kept(self) -> frozenset[str]:
-        """The units that stay gathered from forward to backward, without the root.
+        """The units, without the root, that stay gathered from forward to backward.
 
-        The policy names units in ``keep_unsharded``. With ``reshard_after_forward=None`` the schedule adds units.
+        ``Policy.keep_unsharded`` names units. With ``reshard_after_forward=None`` the schedule adds further units.
         """
         plan = self.timeline.plan
         return frozenset(plan.by_name[path].unit for path in plan.kept_unsharded) - {ROOT}
@@ -100,7 +101,7 @@ class Candidate:
 
     @cached_property
     def segments(self) -> dict[str, range]:
-        """The positions of each unit's operations in backward. The root has the positions after the last unit."""
+        """A mapping from units to their positions in backward. The root has the positions after the last unit."""
         begin = self.timeline.backward_start
         segments: dict[str, range] = {}
         for unit, end in self._ends.items():
@@ -110,7 +111,7 @@ class Candidate:
 
     @cached_property
     def left(self) -> dict[str, int]:
-        """The bytes that forward leaves for each unit's backward."""
+        """A mapping from units to the bytes that forward leaves for the unit's backward."""
         unit_at = {position: unit for unit, positions in self.segments.items() for position in positions}
         counts: Counter[str] = Counter()
         for memory, life in lifetimes(self.timeline).items():
@@ -119,14 +120,14 @@ class Candidate:
         return {unit: counts[unit] for unit in self.units}
 
     def costs_of(self, unit: str) -> float:
-        """Return the cost of a unit's backward: its reductions, recomputed work and gathers."""
+        """Return the cost of a unit's backward: reductions, recomputed work and gathers."""
         ops = self.timeline.ops
         other_costs = (self._costs[index] for index in self.segments[unit] if ops[index].kind is not Kind.GATHER)
         return sum(other_costs) + self._gathers[unit]
 
     @cached_property
     def _gathers(self) -> defaultdict[str, float]:
-        """The cost of each unit's gathers for backward. They may start in another unit's backward."""
+        """The costs of gathers for backward, keyed by unit. A gather may start in another unit's backward."""
         costs: defaultdict[str, float] = defaultdict(float)
         for op, cost in zip(self.timeline.ops, self._costs, strict=True):
             if op.kind is Kind.GATHER and op.backward:
@@ -149,13 +150,13 @@ class Candidate:
 
 
 def under(plan: Plan, policy: Policy) -> Plan:
-    """Return a plan with another policy, which differs only in choices for units and in bytes."""
+    """Return the plan under a policy that differs only in choices for units and in bytes."""
     kept = {param.path for param in plan.params if param.unit in policy.keep_unsharded}
     return replace(plan.keeping(kept), policy=policy)
 
 
 def flops_to_repeat(op: Op, timeline: Timeline) -> int:
-    """Return the FLOPs to repeat an operation. An operation without FLOPs counts its written elements."""
+    """Return the FLOPs to repeat an operation. Without FLOPs, return the number of elements that it writes."""
     return op.flops or max((_numel(name, timeline) for name in op.writes), default=0)
 
 

@@ -1,7 +1,7 @@
 """``tz.tools.fit``: finds the cheapest policy whose step fits into memory.
 
-A candidate is a policy, evaluated on the lifted timeline: the passes run, and ``alive_bytes`` estimates the memory. Few
-candidates are compiled and forecast exactly (``tz.tools.memory``). The differences correct the estimates.
+The search evaluates candidates on the lifted timeline: the passes run, and ``alive_bytes`` estimates the memory. A few
+candidates are compiled, so that ``tz.tools.memory`` forecasts them exactly. The differences correct the estimates.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
 
 COMPILATIONS = 3  # the most compilations to confirm a choice
-STEPS = 7  # the most rows of the printed trade-off
+STEPS = 7  # the most rows of the printed table
 
 CHOSEN = ("keep_unsharded", "recompute_units", "bucket_bytes", "in_flight_bytes")
 
@@ -50,10 +50,10 @@ Forecast = Callable[[Policy], tuple[Traces, Memory]]
 
 
 class DoesNotFit(ValueError):
-    """Raised if no policy fits. The message has the missing bytes, the content of the peak, and possible remedies.
+    """Raised if no policy fits. The message has the missing bytes, the contents of the peak, and possible remedies.
 
     Attributes:
-        least_bytes: the smallest exact peak of the compiled policies.
+        least_bytes: the smallest exact peak among the compiled policies.
     """
 
     def __init__(self, message: str, least_bytes: int = 0) -> None:
@@ -82,15 +82,15 @@ def fit(
     """Return the cheapest policy whose forecast peak fits into ``memory_bytes``.
 
     The search chooses ``Policy.keep_unsharded``, ``Policy.recompute_units``, and the bytes of buckets and in flight.
-    The cost is the bytes that a rank sends, plus launches and recomputed work at ``prices``. A table shows the cost for
-    other amounts of memory. Under ``torchrun`` every rank calls this function, and rank 0 decides.
+    The cost is the bytes that a rank sends, plus launches and recomputed work at ``prices``. The printed table has the
+    costs for other amounts of memory. Under ``torchrun`` every rank calls this function, and rank 0 decides.
 
     >>> policy = tz.tools.fit(module, tokens, memory_bytes="24GiB", world_size=8, optimizer=torch.optim.AdamW)
 
     Args:
-        module: a plain module; it may be on the meta device.
+        module: a plain module, possibly on the meta device.
         args, kwargs: the arguments of its forward.
-        memory_bytes: memory of a rank for a step, including the optimizer's step, such as ``"24GiB"``.
+        memory_bytes: memory of a rank, such as ``"24GiB"``. The optimizer's step must fit as well.
         world_size: number of ranks (default: the size of the default process group).
         policy: a policy for all other fields, such as the stage (default: ZeRO-3). ``recompute="units"`` becomes
             ``"cheap"``.
@@ -100,7 +100,7 @@ def fit(
         prices: prices of recomputed work and of launches (default: ``Prices()``).
 
     Raises:
-        DoesNotFit: no policy fits; a subclass of ValueError.
+        DoesNotFit: no policy fits. This is a subclass of ValueError.
         TypeError: ``module`` is not a plain module.
         ValueError: ``memory_bytes``, ``world_size`` or ``prices`` is invalid, ``world_size`` or ``replicas`` is given
             beside ``mesh``, or the module is sliced over another mesh.
@@ -122,7 +122,7 @@ def fit(
 
             def tell(what: str) -> None:
                 show(what)
-                go_on()  # so that waiting ranks do not time out
+                go_on()  # keeps the waiting ranks from timing out
 
             def forecast(policy: Policy) -> tuple[Traces, Memory]:
                 tell("compiles a choice")
@@ -134,7 +134,7 @@ def fit(
             compiled, best = _choose(forecast, asked, most, prices, tell)
             rows = list(_trade_off(compiled, best))
         print_trade_off(rows, console)
-        return {name: getattr(best, name) for name in CHOSEN}  # a whole policy may have functions, which cannot be sent
+        return {name: getattr(best, name) for name in CHOSEN}  # functions in a policy cannot be sent
 
     return replace(_by_unit(asked), **on_rank_0("tz.tools.fit", decide))
 
@@ -163,7 +163,7 @@ def _require(module: nn.Module, prices: Prices) -> None:
 def _choose(
     forecast: Forecast, asked: Policy, memory_bytes: int, prices: Prices, tell: Callable[[str], None]
 ) -> tuple[_Compiled, Policy]:
-    """Search, and confirm choices by compilation. Return the compiled policies and the best policy."""
+    """Search, and compile the best choices. Return the compiled policies and the best policy."""
     traces, as_asked = forecast(asked)
     if traces.lifted is None or traces.backward is None:
         raise ValueError("nothing here needs a gradient, so there is no step to fit; call it outside torch.no_grad()")
@@ -210,16 +210,16 @@ def _all_recomputed(compiled: _Compiled) -> Policy:
 
 
 def _refused(compiled: _Compiled, as_asked: Memory, memory_bytes: int) -> DoesNotFit:
-    """Return the error for the case that no policy fits, with the smallest exact peak."""
+    """Return the error for a search without a fitting policy, with the smallest exact peak."""
     if as_asked.optimizer_step is not None and as_asked.optimizer_step > memory_bytes:
-        _fit_least(compiled, memory_bytes)  # the message compares its peak with the optimizer's step
+        _fit_least(compiled, memory_bytes)  # the message compares the least peak with the step
     least = _least(compiled, as_asked.optimizer_step or 0)
     return DoesNotFit(refusal(as_asked, least, memory_bytes), least.nbytes)
 
 
 @dataclass(frozen=True)
 class _Compiled:
-    """The compiled policies with their exact peaks, beginning with the requested policy."""
+    """The compiled policies and their exact peaks. The first policy is the requested policy."""
 
     forecast: Forecast
     search: Search
@@ -231,9 +231,9 @@ class _Compiled:
         return self.exact[policy]
 
     def overhead(self, policy: Policy) -> int:
-        """Return the bytes that the estimate leaves out: at rest, the loss, and buffers of transports.
+        """Return the bytes that the estimate leaves out: memory at rest, the loss, and buffers of transports.
 
-        Buffers depend on sizes of buckets. So the bytes come from the last compiled policy with equal sizes, or else
+        Buffers depend on bucket sizes. So the bytes come from the last compiled policy with equal bucket sizes, or else
         from the first policy.
         """
         equal_sized = [compiled for compiled in self.exact if _sizes(compiled) == _sizes(policy)]
@@ -257,7 +257,7 @@ def _sizes(policy: Policy) -> tuple[int | None, int | None]:
 
 
 def _least(compiled: _Compiled, optimizer_step: int) -> LeastMemory:
-    """Return the least memory of the compiled policies, and the savings of ``recompute``."""
+    """Return the least memory among the compiled policies, and the bytes that ``recompute`` saves."""
     policy, peak = min(compiled.exact.items(), key=lambda item: item[1])
     search, first = compiled.search, next(iter(compiled.exact))
     as_asked, plan = search.candidate(first), search.candidate(policy).timeline.plan
@@ -272,7 +272,7 @@ def _least(compiled: _Compiled, optimizer_step: int) -> LeastMemory:
 
 
 def _trade_off(compiled: _Compiled, best: Policy) -> Iterator[TradeOffRow]:
-    """Yield policies from the least memory to the least cost, including the chosen policy."""
+    """Yield rows for policies from the least memory to the least cost, including the chosen policy."""
     search, overhead, peak_of = compiled.search, compiled.overhead, compiled.peak
     cheapest_of_all = search.about(sys.maxsize, overhead) or best
     least_bytes, most_bytes = peak_of(search.least_alike(overhead)), peak_of(cheapest_of_all)

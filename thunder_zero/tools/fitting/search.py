@@ -1,8 +1,8 @@
-"""Searches choices for units that fit into a number of bytes, on one lifted timeline.
+"""Searches choices for units so that a step fits into a number of bytes. Uses one lifted timeline.
 
 First each choice is evaluated for all units at once, which gives the bytes and the cost of each unit. ``budget.py``
-combines them, and the resulting schedule is evaluated. If its bytes differ from the sum of its parts, the search
-combines again. Then it tries cheaper choices for single units and for pairs.
+combines choices, and the resulting schedule is evaluated. If the bytes of the schedule differ from the sum of its
+parts, the search combines choices again. Then it tries cheaper choices for single units and for pairs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.fitting.budget import KEPT, KEPT_AND_RECOMPUTED, PLAIN, RECOMPUTED, Parts, UnitChoice, cheapest
 from thunder_zero.tools.fitting.candidate import USUAL_PRICES, Candidate, Prices
 
-Overhead = Callable[[Policy], int]  # the bytes of a step that the estimate leaves out, which depend on sizes of buckets
+Overhead = Callable[[Policy], int]  # the bytes that the estimate for a policy leaves out
 
-CORRECTIONS = 8  # the most repetitions of a choice for another number of bytes
+CORRECTIONS = 8  # the most corrected numbers of bytes to choose for
 TRIES = 24  # the most evaluations of cheaper choices for one unit or two
-FINEST = 500  # the search for the least bytes stops at steps of 1 / FINEST of the bytes
+FINEST = 500  # the relative precision of the least bytes is 1 / FINEST
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Search:
         lifted: the program's timeline before any pass.
         asked: the requested policy.
         prices: the prices of recomputed work and of launches.
-        tell: a function that takes the number of candidates, before each evaluation.
-        evaluated: candidates by policy.
+        tell: a function that is called with the number of candidates before each evaluation.
+        evaluated: a mapping from policies to candidates.
     """
 
     lifted: Timeline
@@ -54,7 +54,7 @@ class Search:
         return self.candidate(policy).cost
 
     def best(self, memory_bytes: int, overhead: Overhead) -> Policy | None:
-        """Return the cheapest policy within ``memory_bytes``. Among equals, the largest buckets win."""
+        """Return the cheapest policy within ``memory_bytes``. At equal cost, prefer the largest buckets."""
         best, tries = None, TRIES
         for policy in sorted(self._fitting(memory_bytes, overhead), key=self.cost):
             target = memory_bytes - overhead(policy)
@@ -62,13 +62,13 @@ class Search:
         return best
 
     def about(self, memory_bytes: int, overhead: Overhead) -> Policy | None:
-        """Return a policy nearly as cheap as the result of :meth:`best`, from fewer candidates."""
+        """Return a policy nearly as cheap as the result of :meth:`best`, with fewer evaluations."""
         return min(self._fitting(memory_bytes, overhead), key=self.cost, default=None)
 
     def least(self, overhead: Overhead) -> Policy:
-        """Return the policy with the fewest bytes that the search finds. Choices of units may differ.
+        """Return the policy with the fewest bytes that the search finds. Units may have different choices.
 
-        Its sizes of buckets are the best sizes for units with one choice.
+        The bucket sizes are the sizes with the fewest bytes when all units have one choice.
         """
         best = self.least_alike(overhead, (PLAIN, RECOMPUTED, *self._options))
         nbytes = self._total(best, overhead)
@@ -82,7 +82,7 @@ class Search:
         return best
 
     def least_alike(self, overhead: Overhead, options: Sequence[UnitChoice] = (PLAIN, RECOMPUTED)) -> Policy:
-        """Return the policy with the fewest bytes among policies with one choice for all units."""
+        """Return the policy with the fewest bytes among policies that treat all units alike."""
         tried = [self.alike(choice, sized) for choice in options for sized in self.sized]
         return min(tried, key=lambda policy: self._total(policy, overhead))
 
@@ -91,12 +91,12 @@ class Search:
 
     @cached_property
     def units(self) -> tuple[str, ...]:
-        """The units to choose for, in the order of forward."""
+        """The units that need a choice, in the order of forward."""
         return self.candidate(with_choices({}, self.sized[0])).units
 
     @cached_property
     def sized(self) -> tuple[Policy, ...]:
-        """The requested policy with its sizes, and with smaller sizes: two units in flight, one unit, no unit."""
+        """The requested policy, and copies with less in flight: two units, one unit, no unit."""
         sizes, largest = self.lifted.plan.sizes, self.lifted.plan.largest_unit_bytes
         smaller = [(min(sizes.bucket_bytes, in_flight // 2), in_flight) for in_flight in (2 * largest, largest, 0)]
         pairs = [(sizes.bucket_bytes, sizes.in_flight_bytes)]
@@ -109,7 +109,7 @@ class Search:
 
     @property
     def _options(self) -> tuple[UnitChoice, ...]:
-        """The choices for a unit. Among equals the first wins. KEPT is left out if the stage keeps all units."""
+        """The choices for a unit, in order of preference. KEPT is omitted if the stage keeps all units gathered."""
         return (*(() if STAGES[self.asked.stage].kept_unsharded else (KEPT, KEPT_AND_RECOMPUTED)), PLAIN, RECOMPUTED)
 
     def alike(self, choice: UnitChoice, sized: Policy) -> Policy:
@@ -120,20 +120,20 @@ class Search:
         return [self.alike(choice, sized) for choice in self._options]
 
     def _fitting(self, memory_bytes: int, overhead: Overhead) -> list[Policy]:
-        """Return a cheap policy for each size of buckets with which a policy fits."""
+        """Return a cheap policy for each bucket size, if a policy with this size fits."""
         policies = (self._fitting_of(sized, memory_bytes - overhead(sized)) for sized in self.sized)
         return [policy for policy in policies if policy is not None]
 
     def _fitting_of(self, sized: Policy, target: int) -> Policy | None:
-        """Return the cheapest policy that fits into ``target`` bytes, judged by its parts; None if no policy fits.
+        """Return the cheapest policy for ``target`` bytes, judged by the parts of the step; None if no policy fits.
 
-        A step may need more or fewer bytes than the sum of its parts. So parts are chosen for ``aim`` bytes, and the
-        search finds the largest ``aim`` with which the step fits.
+        A step may need more or fewer bytes than the sum of its parts. So the search chooses parts for ``aim`` bytes,
+        and finds the largest ``aim`` for which the step fits.
         """
         parts = self.parts(sized)
         best: Policy | None = None
-        low: int | None = None  # an aim with which the step fits, or for which no choice exists
-        high: int | None = None  # an aim with which the step does not fit
+        low: int | None = None  # an aim for which the step fits, or no choice exists
+        high: int | None = None  # an aim for which the step does not fit
         aim = target
         for _ in range(CORRECTIONS):
             numbers = cheapest(parts.choices, aim)
@@ -172,9 +172,10 @@ class Search:
         return best, tries
 
     def _moves(self, parts: Parts, start: Policy, best: Policy, target: int) -> Iterator[Policy]:
-        """Yield policies that differ from ``start`` in one unit or two, and should be cheaper than ``best``.
+        """Yield policies that differ from ``start`` in one or two units and are estimated cheaper than ``best``.
 
-        Policies that should fit come first, from the cheapest. Then come the policies that exceed ``target`` least.
+        First come policies that are estimated to fit, from the cheapest. Then come policies that exceed ``target``,
+        from the smallest excess.
         """
         start_numbers = parts.numbers(start.keep_unsharded, start.recompute_units)
         peak, cost = parts.sums(start_numbers)
@@ -190,14 +191,14 @@ class Search:
 
 
 def with_choices(choices: Mapping[str, UnitChoice], sized: Policy) -> Policy:
-    """Return a policy with these choices, which are keyed by unit."""
+    """Return a policy with these choices, keyed by unit."""
     kept = tuple(unit for unit, choice in choices.items() if choice.kept)
     recomputed = tuple(unit for unit, choice in choices.items() if choice.recomputed)
     return replace(sized, keep_unsharded=kept, recompute_units=recomputed)
 
 
 def _neighbours(numbers: tuple[int, ...], options: int) -> Iterator[tuple[int, ...]]:
-    """Yield option indices with one or two changes, except at the first and the last, which belong to no unit."""
+    """Yield option indices with one or two changes. The first and last index belong to no unit and stay."""
     inner = range(1, len(numbers) - 1)
     for indices in (*((index,) for index in inner), *combinations(inner, 2)):
         for new_numbers in product(range(options), repeat=len(indices)):

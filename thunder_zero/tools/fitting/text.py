@@ -1,4 +1,4 @@
-"""Prints the result of ``tz.tools.fit``: memory against work, or why no policy fits.
+"""Prints the result of ``tz.tools.fit``: a table of memory and work, or why no policy fits.
 
 ::
 
@@ -27,7 +27,7 @@ TradeOffRow = tuple[int, Candidate, bool]  # bytes at the peak, the schedule, an
 
 
 def print_trade_off(rows: Sequence[TradeOffRow], console: Console) -> None:
-    """Print the candidates from the least memory, with costs relative to the least cost. Bars show the differences.
+    """Print the candidates, least memory first. Bars show the costs relative to the least cost.
 
     Rows with equal figures are printed once.
     """
@@ -55,10 +55,10 @@ class LeastMemory:
     """The compiled policy that takes the least memory.
 
     Attributes:
-        nbytes: bytes at its peak.
+        nbytes: bytes at the peak.
         recomputed: number of units that are recomputed as a whole; None for a model without units.
-        saved_by_units: bytes that recomputing all units removes from the requested policy's peak; below 0 if it adds
-            bytes.
+        saved_by_units: bytes that the requested policy's peak loses when all units are recomputed. Negative if the peak
+            grows.
         saved_by_cheap: bytes that ``recompute="cheap"`` saves if the requested policy has ``"none"``; otherwise 0.
         in_flight_bytes: bytes in flight.
     """
@@ -71,7 +71,7 @@ class LeastMemory:
 
 
 def refusal(as_asked: Memory, least: LeastMemory, memory_bytes: int) -> str:
-    """Return a sentence with the missing bytes, the content of the peak, and possible remedies."""
+    """Return a sentence with the missing bytes, the contents of the peak, and possible remedies."""
     step_text = " (in the optimizer's step)" if least.nbytes == (as_asked.optimizer_step or 0) else ""
     at_peak = as_asked.by_kind
     kinds = ", ".join(f"{size(nbytes)} of {kind}" for kind, nbytes in list(at_peak.items())[:3])

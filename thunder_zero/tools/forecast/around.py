@@ -2,7 +2,7 @@
 
     digests (ZeRO-1) | forward | loss and its gradient | backward | optimizer step
 
-Torch's operators that run between the phases become operations, with the bytes that they read and write.
+Each torch operator that runs between the phases becomes an operation, with the bytes read and written.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ ALLOCATORS = ("empty", "new_empty")  # prefixes of operators that do not touch m
 def memory_and_timeline(
     traces: Traces, *, loss: Loss | None = None, optimizer: MakeOptimizer | None = None
 ) -> tuple[Memory, Timeline]:
-    """Return the results of ``memory`` and ``whole_step``, from one rehearsal.
+    """Return the results of ``memory`` and ``whole_step`` from one rehearsal.
 
-    Raise the errors that :func:`thunder_zero.tools.memory` lists.
+    Raise the errors of :func:`thunder_zero.tools.memory`.
 
     Args:
         traces: the result of :func:`for_loss`.
@@ -51,7 +51,7 @@ def memory_and_timeline(
 
 
 def whole_step(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | None) -> Timeline:
-    """Return the timeline of a step with its loss and its optimizer's step, without running the phases."""
+    """Return the timeline of a step, including the loss and the optimizer's step, without running the phases."""
     traces = for_loss(traces, loss) if loss else traces
     operators = _Around()
     with Watch(Holds.PARAMETER) as watch:
@@ -62,7 +62,7 @@ def whole_step(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | Non
 
 
 def loss_traffic(traces: Traces, loss: Loss) -> int:
-    """Return the bytes that the loss and its gradient read and write, operator by operator, as in eager torch."""
+    """Return the bytes that the operators of the loss and its gradient read and write in eager torch."""
     operators = Operators("loss")
     with Watch(Holds.PARAMETER) as watch:
         begin_replay(traces, "gloo", None, watch, contexts=(operators, nullcontext())).run_without_phases(loss)
@@ -73,8 +73,8 @@ class Operators(TorchDispatchMode):
     """Records each operator of torch that runs inside the block as an operation.
 
     Attributes:
-        ops: the operations. Each read and each write of a value has a name of its own.
-        values: the size and the dtype of each value.
+        ops: the operations. Every read and every write of a value gets a new name.
+        values: the sizes and dtypes of values.
     """
 
     def __init__(self, name: str, *, backward: bool = False) -> None:
@@ -118,9 +118,9 @@ class _Around:
     optimizer: Operators = field(default_factory=lambda: Operators("optimizer", backward=True))
 
     def timeline(self, replay: Replay) -> Timeline:
-        """Return the timeline of a replayed step, with the operators around its phases."""
+        """Return the timeline of a replayed step, including the operators around its phases."""
         plan, timeline, digests = replay.traces.plan, replay.traces.timeline, Operators("digests")
-        # ZeRO-1 begins with digests of this rank's rows, which tell the ranks what to refresh.
+        # ZeRO-1 begins with digests of this rank's rows, which show the ranks which parameters to refresh.
         rows = [replay.rehearsal.rows[param.path] for param in plan.params if param.resident]
         if rows and plan.mesh.shard.size > 1:
             with digests:
@@ -137,5 +137,5 @@ def _are_views(outputs: list[Tensor], inputs: list[Tensor]) -> bool:
 
 
 def _work_of(name: str) -> Work:
-    """Return the class of work of an operator of torch. ``_foreach_mul_`` counts as ``mul``."""
+    """Return the class of work of a torch operator. ``_foreach_mul_`` counts as ``mul``."""
     return WORK.get(name.removeprefix("_foreach").strip("_"), Work.OTHER)

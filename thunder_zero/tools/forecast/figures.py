@@ -27,7 +27,7 @@ from thunder_zero.tools.printing.words import WIDTH, folded, summed_up
 
 
 class Holds(StrEnum):
-    """The kind of data that a storage holds. A storage has one kind from its allocation to its end."""
+    """The kind of data that a storage holds. The kind does not change while the storage is alive."""
 
     PARAMETER = "parameters at rest"
     BUFFER = "buffers of the module"
@@ -44,11 +44,11 @@ class Holds(StrEnum):
 
 
 OPTIMIZER_STEP = "optimizer step"  # the last phase, which has no trace
-LARGEST = 8  # the number of tensors that are named
+LARGEST = 8  # the most tensors that are listed
 AT_REST = (Holds.PARAMETER, Holds.BUFFER, Holds.OPTIMIZER)
-SHARDED = (Holds.PARAMETER, Holds.OPTIMIZER, Holds.REDUCED_GRADIENT)  # smaller on more ranks
-OF_BATCH = (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.LOSS)  # smaller in smaller batches
-COMPUTED = (Holds.SAVED, Holds.FULL_GRADIENT, Holds.LOSS, Holds.TEMPORARY)  # shown with the lines that compute them
+SHARDED = (Holds.PARAMETER, Holds.OPTIMIZER, Holds.REDUCED_GRADIENT)  # kinds that shrink on more ranks
+OF_BATCH = (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.LOSS)  # kinds that shrink in smaller batches
+COMPUTED = (Holds.SAVED, Holds.FULL_GRADIENT, Holds.LOSS, Holds.TEMPORARY)  # kinds shown with their lines
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -79,13 +79,13 @@ class Storage:
 
     Attributes:
         kind: the kind of data that it holds.
-        nbytes: its size.
-        name: the path of a parameter, of a gradient's parameter or of a buffer of the module. For optimizer state, the
-            path and the key, such as "blocks.0.up.weight: exp_avg". For a collective's buffer, the parameters as in
-            ``print_trace``. For other storages, the name of a value of the trace.
-        module: path of the module whose parameter was used last before the allocation; "" without one.
-        line: the index in ``Memory.lines`` of the line that allocates it; -1 if it exists before the step.
-        freed: the index of the line that frees it; None if it outlives the step.
+        nbytes: the size of the storage.
+        name: a path for a parameter, a gradient or a buffer of the module. Optimizer state has the path and the key,
+            such as "blocks.0.up.weight: exp_avg". A collective's buffer has the parameters as in ``print_trace``.
+            Every other storage has the name of a value of the trace.
+        module: path of the module whose parameter was used last before the allocation; "" if no parameter was used.
+        line: the allocating line's index in ``Memory.lines``; -1 if the storage exists before the step.
+        freed: the freeing line's index in ``Memory.lines``; None if the storage outlives the step.
     """
 
     kind: Holds
@@ -105,9 +105,9 @@ class MemoryLine:
 
     Attributes:
         phase: "forward", "loss", "backward" or "optimizer step".
-        position: its position in the trace of its phase, as in ``Op.source``; -1 outside a trace.
-        code: its Python statement.
-        alive: bytes alive after the line, by kind.
+        position: the line's position in its phase's trace, as in ``Op.source``; -1 outside a trace.
+        code: the Python statement.
+        alive: bytes alive after the line, keyed by kind.
         total: the sum of ``alive`` and ``reserve``.
         highest: the most bytes alive while the line runs, with ``reserve``.
     """
@@ -134,10 +134,10 @@ class Memory:
         peak: the most bytes alive in forward, the loss and backward, with ``reserve``.
         optimizer_step: the most bytes alive in the optimizer's step, with ``reserve``; None without an optimizer, or if
             gradients are deferred.
-        plan: the plan of the traces, without the policy's functions such as ``unit_of``.
+        plan: the plan of the traces. Functions of the policy, such as ``unit_of``, are removed.
         at_peak: the storages that are alive at the peak, largest first.
-        reserve: bytes that were added to every figure.
-        excluded: the parts of a step that the forecast leaves out, in words.
+        reserve: bytes that are added to every figure.
+        excluded: descriptions of the parts of a step that the forecast leaves out.
     """
 
     lines: tuple[MemoryLine, ...]
@@ -155,7 +155,7 @@ class Memory:
         return summed_up(self, f"peak {size(self.peak)} in {line.phase}, {'; '.join(outside_of_the_peak(self))}")
 
     def __str__(self) -> str:
-        """Return text in 100 columns: the peak by kind, its largest tensors, and the figures outside the peak."""
+        """Return text in 100 columns: the peak's kinds and largest tensors, and the figures outside the peak."""
         return _text_of(self, LARGEST)
 
     def table(self) -> str:
@@ -163,7 +163,7 @@ class Memory:
         return _text_of(self, len(self.at_peak))
 
     def _repr_html_(self) -> str:
-        """Return a short HTML form for notebooks: the peak by kind, and the curve of memory."""
+        """Return short HTML for notebooks: the peak's kinds, and the curve of memory."""
         facts = {"peak": size(self.peak)} | {str(kind): size(nbytes) for kind, nbytes in self.by_kind.items()}
         title = f"peak in {self.peak_line.phase}, at {_statement(self.peak_line.code)}"
         return small(clip(title, WIDTH), dict(list(facts.items())[:6]), curve(self.curve, "bytes alive, line by line"))
@@ -175,7 +175,7 @@ class Memory:
 
     @cached_property
     def by_kind(self) -> ByKind:
-        """Bytes alive at the peak by kind, largest first. With ``reserve`` they add up to ``peak``."""
+        """Bytes alive at the peak, keyed by kind, largest first. Their sum plus ``reserve`` is ``peak``."""
         counts: Counter[Holds] = Counter()
         for storage in self.at_peak:
             counts[storage.kind] += storage.nbytes
@@ -198,7 +198,7 @@ def _text_of(memory: Memory, max_tensors: int) -> str:
 
 
 def outside_of_the_peak(memory: Memory) -> list[str]:
-    """Return lines with the figures at rest and in the optimizer's step, and with the exclusions."""
+    """Return lines of text: the figures at rest and in the optimizer's step, and the exclusions."""
     step = memory.optimizer_step
     in_step = "" if step is None else f", in the optimizer's step {size(step)}"
     return [f"at rest {size(memory.at_rest)}{in_step}", *(f"left out: {exclusion}" for exclusion in memory.excluded)]

@@ -1,4 +1,4 @@
-"""Removes the parts of backward that serve only outputs that the loss does not use."""
+"""Removes the operations of backward for outputs that the loss does not use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from thunder.core.pytree import tree_map
 def for_loss(traces: Traces, loss: Loss) -> Traces:
     """Return the traces for training with a loss, such as ``lambda output: output.loss``.
 
-    A loss may ignore outputs of forward, such as logits. When a model of ``tz.compile`` runs, its backward skips the
-    operations that serve only ignored outputs. Traces of a model that has not run still have them, and this function
-    removes them. ``thunder.jit`` computes these operations with zeros, so its traces are returned unchanged.
+    A loss may ignore outputs of forward, such as logits. When a model of ``tz.compile`` runs, its backward skips
+    operations that only ignored outputs need. Traces of a model that has not run still have these operations, and this
+    function removes them. ``thunder.jit`` runs these operations on zeros, so its traces are returned unchanged.
 
     >>> traces = tz.tools.for_loss(tz.trace(model, tokens, labels=labels, policy=3), lambda output: output.loss)
 

@@ -1,9 +1,9 @@
 """Compiles the lines of a trace to Python, and runs fused regions operator by operator.
 
-A fused region is one line of a trace. Its operators run one by one, and only some of their results take memory::
+A fused region is one line of a trace. Its operators run one by one. Only some results get a buffer::
 
-    y = inductor_0(x, w, v)     h = aten.mm(x, w)         a buffer, until g is written over it
-                                a = aten.mul(h, 0.5)      none: it is computed where g is
+    y = inductor_0(x, w, v)     h = aten.mm(x, w)         a buffer, until g overwrites it
+                                a = aten.mul(h, 0.5)      no buffer: the kernel of g computes a
                                 g = aten.tanh(a)          a buffer, since a matmul reads it
                                 y = aten.mm(g, v)         a buffer, which is returned
 """
@@ -36,7 +36,7 @@ NOT_RUN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.COMMENT)
 
 @dataclass(frozen=True, slots=True)
 class PythonLine:
-    """A line of a trace as Python: its statement, the compiled statement, and the objects that it names."""
+    """A line of a trace as Python: the statement, its compiled form, and the objects that it names."""
 
     position: int
     line: BoundSymbol
@@ -49,7 +49,7 @@ COMPILED: WeakKeyDictionary[TraceCtx, tuple[dict[str, Any], tuple[PythonLine, ..
 
 
 def python_lines(trace: TraceCtx) -> tuple[dict[str, Any], tuple[PythonLine, ...]]:
-    """Return the names that a trace's statements use, and the lines that run. Each trace is compiled once."""
+    """Return the globals of a trace's statements, and the lines that run. Each trace is compiled once."""
     if trace not in COMPILED:  # printing takes as long as running, and a plan runs the same lines on several meshes
         with tracectx(trace):
             COMPILED[trace] = trace.python_ctx(), tuple(_compiled(trace.bound_symbols[:-1]))
@@ -64,14 +64,14 @@ def _compiled(lines: Iterable[BoundSymbol]) -> Iterable[PythonLine]:
 
 
 def run_region(region: BoundSymbol, values: dict[str, Any], record: Callable[[Tensor], object]) -> None:
-    """Run a fused line and add its outputs to ``values``, which maps names to tensors without values.
+    """Run a fused line and add its outputs to ``values``.
 
-    Regions of Thunder's own fusers consist of symbols that torch cannot run. They allocate only their outputs.
+    Torch cannot run the symbols in regions of Thunder's own fusers. These regions allocate only their outputs.
 
     Args:
         region: the fused line.
-        values: the values of earlier lines, by name.
-        record: a function that counts a tensor's storage from now on, as long as it is alive.
+        values: a mapping from names to the values of earlier lines. Tensors are meta tensors.
+        record: a function that counts a tensor's storage from now until the storage is freed.
     """
     returned = {proxy.name for proxy in region.flat_proxy_outs}
     if any(operator_of(line) is None for line in region.subsymbols):
@@ -102,10 +102,10 @@ def _record(results: Iterable[Any], record: Callable[[Tensor], object]) -> None:
 
 
 def _buffers(lines: Sequence[BoundSymbol]) -> set[str]:
-    """Return the values that a region allocates, apart from its outputs.
+    """Return the values that get a buffer inside a region. The result may omit outputs of the region.
 
-    Operators with kernels of their own, such as matmuls, write and read buffers. A reduction to fewer bytes writes a
-    buffer. Everything else is computed where it is read.
+    Operators with their own kernels, such as matmuls, read and write buffers. A reduction to fewer bytes writes a
+    buffer. All other values are computed inside the kernels that read them.
     """
     buffers: set[str] = set()
     for line in lines:
@@ -120,7 +120,7 @@ def _buffers(lines: Sequence[BoundSymbol]) -> set[str]:
 
 
 def _last_readers(lines: Sequence[BoundSymbol], counted: set[str]) -> dict[str, int]:
-    """Return the last position at which each value is read, directly or through values without a buffer."""
+    """Return the position of each value's last reader. Reads through values without a buffer count."""
     last: dict[str, int] = {}
     for position, line in reversed(list(enumerate(lines))):
         outputs = {proxy.name for proxy in line.flat_proxy_outs}

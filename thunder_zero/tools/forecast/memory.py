@@ -1,7 +1,7 @@
 """``tz.tools.memory``: forecasts the memory of a training step from the traces that will run.
 
-In: traces. Out: :class:`Memory`: the bytes alive after each line, the first and last line of each storage, and the
-peak. Tools that show a forecast beside traces call :func:`require_forecast_of` first.
+In: traces. Out: :class:`Memory`, with the bytes alive after each line, the first and last line of each storage, and
+the peak. Tools that show a forecast beside traces call :func:`require_forecast_of` first.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ def memory(
 ) -> Memory:
     """Forecast the memory of a training step from the traces that will run. No tensor of the model is allocated.
 
-    The forecast counts storages of tensors, as torch's allocators do. It does not count Python, libraries, or buffers
-    inside the backend. Each line runs on meta tensors. Each collective runs in the backend's transport, which sends
-    nothing. Rank 0, the default of ``trace``, holds the most rows. The result's ``excluded`` lists missing parts of the
-    step: the loss, the optimizer or backward.
+    The forecast counts storages of tensors, as torch's allocators do. Memory of Python, of libraries, and of buffers
+    inside the backend is left out. Each line runs on meta tensors. Each collective runs in the backend's transport,
+    without messages. Rank 0, the default of ``trace``, holds the most rows. ``Memory.excluded`` lists the parts of the
+    step that are missing: the loss, the optimizer or backward.
 
     >>> traces = tz.trace(model, tokens, policy=3, world_size=8)
     >>> tz.tools.memory(traces, loss=lambda logits: loss_of(logits, targets), optimizer=torch.optim.AdamW).peak
 
     Args:
         model_or_traces: the result of :func:`thunder_zero.trace`, or a model with ZeroTransform that was called.
-        shapes: new shapes of inputs, by name, as for :func:`thunder_zero.tools.resized`. They help to find the largest
-            batch that fits without a compilation.
+        shapes: new shapes of inputs, by name, as for :func:`thunder_zero.tools.resized`. New shapes
+            find the largest batch that fits, without a compilation for each size.
         loss: a function from the result of forward to the loss, if forward does not return the loss. The forecast
-            assumes that the training code keeps no output. Tensors that the function brings along, such as targets, are
-            not counted.
+            assumes that the training code keeps no output. Tensors in the function's closure, such as targets, are not
+            counted.
         optimizer: a class of optimizers, or a function from parameters to an optimizer, such as
             ``lambda params: torch.optim.SGD(params, 0.1, momentum=0.9)``.
         backend: "gloo", "nccl", or "mpi" for every other backend (default: "nccl" for traces for CUDA, otherwise
-            "gloo"). It decides about the buffers of collectives, and nothing else.
+            "gloo"). Only the buffers of collectives depend on the backend.
         accumulating: True if micro-batches under ``no_sync`` have left a deferred gradient of each parameter.
         reserve: bytes to add to every figure, for memory that the forecast cannot see.
 
@@ -93,7 +93,7 @@ def begin_replay(
     accumulating: bool = False,
     contexts: tuple[Context, Context] | None = None,
 ) -> Replay:
-    """Allocate the memory at rest, and return the step. ``contexts`` surround the loss and the optimizer."""
+    """Allocate the memory at rest, and return the step. The loss and the optimizer run inside ``contexts``."""
     rehearsal = Rehearsal(traces.plan, backend, synced=traces.synced)
     for path, tensor in rehearsal.at_rest():
         watch.record(tensor).name = path
@@ -165,7 +165,7 @@ def _lines(storages: Sequence[Storage], lines: Sequence[RunLine], reserve: int) 
 
 
 def _modules(replay: Replay) -> list[str]:
-    """Return for each line the module whose parameter or gradient compute used last in this phase."""
+    """Return each line's module: the last module in this phase that computed with a parameter or gradient."""
     modules: list[str] = []
     for phase, lines in groupby(replay.lines, key=lambda line: line.phase):
         trace = {"forward": replay.traces.forward, "backward": replay.traces.backward}.get(phase)
@@ -183,7 +183,7 @@ def _modules(replay: Replay) -> list[str]:
 
 
 def backend_of(traces: Traces) -> str:
-    """Return the backend whose transport the traces run on by default."""
+    """Return the default backend for the traces: "nccl" for CUDA, otherwise "gloo"."""
     on_cuda = any(
         arg.device.devicetype is DeviceType.CUDA for arg in traces.forward.args if isinstance(arg, TensorProxy)
     )
@@ -198,7 +198,7 @@ def _require(backend: str, reserve: int) -> None:
 
 
 def excluded_from(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | None, backend: str) -> Iterator[str]:
-    """Yield the parts of a step that a forecast of these traces leaves out, in words."""
+    """Yield descriptions of the parts of a step that a forecast of these traces leaves out."""
     if traces.backward is not None:
         if loss is None:
             yield "the loss outside of the model: give loss="

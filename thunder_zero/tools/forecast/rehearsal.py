@@ -1,7 +1,7 @@
-"""Makes the state of a model of meta tensors, on which the lines of a forecast run.
+"""Makes a model's state out of meta tensors. The lines of a forecast run on this state.
 
-The state before the step has shards, ZeRO-1's full parameters, deferred gradients, and the optimizer's state, which a
-first step allocates.
+The state before the step has shards, ZeRO-1's full parameters and deferred gradients. It also has the optimizer's
+state, which a first step of the optimizer allocates.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 def optimizer_at_rest(
     make: MakeOptimizer, shards: Mapping[str, nn.Parameter], watch: Watch, *, foreach: bool
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of meta shards, after a first step that allocates its state.
+    """Return an optimizer of meta shards. A first step has allocated the optimizer's state.
 
     Args:
         make: a class of optimizers, or a function from parameters to an optimizer.
-        shards: the sharded parameters, by path.
+        shards: the sharded parameters, keyed by path.
         watch: the watch that counts the optimizer's state.
-        foreach: True if torch would choose foreach for the real shards: plain tensors on CUDA, not DTensors.
+        foreach: True if torch chooses foreach by default for the model's shards: plain tensors on CUDA, not DTensors.
 
     Raises:
         TypeError: ``make`` is not a function from parameters to an optimizer.
@@ -50,7 +50,7 @@ def optimizer_at_rest(
         optimizer = _make_optimizer(make, shards.values())
         for group in optimizer.param_groups:
             if foreach and group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = True  # torch decides by the device of the parameters, which is META here
+                group["foreach"] = True  # torch's default depends on the device, which is META here
         take_step(optimizer, {path: torch.empty_like(shard) for path, shard in shards.items()}, shards)
         _name_state(optimizer, shards, watch)
     return optimizer
@@ -74,7 +74,7 @@ def _make_optimizer(make: MakeOptimizer, shards: Iterable[Tensor]) -> torch.opti
 
 
 def _name_state(optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter], watch: Watch) -> None:
-    """Name each state, such as ``blocks.0.up.weight: exp_avg``. A shared state is named "all parameters"."""
+    """Name each state, as in ``blocks.0.up.weight: exp_avg``. A shared state is named "all parameters"."""
     for path, shard in shards.items():
         for name, value in optimizer.state.get(shard, {}).items():
             for tensor in tree_iter(value):
@@ -86,7 +86,7 @@ def _name_state(optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parame
 def take_step(
     optimizer: torch.optim.Optimizer, gradients: Mapping[str, Tensor], shards: Mapping[str, nn.Parameter]
 ) -> None:
-    """Step the shards with their gradients, both by path, and drop the gradients."""
+    """Step the optimizer with gradients keyed by path, like ``shards``, and drop the gradients."""
     for path, gradient in gradients.items():
         shards[path].grad = gradient
     optimizer.step()
@@ -94,15 +94,15 @@ def take_step(
 
 
 class Rehearsal(LocalState):
-    """A model's state of meta tensors, on which :class:`thunder_zero.sharded.runtime.ModelRuntime` runs.
+    """A model's state, made of meta tensors, for :class:`thunder_zero.sharded.runtime.ModelRuntime`.
 
-    ZeRO-1 refreshes all parameters, as after an optimizer's step. Parameters that stay unsharded after a micro-batch
-    (``reshard_after_backward=False``) are gathered again.
+    The step follows an optimizer's step. So ZeRO-1 refreshes all parameters, and parameters that stay unsharded after a
+    micro-batch (``reshard_after_backward=False``) are gathered again.
     """
 
     def __init__(self, plan: Plan, backend: str, *, synced: bool) -> None:
         with disable_current_modes():
-            digests_of([torch.empty(1, device=META)])  # digests and wires allocate constants that stay in the process
+            digests_of([torch.empty(1, device=META)])  # allocate constants that stay in the process
             wire = UnsentWire(plan, backend, META)
         tensors = {
             param.path: torch.empty(
@@ -117,16 +117,16 @@ class Rehearsal(LocalState):
         self.resident.mark_stale(self.shards)
 
     def at_rest(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield paths and tensors that are alive between steps: shards, and ZeRO-1's full parameters."""
+        """Yield (path, tensor) pairs of the tensors alive between steps: shards, and ZeRO-1's full parameters."""
         yield from self.rows.items()
         yield from ((param.path, self.resident.full(param)) for param in self.plan.params if param.resident)
 
     def on_host(self) -> Iterator[Tensor]:
-        """Return the shards that are in host memory between steps (``cpu_offload``)."""
+        """Yield the shards that are in host memory between steps (``cpu_offload``)."""
         return (self.rows[param.path] for param in self.plan.params if self.plan.rests_on_host(param))
 
     def trained_on_device(self) -> dict[str, nn.Parameter]:
-        """Return the shards whose optimizer state is on the device, by path."""
+        """Return a mapping from paths to shards, for shards whose optimizer state is on the device."""
         params = self.plan.params
         return {
             param.path: self.shards[param.path]
@@ -135,7 +135,7 @@ class Rehearsal(LocalState):
         }
 
     def accumulate(self) -> Iterator[str]:
-        """Defer a gradient of each trained parameter, as under ``no_sync``, and yield the parameter's path."""
+        """Defer a gradient of each trained parameter, as under ``no_sync``. Yield the paths of these parameters."""
         for param in self.plan.params:
             if param.requires_grad:
                 self.accumulation.defer(torch.empty(param.shape, dtype=param.reduce_dtype, device=META), param.path)

@@ -1,6 +1,6 @@
 """Runs the lines of the traces on meta tensors, as a training step would.
 
-The lines equal those of the step, so they allocate, view and delete equal storages::
+The lines are the lines of the step. So allocations, views and deletions match the step::
 
     inputs -> forward lines -> outputs -> loss -> gradients of outputs -> backward lines -> gradients -> optimizer
                      \\______ saved values (the lists that Thunder hands over) ____/
@@ -33,7 +33,7 @@ from thunder.core.trace import TraceCtx, tracectx
 
 Loss = Callable[[Any], Tensor]
 Context = AbstractContextManager[object]
-# The label of storages that a line of this kind allocates, until they are relabelled.
+# The initial label of storages that a line of this kind allocates. A later line may relabel them.
 DURING = {
     Kind.GATHER: Holds.IN_FLIGHT,
     Kind.REDUCE: Holds.IN_FLIGHT,
@@ -43,7 +43,7 @@ DURING = {
 
 
 class _LossInput(torch.autograd.Function):
-    """Makes a differentiable alias of an output. Its gradient can be computed after the alias is dropped."""
+    """Makes a differentiable alias of an output. Autograd can compute its gradient after the alias is dropped."""
 
     @staticmethod
     def forward(ctx: Any, root: Tensor, output: Tensor) -> Tensor:
@@ -58,8 +58,8 @@ class RunLine:
         phase: "forward", "loss", "backward" or "optimizer step".
         position: its position in the trace of its phase; -1 outside a trace.
         code: its Python statement.
-        highest: the most bytes alive while it ran.
-        events: the number of allocations and frees until its end.
+        highest: the most bytes alive while the line ran.
+        events: the number of allocations and frees until the line ended.
     """
 
     phase: str
@@ -78,9 +78,9 @@ class Replay:
         optimizer: the optimizer that steps the shards after backward, if any.
         around_loss, around_optimizer: contexts in which the loss and the optimizer run.
         lines: the lines that ran.
-        gradients: the gradients that backward returned, by path of the parameter.
-        caller_inputs: the inputs, kept alive until the optimizer's step, as a caller does.
-        buffers: the module's buffers, kept alive as the module does.
+        gradients: the gradients that backward returned, keyed by path of the parameter.
+        caller_inputs: the inputs. Like a caller, the replay keeps the inputs alive until the optimizer's step.
+        buffers: the module's buffers. Like the module, the replay keeps the buffers alive.
     """
 
     traces: Traces
@@ -110,7 +110,7 @@ class Replay:
         self.gradients = {path: values[name] for path, name in self.traces.timeline.gradients}
 
     def run_without_phases(self, loss: Loss | None) -> None:
-        """Run only the loss and the optimizer's step, on outputs and gradients of the right shapes."""
+        """Run only the loss and the optimizer's step, on meta outputs and gradients."""
         self.watch.begin_step()
         if self.traces.backward is None:
             return
@@ -136,8 +136,7 @@ class Replay:
         self._end_line(OPTIMIZER_STEP, -1, "optimizer.step()")
 
     def _inputs(self) -> dict[str, Any]:
-        """Return the arguments of forward by the names of their proxies. Keep inputs and buffers alive, as their
-        holders do."""
+        """Return forward's arguments keyed by proxy name. The replay keeps inputs and buffers alive."""
         timeline, buffer_paths = self.traces.timeline, self.traces.others
         values: dict[str, Any] = {}
         for proxy in self.traces.forward.args:
@@ -164,7 +163,7 @@ class Replay:
         return [result["output"], result["flat_output"]], [list(tensors), list(numbers)]
 
     def _saved_for_backward(self, saved: list[list[Any]]) -> list[list[Any]]:
-        """Reorder the saved values of forward's two lists into the two lists that backward reads."""
+        """Reorder forward's two lists of saved values into the two lists that backward reads."""
         assert self.traces.backward is not None
         proxy_lists = self.traces.forward.bound_symbols[-1].args[1]
         by_name = {
@@ -175,22 +174,22 @@ class Replay:
         return [[by_name[proxy.name] for proxy in proxies] for proxies in self.traces.backward.args[0]]
 
     def _run_loss(self, result: list[Any], loss: Loss | None) -> list[Tensor | None]:
-        """Return the gradients of forward's outputs from the loss, or empty tensors without a loss.
+        """Return the loss's gradients of forward's outputs. Without a loss, return uninitialized gradients.
 
-        ``result`` is emptied as soon as the training code would have dropped it.
+        ``result`` is emptied when training code would drop forward's result.
         """
         self.watch.begin_line()
         self.watch.kind = Holds.LOSS
         output, flat = result
         result.clear()
         assert self.traces.backward is not None
-        proxies = self.traces.backward.args[1]  # None for an output without a gradient
+        proxies = self.traces.backward.args[1]  # a proxy is None if its output has no gradient
         for tensor in flat:
             self._relabel(tensor, Holds.TEMPORARY, Holds.LOSS)
-        del tensor  # the name would keep the last output alive
+        del tensor  # this name keeps the last output alive
         with self.around_loss:
             inputs = loss_inputs(flat)
-            # A name for the zip would keep its last output alive.
+            # The zip has no name of its own, since a named zip would keep its last output alive.
             trained = [inputs[id(tensor)] for tensor, proxy in zip(flat, proxies, strict=True) if proxy is not None]
             shapes = [(tensor.shape, tensor.dtype) for tensor in trained]
             gradients: Sequence[Tensor | None]
@@ -200,12 +199,12 @@ class Replay:
                 edges = [get_gradient_edge(tensor) for tensor in trained]
                 output = tree_map(lambda leaf: inputs.get(id(leaf), leaf), output)
                 inputs.clear()
-                del flat, trained  # training code keeps only the output
+                del flat, trained  # training code holds only ``output``
                 value = call_loss(loss, restore_output(self.traces, output))
                 del output
                 gradients = torch.autograd.grad(value, edges, allow_unused=True)
                 del value
-            # autograd gives zeros to an output that the loss does not use
+            # an output that the loss does not use gets materialized zeros from autograd
             filled = iter(
                 [
                     torch.zeros(shape, dtype=dtype, device=META) if gradient is None else gradient
@@ -219,14 +218,14 @@ class Replay:
 
     @torch.no_grad()
     def _run_lines(self, phase: str, trace: TraceCtx, values: dict[str, Any]) -> Any:
-        """Run the lines of a phase, and return its results. ``values`` keeps all values that no line deletes."""
+        """Run a phase and return its results. Values that no line deletes stay in ``values``."""
         names, lines = python_lines(trace)
         context = names | functions_of(ModelRuntime(self.rehearsal), self.traces.plan)
         ops = [op for op in self.traces.timeline.ops if op.backward is (phase == "backward")]
         by_line = {position: op for op in ops for position in op.source}
         with tracectx(trace):
             for line in lines:
-                context.update(line.objects)  # printing gives objects new names
+                context.update(line.objects)  # printing has given the objects new names
                 op = by_line.get(line.position)
                 self.watch.begin_line()
                 self.watch.kind = DURING.get(op.kind, Holds.TEMPORARY) if op else Holds.TEMPORARY
@@ -244,7 +243,7 @@ class Replay:
                 exec(line.compiled, context, values)
 
     def _label(self, op: Op, position: int, values: dict[str, Any]) -> None:
-        """Label the storages that a line of an operation allocated or read."""
+        """Label the storages that one line of an operation allocated or read."""
         if op.kind is Kind.COMPUTE:
             for name in op.writes:
                 if isinstance(value := values.get(name), Tensor):
@@ -252,7 +251,7 @@ class Replay:
                     allocation.name = allocation.name or name
             return
         plan, timeline = self.traces.plan, self.traces.timeline
-        # An operation that encodes has two lines. The first ends a gradient, the last begins a parameter.
+        # With an encoding, an operation has two lines: the first reads gradients, the last writes parameters.
         if op.kind in (Kind.REDUCE, Kind.DEFER) and position == min(op.source) and not timeline.continues(op):
             for name, path in zip(op.reads, op.params, strict=True):
                 self._relabel(values[name], Holds.TEMPORARY, Holds.FULL_GRADIENT, path)
@@ -276,7 +275,7 @@ class Replay:
 
 
 def loss_inputs(flat: Sequence[Any]) -> dict[int, Tensor]:
-    """Return differentiable aliases of forward's outputs, by the identity of each output."""
+    """Return a mapping from the ``id`` of each forward output to a differentiable alias."""
     root = torch.empty(0, device=META, requires_grad=True)
     with torch.enable_grad():
         return {
@@ -289,7 +288,7 @@ def loss_inputs(flat: Sequence[Any]) -> dict[int, Tensor]:
 
 
 def restore_output(traces: Traces, output: Sequence[Any]) -> Any:
-    """Convert the forward trace's result to the model's result. Inputs that are passed through are None."""
+    """Convert the forward trace's result to the model's result. Outputs that are inputs become None."""
     epilogue = traces.epilogue
     if traces.restored is not None:
         return traces.restored(output)
@@ -301,7 +300,7 @@ def restore_output(traces: Traces, output: Sequence[Any]) -> Any:
 
 
 def values_of_return(trace: TraceCtx) -> Any:
-    """Return the result of a trace with meta tensors in place of its proxies."""
+    """Return the trace's result, with meta tensors in place of proxies."""
     return _returned(trace, _returned_values(trace))
 
 
@@ -313,7 +312,7 @@ def _returned(trace: TraceCtx, values: Mapping[str, Any]) -> Any:
 
 
 def _returned_values(trace: TraceCtx) -> dict[str, Any]:
-    """Return meta tensors for the values that a trace returns, by name."""
+    """Return a mapping from names of returned values to meta tensors."""
     return {proxy.name: empty_like(proxy) for proxy in trace.bound_symbols[-1].flat_proxy_args}
 
 

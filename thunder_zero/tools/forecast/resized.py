@@ -1,7 +1,7 @@
 """``tz.tools.resized``: changes the input sizes of a traced program, without tracing or compiling.
 
-If sizes are symbols, the lines of a program hold for any size, but its values have the shapes of the traced call. The
-lines run once on meta tensors of the new sizes, and every value gets its new shape::
+If sizes are symbols, a program's lines hold for any size. Its values still have the shapes of the traced call. The
+lines run once on meta tensors of the new sizes, so that every value gets its new shape::
 
     arange = aten.arange(s27)          s27 = 12, arange has (12,)      ->      s27 = 512, arange has (512,)
 """
@@ -32,14 +32,14 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 def resized(traces: Traces, shapes: Shapes) -> Traces:
-    """Return the traces of a program with new shapes of inputs. Every tool takes them.
+    """Return the traces of a program with new shapes of inputs. Every tool accepts the result.
 
     >>> traces = tz.trace(model, tokens, policy=3, world_size=8, dynamic=True)
     >>> tz.tools.estimate(tz.tools.resized(traces, {"tokens": (16, 4096)}), "h100")
 
     Args:
-        traces: traces whose sizes are symbols: from ``dynamic=True``, or of a model called with several lengths.
-        shapes: new shapes, by the names of inputs. Other inputs follow if they share a symbol or a size.
+        traces: traces with symbolic sizes, from ``dynamic=True`` or from a model called with several lengths.
+        shapes: a mapping from names of inputs to new shapes. Other inputs with the symbol or the size also change.
 
     Raises:
         ValueError: an input is unknown, a size is a constant of the program, or sizes do not fit together.
@@ -65,7 +65,7 @@ def resized(traces: Traces, shapes: Shapes) -> Traces:
 
 
 def _numbers(traces: Traces, shapes: Shapes) -> dict[str, int]:
-    """Return the values of the number inputs for these shapes, by name."""
+    """Return the values of number inputs for these shapes, keyed by name."""
     hints = {proxy.name: proxy.value for proxy in traces.forward.args if isinstance(proxy, NumberProxy)}
     requested: dict[str, int] = {}
     for name, shape in shapes.items():
@@ -90,9 +90,9 @@ def _numbers(traces: Traces, shapes: Shapes) -> dict[str, int]:
 
 
 def _implied_numbers(traces: Traces, shapes: Shapes, requested: Mapping[str, int]) -> dict[str, int]:
-    """Return the symbols of inputs without a new shape.
+    """Return new values for symbols whose inputs have no requested shape.
 
-    A size follows a reshaped input's size if both were equal and in one dimension.
+    A symbol takes the new size of an input that had an equal size in that dimension.
     """
     old_shapes = {proxy.name: proxy.shape for proxy in traces.forward.args if isinstance(proxy, TensorProxy)}
     implied: dict[str, int] = {}
@@ -112,7 +112,7 @@ def _shown(shape: Sequence[int | str]) -> str:
 
 @torch.no_grad()
 def _run(traces: Traces, numbers: Mapping[str, int]) -> dict[str, Any]:
-    """Run both phases and return all values by name."""
+    """Run both phases and return all values, keyed by name."""
     values: dict[str, Any] = {}
     for proxy in traces.forward.args:
         if isinstance(proxy, NumberProxy):
@@ -132,7 +132,7 @@ def _run(traces: Traces, numbers: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _run_lines(trace: TraceCtx, values: dict[str, Any]) -> None:
-    """Run the operators of a phase. Other lines return parameters, so their shapes do not change."""
+    """Run the operators of a phase. Skip other lines: they return parameters, whose shapes do not change."""
     context, lines = python_lines(trace)
     for line in lines:
         if operator_of(line.line) is not None:
@@ -148,7 +148,7 @@ def _empty(proxy: TensorProxy, shape: Sequence[Any]) -> Tensor:
 
 
 def _with_values(trace: TraceCtx, values: Mapping[str, Any]) -> TraceCtx:
-    """Return the trace with proxies of the shapes of these values."""
+    """Return the trace with new proxies, which have the shapes of these values."""
     resized_proxies: dict[str, Proxy] = {}
 
     def resize(leaf: Any) -> Any:
@@ -172,7 +172,7 @@ def _with_values(trace: TraceCtx, values: Mapping[str, Any]) -> TraceCtx:
 
 
 def _timeline(traces: Traces, forward: TraceCtx, backward: TraceCtx | None, values: Mapping[str, Any]) -> Any:
-    """Return the timeline with the bytes and FLOPs for the new values."""
+    """Return the timeline with the bytes and FLOPs of the new values."""
     timeline = traces.timeline
     lines = (forward.bound_symbols, backward.bound_symbols if backward is not None else ())
     ops = [replace(op, flops=flops_of(lines[op.backward][op.source[0]])) if op.flops else op for op in timeline.ops]

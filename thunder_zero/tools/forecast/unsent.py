@@ -1,11 +1,11 @@
-"""The wire of a rank without peers: it allocates the buffers of a step, and sends nothing.
+"""The wire of a rank without peers, which allocates the buffers of a step and sends nothing.
 
 ::
 
-    rehearsal of rank 0 of 8    gather    allocates full parameters, and the buffers of the transport; no message
-                                wait      returns them at once, without values
+    rehearsal of rank 0 of 8    gather    allocates full parameters, and the transport's buffers; no message
+                                wait      returns the full parameters at once, without values
 
-Only the calls to the backend are replaced, so new buffers of a transport appear in forecasts. The transports run on
+Only the calls to the backend are replaced. So forecasts include all buffers of a transport. The transports run on
 meta tensors. ``torch.distributed`` need not be initialised.
 """
 
@@ -33,7 +33,7 @@ from thunder_zero.sharded.wire import Wire
 
 
 class _UnsentBucket(GlooBucket):
-    """A bucket of gloo whose messages are not sent. Each message keeps its tensor alive until its wait."""
+    """A gloo bucket that sends no messages. Each wait keeps the tensor of its message alive."""
 
     def run(self, post: Callable[[], None]) -> Wait:
         """Run ``post`` on this thread."""
@@ -41,19 +41,19 @@ class _UnsentBucket(GlooBucket):
         return lambda: None
 
     def start_all(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[Wait]:
-        """Return waits that keep the tensors alive."""
+        """Return a wait for each tensor, which keeps the tensor alive."""
         return [partial(_hold, tensor) for tensor in tensors.values() if tensor.numel()]
 
 
 def _hold(tensor: Tensor) -> None:
-    """Do nothing. A partial of this function keeps the tensor alive."""
+    """Do nothing. A ``functools.partial`` of this function keeps the tensor alive."""
 
 
 class _UnsentPairwiseGloo(PairwiseGloo):
     """Gloo's transport without its messages and threads."""
 
     def _average_in_background(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """Return ``start``, which then runs in the wait for its result."""
+        """Return ``start``, so that it runs when its result is awaited."""
         return start
 
     def _bucket(self) -> GlooBucket:
@@ -61,7 +61,7 @@ class _UnsentPairwiseGloo(PairwiseGloo):
 
 
 class _NotLaunched:
-    """A mixin for transports over the backend's collectives, which launches no collective."""
+    """A mixin that launches no collective, for transports over the backend's collectives."""
 
     def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
         return [BucketPart((lambda: calls,))]
@@ -96,12 +96,12 @@ def _transport(plan: Plan, backend: str) -> TaggedTransport:
 
 
 class UnsentWire(Wire):
-    """A wire without peers. ``device`` (meta) is used for host memory as well."""
+    """A wire without peers. Host memory also uses ``device``, the meta device."""
 
     def __init__(self, plan: Plan, backend: str, device: torch.device) -> None:
         super().__init__(_transport(plan, backend), plan, device)
         self._piece = PIECE if backend == "gloo" else PIECE_ON_GPU
-        # Build the tables of the encodings now, since they stay in the process and no forecast counts them.
+        # Build the encodings' tables now, so that no forecast counts them: they stay in the process.
         for block in {param.reduce_format.block for param in plan.params if param.reduce_format}:
             weyl(max(self._piece, block), device)
         pairs_on(device)

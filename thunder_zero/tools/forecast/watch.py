@@ -1,7 +1,7 @@
 """Records when the storages of meta tensors are allocated and freed.
 
-A storage counts once, for any number of views. It is identified by its address, and a weak reference reports its end.
-The watched code may name any device, and may bring tensors with values. Its new tensors are on the meta device.
+A storage counts once, for any number of views. Its address identifies it, and a weak reference reports its end. The
+watched code may name any device, and may use materialized tensors. New tensors are on the meta device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class NoForecast(RuntimeError):
 
 @contextmanager
 def needs_no_values(subject: str, action: str) -> Iterator[None]:
-    """Turn errors that torch raises inside the block into ``NoForecast``.
+    """Convert torch's errors on meta tensors inside the block to ``NoForecast``.
 
     Args:
         subject: the subject of the message, such as "the loss: it".
@@ -54,15 +54,15 @@ def needs_no_values(subject: str, action: str) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Allocation:
-    """A storage from its allocation to its end.
+    """The life of a storage, from allocation to free.
 
     Attributes:
-        nbytes: its size.
-        line: the number of the line that allocated it; 0 before the first line.
-        born: the number of allocations and frees before it was allocated.
-        freed: the number of allocations and frees before it was freed; None while it is alive.
-        kind: the kind of data that it holds, which is final when the line that allocates it has run.
-        name: as in :class:`thunder_zero.tools.forecast.figures.Storage`; "" until it is known.
+        nbytes: the size of the storage.
+        line: the number of the line that allocated the storage; 0 before the first line.
+        born: the number of allocations and frees before the storage was allocated.
+        freed: the number of allocations and frees before the storage was freed; None while it is alive.
+        kind: the kind of data in the storage. The kind is final when the allocating line has run.
+        name: as in :class:`thunder_zero.tools.forecast.figures.Storage`; "" until the name is known.
     """
 
     nbytes: int
@@ -78,10 +78,10 @@ class Allocation:
 
 
 class Watch(TorchDispatchMode):
-    """Records the storages that are allocated inside the block. Storages from outside do not count.
+    """Records the storages that are allocated inside the block. Storages from outside the block do not count.
 
     Attributes:
-        kind: the kind of new storages, until they are relabelled.
+        kind: the initial kind of new storages.
         line: the number of the line that runs.
         now: bytes alive.
         highest_in_line: the most bytes alive since the line began.
@@ -99,10 +99,10 @@ class Watch(TorchDispatchMode):
         self.line = self.now = self.highest_in_line = self.highest = self.events = self.events_at_highest = 0
         self.allocations: list[Allocation] = []
         self._alive: dict[int, Allocation] = {}
-        self._uncounted: Any = WeakIdKeyDictionary()  # storages from outside, and their substitutes on META
+        self._uncounted: Any = WeakIdKeyDictionary()  # storages from outside the block, and their META substitutes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator on meta tensors. Operators with a generator draw nothing from it."""
+        """Run an operator on meta tensors. Random operators leave their generator unchanged."""
         if func is RUN_WITH_STATE:
             _, func, *args = args
         args, kwargs = on_meta(func, args, kwargs, self._substitute)
@@ -117,7 +117,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def record(self, tensor: Tensor) -> Allocation:
-        """Return the allocation of a tensor's storage. A new storage counts from now on, as long as it is alive."""
+        """Return the allocation of a tensor's storage. A new storage counts from now until it is freed."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._alive:
@@ -134,9 +134,9 @@ class Watch(TorchDispatchMode):
         self._end(self.record(tensor))
 
     def _substitute(self, tensor: Tensor) -> Tensor:
-        """Return a tensor as ``to_meta`` does. Views of one storage become views of one substitute.
+        """Return a meta tensor like ``to_meta``, but turn views of one storage into views of one substitute.
 
-        A storage that the watch has not recorded is from outside. Neither it nor its substitute counts.
+        A storage that the watch has not recorded is from outside the block. Its substitute does not count either.
         """
         storage = tensor.untyped_storage()
         if storage._cdata not in self._alive:
@@ -159,7 +159,7 @@ class Watch(TorchDispatchMode):
                 allocation.name = allocation.name or name
 
     def begin_line(self) -> None:
-        """Count later allocations for the next line."""
+        """Begin the next line: assign later allocations to it."""
         self.line += 1
         self.highest_in_line = self.now
 
@@ -185,9 +185,9 @@ class Watch(TorchDispatchMode):
 
 
 class WithoutValues(TorchDispatchMode):
-    """Runs operators inside the block on meta tensors, and records nothing.
+    """Runs the block's operators on meta tensors, and records nothing.
 
-    Every number that is read is 1. No shape of a trace depends on such a number.
+    Every number read from a tensor is 1, since no shape of a trace depends on the numbers in tensors.
     """
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ class WithoutValues(TorchDispatchMode):
 
 
 def on_meta(func: Any, args: Any, kwargs: Any, substitute: Callable[[Tensor], Tensor]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of an operator on the meta device, for any device that the code names."""
+    """Move the arguments of an operator to the meta device, and replace the device that the code names."""
     is_new = func is torch.ops.aten.lift_fresh.default  # torch.tensor() has just made the argument
     args, kwargs = tree_map_only(Tensor, to_meta if is_new else substitute, (args, dict(kwargs or {})))
     if kwargs.get("device") is not None:
@@ -210,7 +210,7 @@ def on_meta(func: Any, args: Any, kwargs: Any, substitute: Callable[[Tensor], Te
 
 
 def to_meta(tensor: Tensor) -> Tensor:
-    """Move a tensor to the meta device. Tensors without dimensions stay, since any device may read them."""
+    """Move a tensor to the meta device. Leave 0-d tensors in place, since operators on any device accept them."""
     if tensor.is_meta or not tensor.ndim:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)

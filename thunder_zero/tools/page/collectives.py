@@ -1,4 +1,4 @@
-"""Describes the collectives of a step, with the reasons why compute waits for them. Frozen data."""
+"""Describes the collectives of a step, and why compute waits for each collective. Frozen data."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Bar:
     """An interval on a lane, in which compute or a collective runs.
 
     Attributes:
-        lane: "compute"; a kind of launch and its wire, such as "gather shard"; or "tensor" for torch's tensor
+        lane: "compute", a kind of launch with its wire, such as "gather shard", or "tensor" for torch's tensor
             parallelism.
-        line: the position of its line on the page. For a collective it is the line of the launch.
+        line: the position of the bar's line on the page. The bar of a collective has the line of the launch.
         start, end: times in seconds since the step began.
         waits: True if compute waits for a wire.
     """
@@ -37,16 +37,16 @@ class Collective:
         op: the position of the launch in the timeline.
         kind: "gather", "reduce", or "tensor" for torch's tensor parallelism.
         backward: True if the launch is in backward.
-        unit: the unit of its parameters; for tensor parallelism the unit that computes.
-        params: paths of its parameters.
-        label: a short name of its parameters; for tensor parallelism the operation and the value.
+        unit: the unit of the parameters. For tensor parallelism, the unit that computes.
+        params: paths of the parameters.
+        label: a short name of the parameters. For tensor parallelism, the operation and the value.
         sent_bytes: the bytes that this rank sends.
         launch, wait: positions of the lines of launch and wait on the page.
-        launched, waited: times of its launch and of the begin of its wait, in seconds since the step began.
+        launched, waited: the times at which launch and wait begin, in seconds since the step began.
         wire_seconds: time on the wires.
-        exposed_seconds: time that compute waits for it.
-        why: the reason for the place of the launch.
-        why_exposed: the reason why compute waits for it; "" if it is hidden.
+        exposed_seconds: time that compute waits for the collective.
+        why: the reason for the position of the launch.
+        why_exposed: the reason why compute waits for the collective; "" if compute does not wait.
     """
 
     op: int
@@ -67,7 +67,7 @@ class Collective:
 
     @property
     def hidden_share(self) -> float:
-        """The share of its time on the wires that compute does not wait for, from 0 to 1."""
+        """The share of ``wire_seconds`` in which compute does not wait, from 0 to 1."""
         return 1.0 if not self.wire_seconds else max(0.0, 1 - self.exposed_seconds / self.wire_seconds)
 
 
@@ -80,7 +80,7 @@ OF_SLICES = {
 
 
 def why_there(op: Op, explanations: Mapping[str, Explanation]) -> str:
-    """Return the reason for the place of a launch, from the explanation of its first parameter."""
+    """Return the reason for a launch's position, from the explanation of its first parameter."""
     if op.moves:
         return OF_SLICES[op.moves]
     explanation = explanations[op.params[0]]
@@ -93,14 +93,14 @@ def why_there(op: Op, explanations: Mapping[str, Explanation]) -> str:
 
 
 def why_exposed(wire: float, exposed: float, ahead: float, queued: float, earlier: str) -> str:
-    """Return the reason why compute waits for a collective; "" if it is hidden.
+    """Return the reason why compute waits for a collective; "" if compute does not wait.
 
     Args:
         wire: seconds of the collective on the wires.
         exposed: seconds that compute waits for the collective.
-        ahead: seconds of compute between its launch and its wait.
-        queued: seconds for which its wire is busy after the launch.
-        earlier: the parameters of the collective that the wire carries before.
+        ahead: seconds of compute between the launch and the wait.
+        queued: seconds after the launch in which the wire carries an earlier collective.
+        earlier: the parameters of the earlier collective.
     """
     if not exposed:
         return ""

@@ -1,7 +1,7 @@
 """Turns a page into JSON data, which ``--json`` prints and ``page.js`` draws.
 
-Lines, bars and tensors are tables: a list for each column. Units, parameters and origins are indices into their lists.
-Times are seconds since the step began; sizes are bytes.
+Lines, bars and tensors are tables with a list for each column. Units, parameters and origins are list indices. Times
+are seconds since the step began. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def data_of(program: PageProgram) -> Data:
 
 
 def figures_of(program: PageProgram) -> dict[str, float | None]:
-    """Return figures of a step by name: from ``estimate`` and ``memory``, and counts of bytes and launches."""
+    """Return named figures of a step, from ``estimate`` and ``memory``, and counts of bytes and launches."""
     memory, collectives = program.memory, program.collectives
     return {
         "step_seconds": program.estimate.seconds,
@@ -90,7 +90,7 @@ def figures_of(program: PageProgram) -> dict[str, float | None]:
 
 
 def text_of(name: str, value: float | None) -> str:
-    """Return a figure as text with its unit of measure."""
+    """Return a figure as text, with the unit of measure."""
     if value is None:
         return "none"
     if name.endswith("_seconds"):
@@ -101,7 +101,7 @@ def text_of(name: str, value: float | None) -> str:
 
 
 def top_of(programs: Sequence[PageProgram]) -> list[Data]:
-    """Return the tiles at the top of the page: a name, each program's figure as text, and a note on the first."""
+    """Return the tiles at the top of the page. A tile has a name, a text for each program, and a note."""
     first, figures = programs[0], [figures_of(program) for program in programs]
     exposed = sum(collective.exposed_seconds > 0 for collective in first.collectives)
     shown = figures[0]
@@ -128,7 +128,7 @@ def _memory_note(program: PageProgram) -> str:
 
 
 def bound_of(program: PageProgram) -> str:
-    """Return the shares of the step's time, largest first: ``compute 66%, waiting for gathers 30%``."""
+    """Return the shares of the step's time, largest first, as in ``compute 66%, waiting for gathers 30%``."""
     parts = {"compute": program.estimate.compute_seconds}
     waiting = {"gather": "gathers", "reduce": "reductions", TENSOR: "tensor parallelism"}
     for kind, name in waiting.items():
@@ -184,7 +184,7 @@ def _lines_of(program: PageProgram, units: Sequence[str]) -> Data:
 
 
 def _memory_of(program: PageProgram, memory: Memory) -> Data:
-    """Return the curve as changes of bytes by kind, the tensors with first and last lines, and the peak."""
+    """Return the curve (changes of bytes, keyed by kind), the tensors with their lines, and the peak."""
     places = _places(program, memory)
     kinds = [kind for kind in Holds if any(storage.kind is kind for storage in memory.storages)]
     previous: dict[Holds, int] = {}
@@ -212,7 +212,7 @@ def _memory_of(program: PageProgram, memory: Memory) -> Data:
 
 
 def _places(program: PageProgram, memory: Memory) -> list[int]:
-    """Return the position on the page of each line of a forecast of memory."""
+    """Return the page positions of the lines of a forecast of memory."""
     places: dict[int, int] = {}
     for number, line in enumerate(program.lines):
         if line.memory is not None:

@@ -1,4 +1,4 @@
-"""Compares the programs of a page in tables of text."""
+"""Compares the programs of a page in tables."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ WORDS = {
 
 
 def differences(programs: Sequence[PageProgram]) -> list[dict[str, Any]]:
-    """Return tables with a title, heads and rows; no tables for a single program.
+    """Return tables with a title, heads and rows. A page with one program has no tables.
 
-    The first table has the figures of all programs. Then each program with other traces than the first has a table: the
-    figures of :func:`thunder_zero.tools.diff` by unit. Neighbouring units with equal figures share a row.
+    The first table has the figures of all programs. Each further table compares a program with the first program, unit
+    by unit, as :func:`thunder_zero.tools.diff` does. Neighbouring units with equal figures share a row.
     """
     if len(programs) < 2:
         return []

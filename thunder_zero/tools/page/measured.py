@@ -1,8 +1,8 @@
-"""Puts measured times into an estimate: the result of ``measure_times``, or a profile of a step.
+"""Puts measured times, from ``measure_times`` or a profile of a step, into an estimate.
 
-In: the forecast of a step, and measured times. Out: an estimate with these times. The lines between two measured
-moments share the measured time in the forecast's proportions. Waits for collectives of torch's tensor parallelism are
-not measured, and also get a share.
+In: the forecast of a step, and measured times. Out: an estimate with the measured times. The lines between two measured
+moments share the measured time in the forecast's proportions. Waits of torch's tensor parallelism are not measured, and
+also get a share.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ MICRO = 1e6  # a profile's unit of time is a microsecond
 
 
 def by_times(forecast: Estimate, times: Times) -> Estimate:
-    """Return the estimate with measured compute between the waits of gathers, and the measured speed of gathers.
+    """Return the estimate with measured seconds between waits for gathers, and with the measured gather speed.
 
-    Lines before the first wait of a phase and after the last wait are not measured. They are scaled by the mean factor
-    of the measured lines.
+    Lines before the first wait or after the last wait of a phase are not measured. The mean factor of the measured
+    lines scales these lines.
     """
     ops, costs = forecast.timeline.ops, [_scaled(cost, 1.0, 1.0) for cost in forecast.costs]
     seconds_of = _busy_seconds(replace(forecast, costs=tuple(costs)))
@@ -46,7 +46,7 @@ def by_times(forecast: Estimate, times: Times) -> Estimate:
 
 
 def _busy_seconds(forecast: Estimate) -> list[float]:
-    """Return the seconds that each operation computes, or waits for a collective of torch's tensor parallelism."""
+    """Return each operation's seconds of compute, or of waiting for torch's tensor parallelism."""
     ops, busy = forecast.timeline.ops, [cost.seconds for cost in forecast.costs]
     for span in forecast.spans:
         if span.waits and ops[span.op].is_torchs:
@@ -55,7 +55,7 @@ def _busy_seconds(forecast: Estimate) -> list[float]:
 
 
 def _stretches(timeline: Timeline, times: Times) -> Iterator[tuple[range, float]]:
-    """Yield ranges of operations between the waits of two gathers of a phase, with their measured seconds."""
+    """Yield (range of operations, measured seconds) pairs, from each wait for a gather to the next."""
     waits = [index for index, op in enumerate(timeline.ops) if timeline.ends(op, Kind.GATHER)]
     for wait, following in pairwise(waits):
         op = timeline.ops[wait]
@@ -65,7 +65,7 @@ def _stretches(timeline: Timeline, times: Times) -> Iterator[tuple[range, float]
 
 
 def _wire_factor(forecast: Estimate, times: Times) -> float:
-    """Return the ratio of measured to forecast seconds of gathers."""
+    """Return the measured seconds of gathers, divided by the forecast seconds."""
     gathers = [index for index, op in enumerate(forecast.timeline.ops) if op.kind is Kind.GATHER]
     nbytes = sum(forecast.timeline.wire_bytes(forecast.timeline.ops[index]) for index in gathers)
     seconds = sum(wire[1] for index in gathers if (wire := forecast.costs[index].wire))
@@ -73,7 +73,7 @@ def _wire_factor(forecast: Estimate, times: Times) -> float:
 
 
 def _scaled(cost: Cost, compute: float, wire: float) -> Cost:
-    """Return a cost with scaled seconds. Load, launch and finish become 0, since measured compute includes them."""
+    """Return a cost with scaled seconds. Measured compute includes load, launch and finish, so they become 0."""
     scaled = cost.wire and (cost.wire[0], cost.wire[1] * wire)
     return replace(cost, seconds=cost.seconds * compute, wire=scaled, load=0.0, launch_seconds=0.0, finish_seconds=0.0)
 
@@ -85,7 +85,7 @@ def by_profile(forecast: Estimate, events: Sequence[Mapping[str, Any]]) -> Estim
 
     Args:
         forecast: the estimate of forward and backward, without a loss and an optimizer.
-        events: events in Chrome's trace event format. Events without our labels are ignored.
+        events: events in Chrome's trace event format. Only events with labels of this package count.
 
     Raises:
         ValueError: the profile has no whole step of this program.
@@ -119,7 +119,7 @@ def _interval(event: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _placed(forecast: Estimate, measured: Mapping[int, tuple[float, float]]) -> Iterator[Span]:
-    """Yield waits and launches at their measured times, and computations that share the time between them."""
+    """Yield spans: launches and waits at measured times, and compute, scaled to fill the time between."""
     timeline, costs, busy = forecast.timeline, forecast.costs, _busy_seconds(forecast)
     bounds = [*measured, len(timeline.ops)]
     first, mean = bounds[0], _mean_factor(busy, measured)
@@ -151,7 +151,7 @@ def _placed(forecast: Estimate, measured: Mapping[int, tuple[float, float]]) -> 
 
 
 def _mean_factor(busy: Sequence[float], measured: Mapping[int, tuple[float, float]]) -> float:
-    """Return the ratio of measured to forecast seconds of the lines between measured moments."""
+    """Return the measured seconds between measured moments, divided by the forecast seconds."""
     marked = list(measured)
     between = sum(measured[next_mark][0] - measured[mark][1] for mark, next_mark in pairwise(marked))
     seconds = sum(busy[marked[0] : marked[-1]])

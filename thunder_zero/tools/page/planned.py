@@ -1,4 +1,4 @@
-"""Makes the page of a named model, or of a model that a function of a file makes."""
+"""Makes the page of a named model, or of a model from ``FILE.py:function``."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Describes one program of a page: lines with their times, bars, collectives. Frozen data.
 
-In: traces, a forecast of time and a forecast of memory. A line of the page is a line of a trace, or a phase outside the
-traces: the digests of ZeRO-1, the loss, the optimizer's step::
+In: traces, a forecast of time and a forecast of memory. A line of the page is a line of a trace, or a whole
+phase without a trace: the digests of ZeRO-1, the loss, the optimizer's step::
 
     digests | forward line 0, 1, .. | loss | backward line 0, 1, .. | optimizer step
 
-Lines are numbered from 0 on the page. Positions of operations are positions in ``Traces.timeline``.
+The page numbers its lines from 0. Positions of operations are positions in ``Traces.timeline``.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ class PageLine:
     Attributes:
         phase: "digests", "forward", "loss", "backward" or "optimizer step".
         code: its Python statement.
-        row: its meaning; None outside a trace.
-        unit: the unit whose parameters it moves or computes with, or else the unit of the lines around it.
-        ops: positions of its operations in ``Traces.timeline``.
-        start, end: its times on the compute lane, in seconds since the step began.
-        memory: the position in ``Memory.lines`` of this line, or of the last line before it; None before the first.
+        row: the meaning of the line; None outside a trace.
+        unit: the unit of the line's parameters, or else the unit of the surrounding lines.
+        ops: positions of the line's operations in ``Traces.timeline``.
+        start, end: the times of the line on the compute lane, in seconds since the step began.
+        memory: the position in ``Memory.lines`` of this line, or else of the last line before it. None before the
+            first.
     """
 
     phase: str
@@ -67,8 +68,8 @@ class PageProgram:
     Attributes:
         name: a name such as "ZeRO-3" or "measured times".
         traces: the program.
-        estimate: its time, forecast or measured.
-        memory: its forecast of memory, if any.
+        estimate: the program's time, forecast or measured.
+        memory: the program's forecast of memory, if any.
         no_memory: the reason why there is no forecast of memory; "" with a forecast.
         note: the origin of measured times; "" for a forecast.
     """
@@ -120,7 +121,7 @@ class PageProgram:
 
     @cached_property
     def _places(self) -> tuple[int | str, ...]:
-        """The position in ``Traces.timeline`` of each operation of the estimate, or its phase outside the traces."""
+        """Each estimated operation's position in ``Traces.timeline``, or its phase outside the traces."""
         ops, index = self.traces.timeline.ops, 0
         places: list[int | str] = []
         for op in self.estimate.timeline.ops:
@@ -133,7 +134,7 @@ class PageProgram:
 
     @cached_property
     def line_of(self) -> dict[int | str, int]:
-        """The line's position on the page, by operation, or by phase for a phase of a single line."""
+        """A mapping from operations, and from phases without a trace, to positions of lines on the page."""
         index_of: dict[int | str, int] = {}
         for index, line in enumerate(self.lines):
             index_of.update(dict.fromkeys(line.ops or (line.phase,), index))
@@ -141,7 +142,7 @@ class PageProgram:
 
     @cached_property
     def bars(self) -> tuple[Bar, ...]:
-        """The bars of all lanes. Adjacent spans of a line are merged."""
+        """The bars of all lanes. Adjacent spans of one line become one bar."""
         bars: list[Bar] = []
         for span in self.estimate.spans:
             op, line = self.estimate.timeline.ops[span.op], self.line_of[self._places[span.op]]
@@ -157,14 +158,14 @@ class PageProgram:
 
     @cached_property
     def lanes(self) -> tuple[str, ...]:
-        """The lanes in use: compute, tensor parallelism, then each kind of launch on each wire."""
+        """The lanes in use, in order: compute, tensor parallelism, and each kind of launch on each wire."""
         used = {bar.lane for bar in self.bars}
         launches = (f"{kind} {lane}" for kind in LAUNCHES for lane in (Lane.SHARD, Lane.REPLICATE, Lane.TENSOR))
         return (str(Lane.COMPUTE), *(lane for lane in (str(Lane.TENSOR), *launches) if lane in used))
 
     @cached_property
     def units(self) -> tuple[tuple[str, int, int], ...]:
-        """Runs of lines that compute with one unit, as the unit's path, the first line and the last line."""
+        """(unit, first line, last line) tuples of successive lines that compute with one unit."""
         runs = groupby(self._computing(), key=lambda index: (self.lines[index].unit, self.lines[index].phase))
         return tuple((unit, (indices := list(run))[0], indices[-1]) for (unit, _), run in runs)
 
@@ -175,7 +176,7 @@ class PageProgram:
 
     @cached_property
     def explanations(self) -> dict[str, Explanation]:
-        """The explanation of each parameter, with this program's times."""
+        """A mapping from parameter paths to explanations, with this program's times."""
         places = ((span, self._places[span.op]) for span in self.estimate.spans)
         spans = [
             Span(place, span.lane, span.start, span.end, None, span.waits)

@@ -60,9 +60,9 @@ def report(
 ) -> None:
     """Write an HTML file that links each line of a step to its time, its memory, its bytes and its parameters.
 
-    Open the file in a browser, without a network or a server. ``report.html#op=412`` opens it at an operation. Seconds
-    and bytes in memory are the results of :func:`thunder_zero.tools.estimate` and :func:`thunder_zero.tools.memory`.
-    The bytes sent are counted for this rank.
+    Open the file in a browser, without a network or a server. ``report.html#op=412`` opens it at an operation. Times
+    come from :func:`thunder_zero.tools.estimate`, and memory comes from :func:`thunder_zero.tools.memory`. The bytes
+    sent are the bytes of this rank.
 
     >>> tz.tools.report(traces, "report.html", device="h100", loss=loss, optimizer=torch.optim.AdamW)
     >>> tz.tools.report(zero3, "report.html", device="h100", beside=zero2)  # two stages and their differences
@@ -71,17 +71,17 @@ def report(
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
         path: the file to write.
         device: the device of the forecast, as for :func:`thunder_zero.tools.estimate`.
-        measured: the result of :func:`thunder_zero.tools.measure_times`, or a file written by
-            ``torch.profiler.profile.export_chrome_trace``, to show beside the forecast.
-        beside: other traces of the module, such as traces of another stage or policy, to show beside the first.
+        measured: times to show beside the forecast: the result of :func:`thunder_zero.tools.measure_times`, or a file
+            from ``torch.profiler.profile.export_chrome_trace``.
+        beside: other traces of the module to show on the page, such as traces of another stage.
         loss, optimizer: as for :func:`thunder_zero.tools.memory` (default: the step has no loss and no optimizer).
         title: the title of the page, such as the model's name (default: the model's class, if a model is given).
 
     Raises:
         TypeError: ``model_or_traces`` is neither traces nor a model with ZeroTransform, or ``estimate`` or ``memory``
             raises.
-        ValueError: ``beside`` has another module; ``measured`` is not a profile, or has no whole step of this program;
-            or the device lacks a rate or a link that the step needs.
+        ValueError: ``beside`` has another module, ``measured`` is not a profile with a whole step of this program, or
+            the device lacks a rate or a link that the step needs.
         OSError: a file cannot be read or written.
         RuntimeError: the model was not called yet.
     """
@@ -99,7 +99,7 @@ def page_of(
     optimizer: MakeOptimizer | None = None,
     title: str = "",
 ) -> Data:
-    """Return the page as JSON data. Arguments and errors are as for :func:`report`."""
+    """Return the page as JSON data. The arguments and errors are the same as in :func:`report`."""
     described = device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
 

@@ -2,7 +2,7 @@
 
 ::
 
-    gather   fut0 <- t_w                           h.0.w                       a timeline alone
+    gather   fut0 <- t_w                           h.0.w                       lines of a timeline
     wait     w <- fut0                             h.0.w
 
     ft1 = zero_all_gather(t_w, 'h.0.w')            gather  h.0.w          1.50 KiB   2.00 KiB      lines of a trace
@@ -10,7 +10,7 @@
     t3 = torch.nn.functional.linear(x, t2, None)   compute h.0.w                     2.00 KiB
     del t2                                         free    h.0.w                          0 B
 
-Lines are plain text here; this module does not know Thunder.
+Lines are plain text. This module does not use Thunder.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ VALUES_WIDTH = 32  # a fixed width, so that two timelines can be compared line b
 
 
 def format_timeline(timeline: Timeline) -> str:
-    """Return a line for each operation, in order: kind, writes, reads, parameters.
+    """Return a line for each operation, in order, with its kind, writes, reads and parameters.
 
-    Recomputed operations end with "again". A border separates the phases. Long names make long lines.
+    Lines of recomputed operations end with "again". A border separates the phases. Lines may be long.
     """
     lines = [_line(op) for op in timeline.ops]
     border = next((index for index, op in enumerate(timeline.ops) if op.backward), None)
@@ -55,10 +55,10 @@ class SourceLine:
 
     Attributes:
         code: its Python statement.
-        position: its position in the trace of its phase, as in ``Op.source``.
-        origin: the line of the user's program that it comes from; "" if unknown.
-        alive: forecast bytes of all tensors alive after it; None without a forecast.
-        peak: the most bytes alive while it runs, if they are the peak of the step; otherwise None.
+        position: the line's position in its phase's trace, as in ``Op.source``.
+        origin: the corresponding line of the user's program; "" if unknown.
+        alive: forecast bytes of all tensors alive after the line; None without a forecast.
+        peak: the most bytes alive while the line runs; None for all lines except the line of the step's peak.
     """
 
     code: str
@@ -74,15 +74,15 @@ class Row:
 
     Attributes:
         line: the line.
-        kind: the kind of its operation; None without an operation (unpacking, the ``del`` of an activation, codes).
-        does: the kind; "encode" or "decode"; "tensor" for collectives and waits of torch's tensor parallelism; or ""
-            for lines outside the schedule.
-        params: paths of the parameters that it moves, frees or reads, or whose gradients it computes.
-        gradients: True if it handles gradients of the parameters.
+        kind: the kind of the line's operation. None without an operation: unpacking, encoding, or the ``del`` of an
+            activation.
+        does: the kind as text, "encode", "decode", or "tensor" for torch's tensor parallelism. "" outside the schedule.
+        params: paths of the line's parameters, including parameters whose gradients the line computes.
+        gradients: True if the line handles gradients of the parameters.
         sent: bytes that this rank sends; None if the line launches no collective.
-        deferred: bytes of full gradients that are held until a later backward reduces them.
+        deferred: bytes of full gradients that the line keeps for the reduction in a later backward.
         gathered: bytes of gathered parameters alive after the line.
-        form: the format of a collective's messages, such as "int8/128"; "" without an encoding.
+        form: the encoding of a collective's messages, such as "int8/128"; "" without an encoding.
     """
 
     line: SourceLine
@@ -96,12 +96,12 @@ class Row:
     form: str = ""
 
     def label(self, plan: Plan) -> str:
-        """Return a short name of the parameters, with the format of their messages."""
+        """Return a short name of the parameters, and the encoding of the messages."""
         names = label(self.params, plan, gradients=self.gradients)
         return f"{names} as {self.form}" if self.form else names
 
 
-CODES = {Kind.GATHER: "encode", Kind.REDUCE: "encode", Kind.WAIT: "decode"}  # the second line of an operation
+CODES = {Kind.GATHER: "encode", Kind.REDUCE: "encode", Kind.WAIT: "decode"}  # of encoded payloads
 
 ONLY: Mapping[str, Callable[[Row], bool]] = {
     "parameters": lambda row: bool(row.params),
@@ -111,13 +111,13 @@ ONLY: Mapping[str, Callable[[Row], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A number of lines that are not shown."""
+    """A placeholder for lines that are not shown."""
 
     lines: int
 
 
 def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> tuple[Row, ...]:
-    """Return the lines of one phase with their meanings.
+    """Return the rows of one phase: the lines with their meanings.
 
     Raises:
         ValueError: the timeline has an operation whose line is missing.
@@ -162,7 +162,7 @@ def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> 
 
 
 def _code_row(line: SourceLine, op: Op, timeline: Timeline, gathered: int) -> Row:
-    """Return the row of a line that encodes a launch's payload, or decodes a wait's result."""
+    """Return the row of a line that encodes a payload before a launch, or decodes a payload in a wait."""
     launch = timeline.launches[op.reads[0]] if op.kind is Kind.WAIT else op
     form = str(timeline.travels_as(launch, timeline.params_of(launch)[0]))
     is_gradient = launch.kind is Kind.REDUCE
@@ -170,7 +170,7 @@ def _code_row(line: SourceLine, op: Op, timeline: Timeline, gathered: int) -> Ro
 
 
 def format_of(op: Op, timeline: Timeline) -> str:
-    """Return the format of a launch's messages; "" without an encoding."""
+    """Return the encoding of a launch's messages; "" without an encoding."""
     if op.kind not in LAUNCHES:
         return ""
     encoding = timeline.travels_as(op, timeline.params_of(op)[0])
@@ -178,10 +178,10 @@ def format_of(op: Op, timeline: Timeline) -> str:
 
 
 def select(rows: Sequence[Row], plan: Plan, unit: str | None, only: str | None) -> tuple[Row | Gap, ...]:
-    """Return the rows of a unit that ``ONLY[only]`` selects. None selects all units, or all lines.
+    """Return the rows of a unit that ``ONLY[only]`` selects. The default is all units and all lines.
 
-    The rows of a unit are the range from its first to its last wait for parameters or compute with them. The unit's
-    collectives and frees outside the range are included. Omitted rows become gaps.
+    A unit's rows extend from the first to the last row that waits for its parameters or computes with them. The unit's
+    collectives and frees outside this range are included. Omitted rows become gaps.
     """
     if unit is not None and unit not in plan.units:
         raise ValueError(f"unit is {unit!r}; the units of this module are {', '.join(map(repr, plan.units))}")
@@ -200,7 +200,7 @@ def select(rows: Sequence[Row], plan: Plan, unit: str | None, only: str | None) 
 def total(rows: Iterable[Row | Gap]) -> str:
     """Return a line with the number of collectives, the bytes that this rank sends, and the most gathered bytes.
 
-    A further line counts collectives of tensor parallelism, and another line deferred gradients.
+    Collectives of tensor parallelism and deferred gradients each get a further line.
     """
     shown = [row for row in rows if isinstance(row, Row)]
     gathers, reduces = (sum(row.kind is kind for row in shown) for kind in LAUNCHES)
@@ -218,7 +218,7 @@ def total(rows: Iterable[Row | Gap]) -> str:
 
 
 def label(params: Sequence[str], plan: Plan, *, gradients: bool) -> str:
-    """Return a short name of parameters: a path, two names of one module, or a unit and a number."""
+    """Return a short name of parameters: a path, two names of one module, or a unit and a count."""
     units = {plan.by_name[path].unit for path in params}
     parents = {path.rpartition(".")[0] for path in params}
     grad = "grad " if gradients else ""
@@ -243,7 +243,7 @@ def _of_unit(rows: Sequence[Row], plan: Plan, unit: str) -> list[int]:
 
 
 def _parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:
-    """Return the parameters behind each gathered value, replicated input and derived value."""
+    """Return a mapping from gathered values, replicated inputs and derived values to parameters."""
     params_in: dict[str, tuple[str, ...]] = {name: (timeline.inputs[name] or "",) for name in timeline.replicated}
     for op in timeline.ops:
         if timeline.ends(op, Kind.GATHER):
@@ -255,7 +255,7 @@ def _parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:
 
 
 def _gradients(timeline: Timeline) -> dict[str, tuple[str, ...]]:
-    """Return the parameters whose full gradient is in each value. One value may hold several gradients."""
+    """Return a mapping from values to the parameters whose full gradients they hold, possibly several."""
     gradients: dict[str, tuple[str, ...]] = {}
     for op in timeline.ops:
         if op.kind in (Kind.REDUCE, Kind.DEFER):

@@ -1,4 +1,4 @@
-"""Shows progress on stderr: a bar, or lines with the current work."""
+"""Shows progress on stderr, as a bar or as lines with the current work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rich.table import Column
 
 @contextmanager
 def show_progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar if stderr is a terminal. Yield a function that takes the bytes since its last call."""
+    """Show a bar if stderr is a terminal. Yield a function that takes the bytes done since its last call."""
     console = Console(stderr=True)
     if not console.is_terminal:  # rich would print an empty line
         yield lambda count: None
@@ -63,7 +63,7 @@ class Steps:
 
 @contextmanager
 def show_steps(what: str, total: int) -> Iterator[Steps]:
-    """Show a bar if stderr is a terminal, otherwise a line for each call of ``tell``."""
+    """Show a bar if stderr is a terminal. Otherwise print a line for each call of ``tell``."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield Steps(lambda now, done: print(f"{what} {done}/{total} {now}", file=sys.stderr, flush=True))

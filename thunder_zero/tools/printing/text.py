@@ -24,14 +24,14 @@ from thunder_zero.plan.policy import STAGES
 from thunder_zero.tools.printing.words import WIDTH
 
 INDENT = " " * 4  # indent of continuation lines
-WHOLE_LINES = 2  # a statement of at most this many lines is shown whole
-OPERATOR_ITEMS = 4  # at least this many items of each collection in a call of an operator are shown
+WHOLE_LINES = 2  # statements of at most this many lines are not shortened
+OPERATOR_ITEMS = 4  # the fewest items shown of a collection in an operator call
 TOKENS = re.compile(
     r"""(?P<string>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
     r"""|(?P<comma>, )|(?P<equals> = )|(?P<opens>[(\[{])|(?P<closes>[)\]}])"""
 )
 OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+)\.\w+\(")
-METHOD = re.compile(r"(?<!\baten)\.\w+\($")  # matches x.view(
+METHOD = re.compile(r"(?<!\baten)\.\w+\($")  # matches .view( in x.view(
 MOST_ITEMS = 12  # the most items of a collection in a shortened statement
 
 
@@ -43,12 +43,12 @@ def stdout_console() -> Console:
 def table_of(
     heads: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ("",), *, apart: int = 2
 ) -> Table:
-    """Return a table without lines.
+    """Return a table without borders.
 
     Args:
         heads: the heads of the columns.
         rows: the cells of each row.
-        left: heads of columns that are aligned to the left; other columns are aligned to the right.
+        left: heads of the left-aligned columns. Other columns are right-aligned.
         apart: spaces between columns.
     """
     table = Table(box=None, padding=(0, apart, 0, 0), pad_edge=False)
@@ -60,7 +60,7 @@ def table_of(
 
 
 def text_of_table(table: Table, width: int) -> str:
-    """Return the lines of a table, of at most ``width`` columns."""
+    """Return a table as text of at most ``width`` columns."""
     console = Console(width=width, color_system=None)
     with console.capture() as caught:
         console.print(table)
@@ -74,19 +74,19 @@ def place_of(plan: Plan) -> str:
 
 
 def short(code: str) -> str:
-    """Return the code with torch's operators as ``aten.mm``, not ``torch.ops.aten.mm.default``."""
+    """Shorten names of operators in code, such as ``torch.ops.aten.mm.default`` to ``aten.mm``."""
     return OPERATOR.sub(r"aten.\1(", code)
 
 
 def fold(code: str, widths: Sequence[int]) -> list[str]:
     """Return lines that show the statements of ``code``, without its comments.
 
-    A long statement takes the fewest lines. It shows as many first items of its collections and arguments as fit, and
-    the number of items left out. Operators show all arguments.
+    A long statement takes the fewest lines. Its collections and argument lists keep the first items that fit, and
+    the number of omitted items. Calls of operators keep all arguments.
 
     Args:
         code: Python statements.
-        widths: the most characters of each line; the last width holds for all lines after it.
+        widths: the most characters of each line. All further lines have the last width.
     """
     lines: list[str] = []
     for statement in ast.parse(code).body:
@@ -95,11 +95,11 @@ def fold(code: str, widths: Sequence[int]) -> list[str]:
 
 
 def fill(pieces: Sequence[str], widths: Sequence[int], indent: str = "") -> list[str]:
-    """Join pieces into lines. Only pieces longer than any line are clipped.
+    """Join pieces into lines. Clip only pieces that are longer than any line.
 
     Args:
         pieces: parts of a text.
-        widths: the most characters of each line; the last width holds for all lines after it.
+        widths: the most characters of each line. All further lines have the last width.
         indent: the beginning of each line except the first.
     """
     lines: list[str] = []
@@ -115,7 +115,7 @@ def fill(pieces: Sequence[str], widths: Sequence[int], indent: str = "") -> list
 
 
 def clip(text: str, width: int) -> str:
-    """Return the text, or its beginning and an ellipsis if it is too long."""
+    """Return the text. If the text is too long, return its beginning and an ellipsis."""
     return text if len(text.rstrip()) <= width else text[: width - 1] + "…"
 
 
@@ -141,7 +141,7 @@ def _is_operator(node: ast.AST) -> bool:
 
 
 def _shortened(code: str, items: int) -> str:
-    """Return a statement with the first items of each collection, and the number of items left out."""
+    """Return a statement with the first items of each collection, and the number of omitted items."""
     (statement,) = ast.parse(code).body
     for node in ast.walk(statement):
         collection = _collection(node)
@@ -159,17 +159,17 @@ def _collection(node: ast.AST) -> list[ast.expr]:
 
 
 def _unparse(statement: ast.stmt) -> str:
-    """Return the statement on one line, with parentheses around tuples of targets in every version of Python."""
+    """Return the statement on one line. Tuples of targets have parentheses in every version of Python."""
     if isinstance(statement, ast.Assign):
         return " = ".join(map(ast.unparse, [*statement.targets, statement.value]))
     return ast.unparse(statement)
 
 
 def _pieces(code: str, widths: Sequence[int]) -> list[str]:
-    """Return the parts between which a line may break.
+    """Return the parts of a statement between which a line may break.
 
-    A line may break after "del", the equals sign, and arguments of the outermost call. Arguments longer than any line
-    break between their items. The arguments of a method stay together.
+    A line may break after "del", the equals sign, and arguments of the outermost call. Arguments that are longer than
+    any line may break between items. The arguments of a method stay together.
     """
     breaks = [(len("del "), 1)] if code.startswith("del ") else []  # position, depth
     methods: list[bool] = []  # for each open parenthesis: True if a method opened it

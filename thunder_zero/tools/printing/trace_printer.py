@@ -5,7 +5,7 @@
     # forward, ZeRO-3, rank 0 of 4               does    parameters        sent gathered    alive
     ft1 = zero_all_gather(t_w, 'h.0.w')          gather  h.0.w         1.50 KiB 2.00 KiB 12.0 KiB
 
-The last column, bytes alive, exists if the lines have a forecast of memory.
+The column "alive" exists only if the lines have a forecast of memory.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ STYLES: dict[str, str] = {
 
 
 def print_rows(rows: Sequence[Row | Gap], plan: Plan, phase: str, console: Console) -> None:
-    """Print a table of rows, with their code folded to the width.
+    """Print a table of rows. Code is folded to the width of its column.
 
     Args:
         rows: the rows and gaps of a phase.
         plan: the plan of the traces.
         phase: the phase for the title, such as "backward under no_sync".
-        console: the console, which decides about colours, and on a terminal about the width.
+        console: the console, which decides about colours. A terminal also decides about the width.
     """
     width = min(max(console.width, NARROWEST), WIDEST) if console.is_terminal else WIDTH
     columns = _columns(rows, width)
@@ -77,7 +77,7 @@ def print_rows(rows: Sequence[Row | Gap], plan: Plan, phase: str, console: Conso
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Widths of columns; ``alive`` is 0 where there is no forecast of memory."""
+    """Widths of columns. ``alive`` is 0 without a forecast of memory."""
 
     code: int
     parameters: int
@@ -104,15 +104,15 @@ def _print_title(plan: Plan, phase: str, columns: Columns, console: Console) -> 
 
 
 def print_total(rows: Sequence[Row | Gap], console: Console) -> None:
-    """Print a summary of the rows of one phase or of both."""
+    """Print a summary of the rows of one or both phases."""
     _print(console, Text(total(rows), "bold"))
 
 
 def _lines(row: Row, plan: Plan, syntax: Syntax, columns: Columns, whole: int, *, changed: bool) -> Iterator[Text]:
-    """Yield the lines of a row: code on the left, its meaning on the right. Both sides may need several lines.
+    """Yield the lines of a row. Code is on the left and its meaning on the right, both possibly on several lines.
 
-    Code uses the width ``whole`` on lines without a meaning. If nothing is sent, parameters also use the column of
-    bytes sent.
+    Below the last line of the meaning, code has the width ``whole``. If nothing is sent, parameters also fill the
+    column of bytes sent.
     """
     sent = "" if row.sent is None else f" {size(row.sent):>{BYTES}}"
     width = columns.parameters + 1 + BYTES - len(sent)

@@ -8,12 +8,12 @@ WIDTH = 100  # columns, without a terminal
 
 
 def summed_up(thing: object, words: str) -> str:
-    """Return the ``repr`` of large data, folded: ``<Estimate: step 3 ms on H100>``."""
+    """Return the folded ``repr`` of large data, such as ``<Estimate: step 3 ms on H100>``."""
     return folded(f"<{type(thing).__name__}: {words}>")
 
 
 def folded(words: str) -> str:
-    """Return words in lines of at most 100 columns."""
+    """Fold words into lines of at most 100 columns."""
     return "\n".join(wrap(" ".join(words.split()), WIDTH, subsequent_indent="  "))
 
 

@@ -45,7 +45,7 @@ class MeasuredStep:
         seconds: seconds of the step.
         optimizer: seconds of the optimizer's step.
         core: CPU seconds of the process.
-        waits: seconds of waits. A key is a pair: True for a gather, and the path of the bucket's first parameter.
+        waits: seconds of waits, keyed by (True for a gather, path of the bucket's first parameter).
         forwards: the number of forwards.
         peak: the most bytes of CUDA tensors, or of the process's resident memory; 0 if unknown.
     """
@@ -60,14 +60,14 @@ class MeasuredStep:
 
 @dataclass
 class Followed:
-    """A model whose steps are measured, from one step of its first optimizer to the next.
+    """A model with measured steps. A step ends when the model's first optimizer steps.
 
     Attributes:
         steps: the measured steps.
         programs: the compiled programs of the model.
-        traces: two lists with the traces of each graph: programs that reduce gradients, and programs that defer them.
+        traces: two lists of each graph's traces, one for programs that reduce gradients and one for ``no_sync``.
         at_rest: bytes of the optimizer's states.
-        open: a stack that is closed when a step ends, to stop the model's clock.
+        open: an exit stack. Closing the stack, at the end of a step, stops the model's clock.
     """
 
     model: ref[ZeroModule]
@@ -85,7 +85,7 @@ class Followed:
     forwards: int = 0
 
     def end(self) -> None:
-        """End a step, and record the model's programs and the bytes of its optimizer."""
+        """End a step. Record the model's programs and the bytes of the optimizer."""
         now = self.state.clock.now()
         self.open.close()
         if self.begun is not None and self.stepping is not None:

@@ -1,7 +1,7 @@
 """``thunder-zero why``: runs a training script and prints its measured step beside the forecast.
 
 In: a script with its arguments, on every rank. Out: on rank 0 a page for each model that an optimizer steps. A page has
-the seconds and bytes of a step, forecast and measured, the programs, and a sentence about the largest difference.
+the programs, and a step's forecast and measured seconds and bytes. A sentence describes the largest difference.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def why(script: Path, arguments: Sequence[str], *, steps: int, device: str | Non
 
 
 def page(followed: Followed, resident_before: int, device: Device | None) -> str:
-    """Return the page of a model. ``resident_before`` has the process's resident bytes before the script."""
+    """Return the page of a model. ``resident_before`` is the process's resident memory before the script, in bytes."""
     plan, steps, (synced, deferred) = followed.state.plan, followed.steps, followed.traces or ((), ())
     name = f"{followed.state.name}: {STAGES[plan.policy.stage].name}, {plan.mesh}"
     if not steps or not synced:
         return f"why: {name}: no step was measured, as the first compiles; let the script take three or more"
     more = round(median(step.forwards for step in steps)) - 1
-    runs = [*synced, *[traces for _ in range(more) for traces in deferred or synced]]  # the traces that run in one step
+    runs = [*synced, *[traces for _ in range(more) for traces in deferred or synced]]  # the traces of one step
     forecast, no_forecast = _forecast(runs, device)
     measured = {
         COMPUTE: median(step.seconds - step.optimizer - sum(step.waits.values()) for step in steps),
@@ -108,13 +108,13 @@ def page(followed: Followed, resident_before: int, device: Device | None) -> str
 
 
 def _device_here() -> Device | None:
-    """Return the description of this GPU; None if it is unknown."""
+    """Return the ready-made device for this GPU, or None if the GPU is unknown."""
     gpu = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
     return next((device for name, device in DEVICES.items() if name in gpu), None)
 
 
 def _forecast(runs: Sequence[Traces], device: Device | None) -> tuple[dict[str, float], str]:
-    """Return the forecast seconds of the parts of a step and "", or {} and the reason for no forecast."""
+    """Return forecast seconds keyed by part of the step, and "". Without a forecast, return {} and the reason."""
     if device is None:
         return {}, (
             "no forecast of time: run thunder-zero calibrate machine.json, under torchrun as the script runs, and pass "
@@ -133,7 +133,7 @@ def _forecast(runs: Sequence[Traces], device: Device | None) -> tuple[dict[str, 
 def _memory(followed: Followed, traces: Sequence[Traces], resident_before: int) -> tuple[str, str]:
     """Return the forecast peak and the measured peak of memory as text.
 
-    On a CPU the resident memory before the script and the memory of compilations are subtracted.
+    On a CPU, the measured peak leaves out the memory before the script and the memory of compilations.
     """
     peak = round(median(step.peak for step in followed.steps))
     if peak and followed.state.device.type == "cpu":
@@ -147,7 +147,7 @@ def _memory(followed: Followed, traces: Sequence[Traces], resident_before: int) 
 
 
 def _largest(forecast: Mapping[str, float], measured: Mapping[str, float], steps: Sequence[MeasuredStep]) -> str:
-    """Describe the largest difference from the forecast, or else the longest part, and the longest wait."""
+    """Describe the largest difference from the forecast (or else the longest part), and the longest wait."""
     differences = {part: measured[part] - seconds for part, seconds in forecast.items()}
     part = max(differences or measured, key=lambda part: abs((differences or measured)[part]))
     if not differences:
