@@ -1,4 +1,4 @@
-"""Saves copies in a background thread, with a process group of its own."""
+"""Writes copies of values in a background thread, with a separate process group."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ WriteCheckpoint = Callable[[Entries, dist.ProcessGroup], Path]
 
 
 class BackgroundSaves:
-    """The asynchronous saves of a model. They run one after the other, in one thread."""
+    """The asynchronous saves of a model. Saves run one after the other, in one thread."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.last: Future[Path] | None = None
-        self._group = group_like(group, device)  # so that its collectives do not mix with training's
-        # A new thread's current CUDA device is the first one, and the thread would take memory there.
+        self._group = group_like(group, device)  # so that collectives of saves and training do not mix
+        # The current CUDA device of a new thread is device 0, where the thread would allocate memory.
         set_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "thunder_zero-save", set_device)
 
     def start(self, entries: Entries, write: WriteCheckpoint) -> Future[Path]:
-        """Start a save in the thread. If it fails, it warns at once, and the next save raises the error."""
+        """Start a save in the thread. If the save fails, it warns at once, and the next save raises the error."""
         self.last = self._thread.submit(write, entries, self._group)
         self.last.add_done_callback(_warn_of_error)
         return self.last
@@ -42,7 +42,7 @@ _saves: WeakKeyDictionary[State, BackgroundSaves] = WeakKeyDictionary()
 
 
 def save_in_thread(state: State, entries: Entries, write: WriteCheckpoint) -> Future[Path]:
-    """Copy entries to the CPU, and start writing the copies in a thread; a collective."""
+    """Copy entries to the CPU, and start writing the copies in a thread. This is a collective."""
     if state not in _saves:
         _saves[state] = BackgroundSaves(state.group, state.device)
     with all_or_none(state.group, "to save"):

@@ -1,4 +1,4 @@
-"""Lists one rank's values of a model, of its averages and of extras, by the names of a checkpoint.
+"""Lists one rank's values of a model, its averages and extras, keyed by name in a checkpoint.
 
 The names are those of FSDP2's ``get_state_dict``: ``{"model": ..., "optim": {"state": ..., "param_groups": ...}}``,
 with the plain module's parameter names. Values that differ between ranks (extras, ignored parameters and their
@@ -27,7 +27,7 @@ from thunder_zero.sharded.optimizers import parameters_of
 from thunder_zero.sharded.sharded_model import ShardedModel, owners_of
 
 MODEL, OPTIM, STATE, GROUPS, EXTRA = "model", "optim", "state", "param_groups", "extra"
-EMAS = "ema"  # averages of parameters, by the name of their extra
+EMAS = "ema"  # the root of an EMA's averages, before the EMA's name
 COUNTS = "_counts"  # the counts of an EMA, next to its averages
 EXTRA_STATE = "_extra_state"  # the last part of an extra state's name; other values that hooks add are not saved
 RANK_KEY = re.compile(r"rank(\d{1,6})\.(.*)", re.DOTALL)
@@ -38,16 +38,16 @@ class Contents:
     """One rank's values of a model, or of the averages of a model.
 
     Attributes:
-        params: the parameters by name: DTensors, or full tensors in stage 0. A tied parameter has its first name.
-        aliases: the first name of a tied parameter, by each of its further names.
-        ignored: parameters that the policy ignores, by name. Their values may differ between ranks.
-        paths: the path in the plain module, by name. State dicts leave out the names that torch's wrappers add.
-        buffers: the buffers of the state dict, by name. Rank 0 saves its values.
-        states: the modules' extra states by name, each with an object that loads it. Rank 0 saves its values.
+        params: the parameters by name: DTensors, or full tensors in stage 0. Tied parameters have their first name.
+        aliases: a mapping from further names of tied parameters to first names.
+        ignored: parameters that the policy ignores, by name. Values of ignored parameters may differ between ranks.
+        paths: a mapping from names to paths in the plain module. Only paths have the parts that torch's wrappers add.
+        buffers: the buffers of the state dict, by name. Rank 0 saves them.
+        states: the modules' extra states by name, each with an object that loads it. Rank 0 saves them.
         rank, ranks: this rank's number among all ranks, and the number of ranks.
         replica_rank, replica_size: this rank's number among the ranks of its replica, and the number of these ranks.
-        is_writer: True if the replica of this rank is saved. Hybrid sharding has several replicas.
-        root: the first parts of each key.
+        is_writer: True if this rank's replica is saved. Hybrid sharding has several replicas.
+        root: the common first parts of the keys.
         label: a noun for these values in error messages.
     """
 
@@ -67,17 +67,17 @@ class Contents:
 
     @property
     def rank_prefix(self) -> str:
-        """The first part of the key of a value that only this rank has."""
+        """The first part of a key whose value only this rank has."""
         return f"rank{self.rank}"
 
     def entries_of(self, label: str, path: KeyPath, value: Any, turn: int | None) -> Entries:
-        """Return the entry that this rank writes for a value, or no entry if another rank writes it.
+        """Return the entry that this rank writes for a value, or {} if another rank writes the value.
 
-        Every rank writes its part of a sharded DTensor. Ranks take turns to write values that all of them have.
+        Every rank writes its part of a sharded DTensor. Ranks take turns to write values that are equal on all ranks.
 
         Args:
             label: the value's name in error messages.
-            turn: the number of the value, which decides whose turn it is. None if ranks have different values; then
+            turn: the number of the value, which decides whose turn it is. None if ranks have different values. Then
                 each rank writes its value under its own prefix.
         """
         if turn is None:
@@ -86,7 +86,7 @@ class Contents:
         return {path: as_entry(label, value)} if is_mine else {}
 
     def entries(self) -> Entries:
-        """Return the entries of the model that this rank writes."""
+        """Return the entries that this rank writes for the model."""
         states = {name: value for name, (value, _) in self.states.items()}
         by_turn: list[tuple[int | None, tuple[str, Any]]] = [
             *enumerate(self.params.items()),
@@ -99,7 +99,7 @@ class Contents:
         return entries
 
     def averages(self, name: str, ema: EMA) -> Contents:
-        """Return the averages of an EMA in the form of a model's contents, without buffers.
+        """Return the averages of an EMA as contents of a model without buffers.
 
         Args:
             name: the EMA's name among the extras.
@@ -158,7 +158,7 @@ def _extra_state(module: nn.Module) -> Stateful:
 
 
 def extra_entries(contents: Contents, extra: Mapping[str, Any]) -> Entries:
-    """Return the entries of the extras that this rank writes: averages by rows, all other extras in one value.
+    """Return the entries that this rank writes for extras: averages by rows, all other extras in one value.
 
     Raises:
         TypeError: an extra is a sharded model.
@@ -187,7 +187,7 @@ def as_entry(label: str, value: Any) -> Tensor | bytes:
 
 
 def pickle_value(label: str, value: Any) -> bytes:
-    """Return the bytes that ``torch.save`` writes for a value; ``label`` names the value in the error.
+    """Return the bytes that ``torch.save`` writes for a value. ``label`` names the value in the error.
 
     Raises:
         ValueError: ``torch.load(weights_only=True)`` cannot read the bytes.
@@ -216,13 +216,13 @@ def split_rank_prefix(key: str) -> tuple[int, str] | None:
 
 
 def name_some(names: Sequence[str]) -> str:
-    """Return the first three names and the number of further ones, or "none", for a message."""
+    """Return the first three names and the number of further names, or "none", for a message."""
     suffix = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (", ".join(map(repr, names[:3])) + suffix) or "none"
 
 
 def require_same_names(problem: str, saved: Iterable[str], expected: Iterable[str], action: str) -> None:
-    """Raise ValueError unless the saved names are the expected ones. The error has ``problem`` and ``action``."""
+    """Raise ValueError unless the saved names equal the expected names. The error has ``problem`` and ``action``."""
     missing, unexpected = sorted(set(expected) - set(saved)), sorted(set(saved) - set(expected))
     if missing or unexpected:
         raise ValueError(f"{problem} (missing: {name_some(missing)}; unexpected: {name_some(unexpected)}); {action}")

@@ -1,13 +1,13 @@
-"""Checks and reads files of ``torch.distributed.checkpoint`` (DCP), ours or another tool's.
+"""Checks and reads files of ``torch.distributed.checkpoint`` (DCP) from ``tz.save`` or other tools.
 
 Valid metadata describes each element of each tensor once, and its byte ranges lie inside files of the folder. A file is
-read once, from its start to its end, and hashed on the way::
+read once, from start to end, and hashed during the read::
 
     __0_0.distcp    | model.embed.weight | optim.state... | param_groups |     -> SHA-256 of the whole file
                        decoded              not needed       decoded
 
-DCP's planner decides which byte ranges to read. DCP's reader is not used: it unpickles arbitrary code, casts a tensor
-of another dtype, and seeks in the file. No process group is needed.
+DCP's planner decides which byte ranges to read. DCP's reader is not used, since it unpickles arbitrary code, casts
+tensors of other dtypes, and seeks in the file. No process group is needed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from thunder_zero.compat.private import StorageInfo, narrow_tensor_by_index
 from thunder_zero.sharded.dtensors import local
 
 METADATA = ".metadata"
-METADATA_MODULE = "torch.distributed.checkpoint.metadata"  # all of its classes may be in metadata
+METADATA_MODULE = "torch.distributed.checkpoint.metadata"  # metadata may contain all of its classes
 ALLOWED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -50,11 +50,11 @@ ALLOWED = {
     *((module, f"{system}Path") for module in ("pathlib", "pathlib._local") for system in ("Posix", "Windows")),
 }
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}  # not supported
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # the indices of a chunk's first element, and its exclusive end
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # the start of a chunk's indices, and their exclusive end
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """An unpickler that accepts only the classes of DCP's metadata: a pickle may name any function to call."""
+    """An unpickler that accepts only the classes of DCP's metadata, since a pickle could call any function."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class of DCP's metadata. Raise UnpicklingError for any other class or function."""
@@ -95,7 +95,7 @@ def read_metadata(folder: Path, expected: File | None = None) -> Metadata:
 
 
 def places_by_key(metadata: Metadata) -> dict[str, Any]:
-    """Return the files and offsets of each key's bytes. Keys with equal places are names of one tensor."""
+    """Return the files and offsets of each key's bytes. Two keys with equal files and offsets name one tensor."""
     places: dict[str, list[Any]] = {}
     for index, info in (metadata.storage_data or {}).items():
         places.setdefault(index.fqn, []).append((tuple(index.offset or ()), info.relative_path, info.offset))
@@ -113,7 +113,7 @@ def read_entries(
 
     Args:
         parts: DTensors by key. For these keys only this rank's part is read.
-        files: files to read in full and to compare with their SHA-256, even if they have no value of these keys.
+        files: files to read in full and to compare with their SHA-256, even if no key has its value there.
 
     Raises:
         ValueError: rows are missing, a file was changed, or a value differs from its metadata.
@@ -136,7 +136,7 @@ def read_entries(
             fault, failure = "", error
         faults += [fault] if fault else []
         failures += [] if failure is None else [failure]
-    raise_faults(folder, faults)  # first, since a value that cannot be decoded was probably changed
+    raise_faults(folder, faults)  # raise faults first, since they probably caused the failure to decode
     for failure in failures:
         reason = str(failure).partition("\n")[0]
         raise ValueError(f"cannot read {folder}: a file is damaged ({reason}); {USE_ANOTHER}") from failure
@@ -146,7 +146,7 @@ def read_entries(
 def _plan_reads(
     metadata: Metadata, keys: Iterable[str], parts: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], list[ReadItem]]:
-    """Allocate memory for the tensors among the keys, and return it with DCP's plan of the items to read."""
+    """Allocate memory for the keys whose values are tensors. Return the memory, and DCP's plan of the items to read."""
     wanted: dict[str, Any] = {key: metadata.state_dict_metadata[key] for key in keys}
     values: dict[str, Any] = {}
     for key, stored in wanted.items():
@@ -162,7 +162,7 @@ def _read_file(
     """Read the items of one file in one pass. Hash the whole file if a SHA-256 is expected.
 
     Returns:
-        The fault of the file, or ""; and the first error while decoding its items, or None.
+        A tuple: the fault of the file or "", and the first error while decoding items or None.
     """
     by_range: dict[tuple[int, int], list[ReadItem]] = {}
     for item in items:
@@ -215,7 +215,7 @@ def _require_part(index: MetadataIndex, value: Any, metadata: Metadata) -> None:
 
 
 def _problem_of_metadata(metadata: Any) -> str | None:
-    """Describe the first problem of metadata, or return None. The text completes "metadata is damaged"."""
+    """Describe the first problem of metadata, or return None. The error quotes the text."""
     if not isinstance(metadata, Metadata):
         return f"it holds a {type(metadata).__name__}"
     try:
@@ -225,7 +225,7 @@ def _problem_of_metadata(metadata: Any) -> str | None:
 
 
 def _problem_of_files(folder: Path, metadata: Metadata) -> str | None:
-    """Describe the first file that is missing, or too short for its metadata; return None if all are sound."""
+    """Describe the first file that is missing, or too short for its metadata; None if all files are sound."""
     ends: dict[str, int] = {}
     for place in metadata.storage_data.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -240,7 +240,7 @@ def _problem_of_files(folder: Path, metadata: Metadata) -> str | None:
 
 
 def _problems(entries: Any, places: Any) -> Iterator[str]:
-    """Yield a sentence for each problem. The code after a ``yield`` may fail, so only the first one is reliable."""
+    """Yield a sentence for each problem. Code after a ``yield`` may fail, so only the first problem is reliable."""
     if type(entries) is not dict or type(places) is not dict:
         yield "its list of entries, or of places in files, is not a dict"
     for key, stored in entries.items():
@@ -304,7 +304,7 @@ def _are_counts(values: Any) -> bool:
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """Return whether any two boxes overlap, by a sweep along the dimension with the most different starts."""
+    """Return whether any two boxes overlap. Sweep along the dimension with the most distinct starts."""
     dimensions = range(len(boxes[0][0]) if boxes else 0)
     if len(boxes) < 2 or not dimensions:
         return len(boxes) > 1

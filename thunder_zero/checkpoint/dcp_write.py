@@ -3,10 +3,10 @@
 ::
 
     __0_0.distcp    rank 0's items, one after the other: "model.embed.weight" rows 0-3, "optim.state...", bytes
-    __1_0.distcp    rank 1's: "model.embed.weight" rows 4-6, ...
-    .metadata       for each key its shape, dtype and chunks, and for each chunk its file, start and length
+    __1_0.distcp    rank 1's items: "model.embed.weight" rows 4-6, ...
+    .metadata       the shape, dtype and chunks of each key; the file, start and length of each chunk
 
-DCP's planner cuts DTensors, and checks that ranks wrote all rows. Any reader of DCP's format reads the files. DCP's
+DCP's planner splits DTensors, and checks that ranks wrote all rows. Any reader of DCP's format reads the files. DCP's
 writer is not used, since it computes no hash. Each rank plans its own items without communication, then sends one
 message to rank 0.
 """
@@ -45,7 +45,7 @@ class Part:
     Attributes:
         plan: DCP's plan of the items.
         places: the file and byte range of each item.
-        aliases: the key of the value, by the key of an alias.
+        aliases: a mapping from an alias's key to the key of the value.
         files: the files that the rank wrote.
     """
 
@@ -56,7 +56,7 @@ class Part:
 
 
 class HashedFile(io.BufferedWriter):
-    """A new file that hashes the bytes before they are written, so that a later check detects a faulty disk."""
+    """A new file that hashes bytes before writing them, so that a later check detects a faulty disk."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "x"))
@@ -75,7 +75,7 @@ class HashedFile(io.BufferedWriter):
 
 
 class WritePlanner(DefaultSavePlanner):
-    """DCP's planner, for entries with pickled values and aliases."""
+    """DCP's planner, adapted to entries that are pickled values or aliases."""
 
     def __init__(self, entries: Entries) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class WritePlanner(DefaultSavePlanner):
 
 
 def key_of(path: KeyPath) -> str:
-    """Return the key of a path: its parts joined by dots, as DCP does."""
+    """Return the key of a path. As in DCP, its parts are joined by dots."""
     return ".".join(map(str, path))
 
 

@@ -1,6 +1,6 @@
 """Makes a complete checkpoint visible in one rename, moves ``latest``, and deletes old checkpoints.
 
-A name that begins with a dot is temporary; a checkpoint under any other name is complete::
+A folder whose name begins with a dot is temporary. Checkpoints under other names are complete::
 
     runs/step-100/            a checkpoint
     runs/latest               a link to the last checkpoint
@@ -66,17 +66,17 @@ def list_checkpoints(parent: Path) -> dict[Path, Manifest]:
             try:
                 manifests[folder] = manifest.read(folder)
             except (FileNotFoundError, ValueError):
-                continue  # it is being deleted, or damaged: do not count or delete it
+                continue  # do not count or delete a damaged checkpoint, or one in deletion
     return manifests
 
 
 @contextmanager
 def explain_write_error(name: str, unchanged: str = CHECKPOINTS_UNCHANGED) -> Iterator[None]:
-    """Reword an OSError of the block, so that it names the file, the reason, and the unchanged files."""
+    """Reword an OSError of the block, to name the file, the reason, and the files that are unchanged."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # torch.save raises an error of its zip file instead, whose context is the OSError.
+        # torch.save raises an error about its zip file, with the OSError as context.
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
@@ -158,9 +158,9 @@ def publish(path: Path, ranks: int, files: tuple[File, ...], *, latest: bool = T
 
 
 def prune(path: Path, max_to_keep: int) -> None:
-    """Keep the last ``max_to_keep`` checkpoints of a series, and delete older ones. Warn if that fails.
+    """Keep the last ``max_to_keep`` checkpoints of a series, and delete older checkpoints. Warn if that fails.
 
-    Names of one series differ only in their last number. Folders of its saves whose process died are deleted, too.
+    Names of one series differ only in their last number. Leftover folders of the series are deleted, too.
     """
     parent, series = path.parent, _series(path.name)
     _clear_dead(parent, series)
@@ -192,12 +192,12 @@ def remove(folder: Path) -> None:
 
 
 def _clear_dead(parent: Path, series: str | None = None) -> None:
-    """Delete leftover folders; best effort: errors are ignored.
+    """Delete leftover folders. This is best effort: errors are ignored.
 
     A folder is deleted if its deletion was interrupted, if its process is dead, or if another checkpoint replaced it.
 
     Args:
-        series: a series whose folders are deleted even if it is unknown whether their process is alive.
+        series: a series whose leftover folders are deleted even if it is unknown whether their process is alive.
     """
     for leftover in (*parent.glob(".*.removed"), *parent.glob(".*.saving")):
         alive = leftover.suffix == ".saving" and owner.is_alive(leftover)
@@ -215,7 +215,7 @@ def _clear_dead(parent: Path, series: str | None = None) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder with its files, even while another save deletes it, too."""
+    """Delete a folder with its files, even if another save deletes the folder at the same time."""
     while folder.exists():
         with suppress(FileNotFoundError):
             shutil.rmtree(folder)

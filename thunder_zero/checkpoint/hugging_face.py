@@ -1,8 +1,8 @@
 """``tz.save_pretrained``: writes the folder that ``from_pretrained`` loads, one tensor at a time.
 
 The module's class decides which names and tensors a file has, and the content of ``config.json``. This differs between
-versions of the libraries. So the class's own ``save_pretrained`` runs into a temporary folder, with a stand-in of one
-number for each tensor. The files that it wrote give the names to write::
+versions of the libraries. So the class's own ``save_pretrained`` writes a temporary folder, with a stand-in of one
+number for each tensor. The files in that folder decide which names ``tz.save_pretrained`` writes::
 
     state dict             stand-ins       its own model.safetensors     ours, gathered one by one
     embed.weight           tensor([0])     embed.weight  [0]             embed.weight  embed.weight in full
@@ -48,14 +48,14 @@ from thunder_zero.sharded.state import State
 from thunder_zero.sharded.wire import decode_frozen
 
 SAVE = "to save"
-CARD = "README.md"  # an existing one is the user's
+CARD = "README.md"  # an existing file belongs to the user
 WEIGHTS = f"model{SUFFIX}"
 CONFIG = "config.json"
-DTYPE_KEYS = ("torch_dtype", "dtype")  # in config.json; the first one until transformers 4.55
+DTYPE_KEYS = ("torch_dtype", "dtype")  # in config.json: the first key until transformers 4.55
 ALTERNATIVE = (
     "take the plain module: with tz.full_parameters(model, rank0_only=True) as module: module.save_pretrained(...)"
 )
-# By file: its tensors, and the maximum bytes of tensors in a file. None: no maximum, so the tensors are not split.
+# Keyed by path: the tensors to write, and the maximum bytes of tensors in a file (None for no maximum).
 Weights = Mapping[Path, tuple[Sequence[TensorToWrite], int | None]]
 
 
@@ -67,7 +67,7 @@ def save_pretrained(
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | str | None = None,
 ) -> None:
-    """Write the whole model to a folder that ``from_pretrained`` and our argument ``weights`` load.
+    """Write the whole model to a folder for ``from_pretrained``, or for the argument ``weights`` of this package.
 
     A collective: all ranks must call it; rank 0 writes. Each tensor is gathered, written and dropped before the next.
     The files get their names once all are complete. Then safetensors files of an earlier save are deleted if the new
@@ -84,7 +84,7 @@ def save_pretrained(
         model: a model with ZeroTransform.
         folder: the folder to write, on a file system that rank 0 sees. It is created if it is missing.
         max_shard_size: the maximum bytes of tensors in one file: a number, or a text such as ``"5GB"`` or ``"500MiB"``.
-            A larger tensor has its own file. Several files have an index. Adapters are always one file.
+            A larger tensor has a file of its own. Several files have an index. Adapters are always one file.
         dtype: the dtype of floating-point tensors, such as ``"bfloat16"``. By default it is the shards' dtype.
 
     Raises:
@@ -115,10 +115,10 @@ def save_pretrained(
 def _gather_and_write(
     state: State, state_dict: Mapping[str, Any], weights: Weights, other_files: Mapping[Path, bytes]
 ) -> None:
-    """Gather the tensors that rank 0 planned, and write them on rank 0; a collective."""
+    """Gather the tensors that rank 0 planned, and write them on rank 0. This is a collective."""
     files = [members for planned in weights.values() for members in split_into_files(*planned)]
     keys = broadcast_object_from_rank_0([tensor.key for members in files for tensor in members], state.group)
-    values = (_gather(state, state_dict[key]) for key in keys)  # a generator, so that one tensor is held at a time
+    values = (_gather(state, state_dict[key]) for key in keys)  # lazy, so that only one tensor is held at a time
     failure: Exception | None = None
     try:
         if state.group.rank() == 0:
@@ -135,7 +135,7 @@ def _gather_and_write(
 def _plan_files(
     module: nn.Module, state_dict: Mapping[str, Any], folder: Path, max_bytes: int, dtype: torch.dtype | None
 ) -> tuple[Weights, dict[Path, bytes]]:
-    """Make the folder; return the tensors to write to each safetensors file, and the contents of other files."""
+    """Make the folder. Return the tensors to write to each safetensors file, and the contents of other files."""
     tensors = _tensors_of(state_dict)
     names_of: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
@@ -183,7 +183,7 @@ def _tensor_to_write(
     """Return the description of a tensor in a file.
 
     Args:
-        tied: all names of the tensor in the state dict. Those that the file does not have become aliases.
+        tied: all names of the tensor in the state dict. Names that the file does not have become aliases.
         names: all names in the file.
     """
     aliases = tuple(alias for alias in tied if alias not in names) if name in tied else ()
@@ -192,7 +192,7 @@ def _tensor_to_write(
 
 @torch.no_grad()
 def _gather(state: State, value: Tensor) -> Tensor:
-    """Return a full value on rank 0's CPU, and an empty tensor on other ranks; a collective."""
+    """Return a full value on rank 0's CPU, and an empty tensor on other ranks. This is a collective."""
     full = full_tensor(value, state.group) if isinstance(value, DTensor) else value
     if state.group.rank():
         return full.new_empty(0)
@@ -223,7 +223,7 @@ def _write(weights: Weights, other_files: Mapping[Path, bytes], values: Iterator
 
 @runtime_checkable
 class SavesPretrained(Protocol):
-    """A module of Hugging Face's libraries, which can save itself."""
+    """A module with a ``save_pretrained`` method, from Hugging Face's libraries."""
 
     def save_pretrained(self, folder: str, *, state_dict: Mapping[str, Tensor]) -> object:
         """Write a state dict to a folder."""
@@ -234,7 +234,7 @@ def _files_of_module(
 ) -> tuple[dict[Path, dict[str, str]], dict[Path, bytes]]:
     """Run a module's own ``save_pretrained`` on stand-ins, and return the files that it writes.
 
-    A module without that method has one file, with each tensor under its first name.
+    A module without ``save_pretrained`` has one file, with each tensor under its first name.
 
     Args:
         module: the plain module, which may have placeholders. It is not changed.
@@ -242,8 +242,8 @@ def _files_of_module(
         dtype: the dtype of the weights, for ``config.json``.
 
     Returns:
-        For each safetensors file, a mapping from names in the file to names in the state dict; and the contents of
-        each other file.
+        For each safetensors file, a mapping from names in the file to names in the state dict. For each other file,
+        its contents.
     """
     first_names: dict[int, str] = {}
     for name, tensor in tensors.items():
@@ -267,7 +267,7 @@ def _files_of_module(
 
 
 def _skeleton(module: nn.Module) -> Any:
-    """Copy a module, with parameters on the meta device. Its ``save_pretrained`` may change the copy's configs."""
+    """Copy a module, with parameters on the meta device. ``save_pretrained`` may change the copy's configs."""
     parameters = {}
     for param in module.parameters():
         shape, dtype = shape_and_dtype(param)

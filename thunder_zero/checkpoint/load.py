@@ -1,7 +1,7 @@
-"""``tz.load``: finds, checks and reads a checkpoint, then changes the model; all or nothing.
+"""``tz.load``: finds, checks and reads a checkpoint, then changes the whole model or nothing.
 
-In: a folder; a model, optimizers and extras, which then have the saved values. Out: the extras that were saved. A
-collective. Ranks agree after each step, so that all ranks raise if one rank does::
+In: a folder, and the model, optimizers and extras to load. Out: the saved extras. A collective. Ranks agree after each
+step, so that all ranks raise if one rank does::
 
     check_arguments       check the arguments, and compare them between ranks                   preamble.py
     _find_checkpoint      find the folder, on rank 0
@@ -42,7 +42,7 @@ from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
 from thunder_zero.optim.ema import EMA
 from thunder_zero.sharded.sharded_model import sharded_model, tagged
 
-VALUES = (int, float, str, bytes, Tensor, dict, list, tuple, type(None))  # extras that are returned, not written to
+VALUES = (int, float, str, bytes, Tensor, dict, list, tuple, type(None))  # types of extras that :class:`Loaded` returns
 
 
 class OwnExtras(dict[str, Any]):
@@ -60,13 +60,13 @@ class Loaded:
     """The extras of a checkpoint.
 
     Attributes:
-        own: the extras that this rank saved, by name. If another number of ranks saved the checkpoint, only the extras
-            that had equal values on all ranks; then ``own.get("rng")`` may be None.
+        own: the extras that this rank saved, by name. If another number of ranks saved the checkpoint, ``own`` has only
+            the extras with equal values on all ranks.
         of_rank: the extras that each rank saved, in rank order.
     """
 
     own: Mapping[str, Any]
-    of_rank: tuple[Mapping[str, Any], ...] = field(repr=False)  # includes the extras in `own`
+    of_rank: tuple[Mapping[str, Any], ...] = field(repr=False)  # includes the extras of this rank
 
 
 @tagged("tz.load")
@@ -91,8 +91,8 @@ def load(
             ``dcp.save``, with model and optimizer under usual names.
         model: a model with ZeroTransform.
         optimizer: an optimizer, or several in a list, with the classes and parameter groups of the save.
-        extra: objects by name. An EMA, or an object with ``load_state_dict``, loads its saved state. Any other value is
-            unchanged: :attr:`Loaded.own` has the saved value.
+        extra: objects by name. EMAs and objects with ``load_state_dict`` load their saved states. For any other value,
+            see :attr:`Loaded.own`.
         verify_files: False loads a checkpoint of another tool, which has no manifest with SHA-256.
 
     Returns:
@@ -101,8 +101,8 @@ def load(
     Raises:
         TypeError: ``model`` has no ZeroTransform, or an extra is an object without ``load_state_dict``.
         FileNotFoundError: ``path`` has no checkpoint.
-        ValueError: the checkpoint is damaged or has another model or optimizer, or an extra is missing in it or differs
-            between the ranks that saved.
+        ValueError: the checkpoint is damaged, belongs to another model or optimizer, lacks an extra, or has an extra
+            that differs between the ranks that saved.
         RuntimeError: another rank raised, arguments differ between ranks, ``no_sync`` holds gradients, or the call is
             inside ``EMA.applied``.
     """
@@ -135,13 +135,13 @@ def load(
 
 
 def _find_checkpoint(path: Path, group: dist.ProcessGroup, *, verify_files: bool) -> tuple[Path, Manifest | None]:
-    """Let rank 0 find the checkpoint's folder; return the folder and its manifest; a collective.
+    """Let rank 0 find the checkpoint's folder. Return the folder and its manifest. This is a collective.
 
     The manifest is None without ``verify_files``.
     """
     location, saved = path, None
     with all_or_none(group, "to load"):
-        if group.rank() == 0:  # only one rank, since a link may move meanwhile
+        if group.rank() == 0:  # one rank decides, since the link may move at any time
             location = folder.locate(path)
             saved = manifest.require_manifest(location) if verify_files else None
     result: tuple[Path, Manifest | None] = broadcast_object_from_rank_0((location, saved), group)
@@ -149,7 +149,7 @@ def _find_checkpoint(path: Path, group: dist.ProcessGroup, *, verify_files: bool
 
 
 def _files_to_verify(saved: Manifest, rank: int, ranks: int) -> tuple[File, ...]:
-    """Return the files that a rank verifies: consecutive files, which probably have the rows that it reads.
+    """Return consecutive files for a rank to verify, which probably have the rows that the rank reads.
 
     They do not include the metadata file, which every rank reads and verifies.
     """
@@ -172,7 +172,7 @@ def _refuse_replaced(location: Path, saved: Manifest | None) -> Iterator[None]:
 
 
 def _require_loadable(extra: Mapping[str, object]) -> None:
-    """Raise TypeError unless each extra can load a state, or is a value that :class:`Loaded` returns."""
+    """Raise TypeError unless each extra can load a state, or has a type that :class:`Loaded` returns."""
     for name, value in extra.items():
         if not isinstance(value, (Stateful, EMA, *VALUES)):
             raise TypeError(
@@ -182,7 +182,7 @@ def _require_loadable(extra: Mapping[str, object]) -> None:
 
 
 def own_extras(of_rank: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> OwnExtras:
-    """Return the extras that this rank saved. If another number of ranks saved, return those equal on all ranks."""
+    """Return the extras that this rank saved. If another number of ranks saved, return extras equal on all ranks."""
     if len(of_rank) == ranks:
         return OwnExtras(of_rank[rank])
     pickled = [{name: pickle_value(name, value) for name, value in extras.items()} for extras in of_rank or ({},)]
@@ -191,9 +191,9 @@ def own_extras(of_rank: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> O
 
 
 def extras_to_load(extra: Mapping[str, Any], loaded: Loaded, ranks: int) -> States:
-    """Return the extras that load a state, each with the call that loads it.
+    """Return (extra, call that loads its state) tuples for the extras that load a state.
 
-    EMAs are left out, since their averages are loaded by rows.
+    EMAs are left out, since averages are loaded by rows.
 
     Raises:
         ValueError: an extra is not in the checkpoint, or differs between the ranks that saved.
@@ -214,7 +214,7 @@ def extras_to_load(extra: Mapping[str, Any], loaded: Loaded, ranks: int) -> Stat
 
 @torch.no_grad()
 def _write_all_or_none(tensors: Sequence[tuple[Tensor, Tensor]], states: States, group: dist.ProcessGroup) -> None:
-    """Write all values; if loading a state raises on any rank, write none on all ranks. A collective."""
+    """Write all values, or no values on all ranks if loading a state raises on any rank. A collective."""
     with all_or_none(group, "to load"):
         restoring = _restore_at_end([target for target, _ in states])
     with restoring:
@@ -227,7 +227,7 @@ def _write_all_or_none(tensors: Sequence[tuple[Tensor, Tensor]], states: States,
 
 
 def _restore_at_end(targets: Sequence[Any]) -> ExitStack:
-    """Return an exit stack that restores the current states of the objects, unless ``pop_all`` is called before."""
+    """Return an exit stack that restores the objects' current states, unless its ``pop_all`` is called before."""
     stack = ExitStack()
     for target in targets:
         if isinstance(target, Optimizer):  # loading replaces the tensors of states, so no copy is needed
@@ -238,6 +238,6 @@ def _restore_at_end(targets: Sequence[Any]) -> ExitStack:
 
 
 def _restore(target: Stateful, old_state: Any) -> None:
-    """Restore an old state; best effort: errors are ignored."""
+    """Restore an old state. This is best effort: errors are ignored."""
     with suppress(Exception):
         target.load_state_dict(old_state)

@@ -1,6 +1,6 @@
-"""``manifest.json``: the sizes and SHA-256 of all files of a checkpoint; compares files with it.
+"""``manifest.json``: the sizes and SHA-256 of all files of a checkpoint, for a later comparison.
 
-This module needs neither torch nor a process group. The manifest is written last, so a folder that has one is complete.
+This module needs neither torch nor a process group. The manifest is written last: a folder with a manifest is complete.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 NAME = "manifest.json"
 FORMAT = 2
-BLOCK_BYTES = 1 << 20  # the size of a read whose bytes are only hashed
+BLOCK_BYTES = 1 << 20  # the size of a read that is only hashed
 USE_ANOTHER = "use another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a checkpoint: its name in the folder, its size in bytes, the SHA-256 of its content in hex digits."""
+    """A file of a checkpoint: its name in the folder, size in bytes, and SHA-256 in hex digits."""
 
     name: str
     size: int
@@ -34,7 +34,7 @@ class Manifest:
     """The manifest of a checkpoint.
 
     Attributes:
-        number: a number larger than those of all checkpoints that the folder had at the time of the save.
+        number: a number that is larger than the numbers of earlier checkpoints in the folder.
         ranks: the number of ranks that saved.
         files: all files except the manifest.
     """
@@ -87,10 +87,10 @@ def require_manifest(folder: Path) -> Manifest:
 
 
 class ForwardReader:
-    """A reader of an unbuffered file, which takes ranges in ascending order and reads no byte twice.
+    """Reads ranges of an unbuffered file in ascending order, and reads no byte twice.
 
     Args:
-        hashed: True hashes the file, and therefore also reads the bytes between the ranges.
+        hashed: True hashes the file, and therefore also reads the bytes between ranges.
         done: a function that is called after each read, with the number of bytes.
     """
 
@@ -99,14 +99,14 @@ class ForwardReader:
         self._digest = hashlib.sha256() if hashed else None
 
     def read(self, start: int, length: int) -> bytes:
-        """Return the bytes of a range. It must begin at the end of the last range, or later."""
+        """Return the bytes of a range. The range must not begin before the end of the last range."""
         if self._digest is None:
             self._file.seek(start)
         while (gap := start - self._file.tell()) > 0:
             self._next(min(gap, BLOCK_BYTES))
         parts = []
         while length:
-            parts.append(self._next(length))  # the system reads 2 GiB at most
+            parts.append(self._next(length))  # one call reads 2 GiB at most
             length -= len(parts[-1])
         return b"".join(parts)
 

@@ -1,15 +1,14 @@
-"""Maps the states of optimizers to the keys of a checkpoint, and back.
+"""Maps states of optimizers to keys of a checkpoint, and keys to states.
 
-An optimizer numbers parameters. A checkpoint names them, so that it can be loaded in any stage, on any number of
-ranks::
+An optimizer numbers parameters. A checkpoint names parameters, so that any number of ranks can load it in any stage::
 
-    optimizer.state[shard]["exp_avg"]     optim.state.h.0.w.exp_avg      by rows; with tz.whole the owner writes it all
+    optimizer.state[shard]["exp_avg"]     optim.state.h.0.w.exp_avg      by rows; whole by the owner of tz.whole
     optimizer.param_groups[0]["lr"]       optim.param_groups.0.lr        groups of all optimizers are numbered together
     optimizer.param_groups[0]["params"]   optim.param_groups.0.params    ["h.0.w", "h.0.b"]
 
-To save (:func:`optimizer_entries`), in: optimizers; out: entries by path, and facts that ranks compare. To load
-(:class:`SavedOptimizers`), in: a checkpoint; out: for each optimizer a state dict that its ``load_state_dict`` takes.
-Both begin with :func:`params_by_group`. No function here is a collective.
+To save, :func:`optimizer_entries` takes optimizers, and returns entries by path and facts that ranks compare. To load,
+:class:`SavedOptimizers` takes a checkpoint, and returns a state dict for each optimizer's ``load_state_dict``. Saving
+and loading begin with :func:`params_by_group`. No function here is a collective.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from thunder_zero.optim.agreement import option_facts
 from thunder_zero.sharded.dtensors import dtensor_like, local
 from thunder_zero.sharded.optimizers import StepsWhole, class_name
 
-OPTIMIZER_CLASSES = "optimizer_classes"  # the key of the names of the classes; other tools do not save it
+OPTIMIZER_CLASSES = "optimizer_classes"  # the key of the optimizers' class names, which other tools do not save
 AS_SAVED = "build the optimizer as it was saved"
 SAME_OPTIONS = (
     "set it alike on every rank; give a scheduler such as ReduceLROnPlateau the mean of its metric over ranks"
@@ -62,10 +61,10 @@ class SteppedParam:
 
 
 def params_by_group(contents: Contents, optimizers: Sequence[Optimizer]) -> list[list[SteppedParam]]:
-    """Return the parameters of each group, for the groups of all optimizers in one list.
+    """Return a list with the parameters of each group of all optimizers.
 
     Raises:
-        ValueError: a parameter is not the model's or is in several optimizers, or a state belongs to no parameter.
+        ValueError: a parameter is not in the model or is in several optimizers, or a state belongs to no parameter.
     """
     known: dict[int, tuple[str, int | None]] = {id(tensor): (name, None) for name, tensor in contents.ignored.items()}
     known |= {id(tensor): (name, number) for number, (name, tensor) in enumerate(contents.params.items())}
@@ -128,7 +127,7 @@ def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tu
 
 
 def _state_entry(contents: Contents, member: SteppedParam, key: str, value: Any) -> Entries:
-    """Return the entry that this rank writes for a state, or no entry if another rank writes it.
+    """Return the entry that this rank writes for a state, or {} if another rank writes the state.
 
     Raises:
         ValueError: ``key`` is not a string without dots, or ``value`` cannot be merged across ranks.
@@ -197,7 +196,7 @@ class SavedOptimizers:
 
 
 def _numbered(groups: Sequence[tuple[Group, list[str]]], states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict that numbers parameters, from groups and states that name them."""
+    """Return a state dict that numbers parameters, given groups and states that name parameters."""
     numbers = {name: number for number, name in enumerate(chain(*(members for _, members in groups)))}
     numbered = [{**group, "params": [numbers[name] for name in members]} for group, members in groups]
     return {STATE: {number: states[name] for name, number in numbers.items() if name in states}, GROUPS: numbered}
@@ -206,7 +205,7 @@ def _numbered(groups: Sequence[tuple[Group, list[str]]], states: Mapping[str, An
 def _states_of(
     contents: Contents, members: Sequence[SteppedParam], prefix: str, stored: Mapping[str, Any]
 ) -> dict[str, tuple[SteppedParam, str]]:
-    """Return the keys of the states that this rank reads, each with its parameter and the state's name.
+    """Return a mapping from the keys of states that this rank reads to (parameter, state name) tuples.
 
     Only the owner reads a whole state.
     """
@@ -216,7 +215,7 @@ def _states_of(
     states = {}
     for key in stored:
         start, dot, name = key.rpartition(".")
-        while dot and start not in by_start:  # another tool's states may have dots in their names
+        while dot and start not in by_start:  # state names of other tools may contain dots
             start, dot, part = start.rpartition(".")
             name = f"{part}.{name}"
         if dot and by_start[start].owner in (None, contents.replica_rank):
@@ -225,10 +224,10 @@ def _states_of(
 
 
 def _parts(states: Mapping[str, tuple[SteppedParam, str]], stored: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the parameter of each state that is cut into rows as its parameter is, by the state's key.
+    """Return a mapping from state keys to parameters, for states that are sharded like their parameter.
 
     Raises:
-        ValueError: a parameter is sharded, and its state has neither the parameter's shape nor one number.
+        ValueError: a state of a sharded parameter has neither the parameter's shape nor one element.
     """
     param_shaped = {
         name for key, (member, name) in states.items() if _has_shape(stored[key], member) and member.tensor.ndim
@@ -238,7 +237,7 @@ def _parts(states: Mapping[str, tuple[SteppedParam, str]], stored: Mapping[str, 
         entry = stored[key]
         if member.owner is not None or not isinstance(entry, TensorStorageMetadata):
             continue
-        # A state with one number may be a step count, even if its parameter is one number, too.
+        # A state with one element may be a step count, even if its parameter has one element, too.
         if _has_shape(entry, member) and name in param_shaped:
             parts[key] = member.tensor
         elif is_cut(member.tensor) and entry.size.numel() != 1:
@@ -254,9 +253,9 @@ def groups_of(values: Mapping[str, Any], names: Iterable[Sequence[str]] = ()) ->
     """Build an optimizer's parameter groups from hyper-parameters.
 
     Args:
-        values: hyper-parameters by ``"<group>.<name>"``; or by ``"<parameter>.<name>"``, the keys of torch's option
+        values: hyper-parameters, keyed by ``"<group>.<name>"``, or by ``"<parameter>.<name>"`` as with torch's option
             ``flatten_optimizer_state_dict``.
-        names: the names of each group's parameters, which the second kind of keys needs.
+        names: the names of each group's parameters, needed for keys that begin with a parameter.
     """
     groups: dict[int, Group] = {}
     by_param: dict[str, Group] = {name: {} for name in chain(*names)}
@@ -273,7 +272,7 @@ def groups_of(values: Mapping[str, Any], names: Iterable[Sequence[str]] = ()) ->
 
 
 def _merge_group(names: Sequence[str], by_param: Mapping[str, Group]) -> Group:
-    """Return the hyper-parameters of a group. Raise ValueError unless they are equal for all of its parameters."""
+    """Return the hyper-parameters of a group. Raise ValueError unless all its parameters have equal values."""
     known = [name for name in names if by_param[name]]
     for name in known:
         expected, options = by_param[known[0]], by_param[name]
@@ -292,7 +291,7 @@ def _are_names(value: object) -> bool:
 
 
 def _require_groups(saved: Sequence[Mapping[str, Any]], names_of_groups: Sequence[Sequence[str]]) -> None:
-    """Raise ValueError unless each parameter group has the parameters that it had when it was saved."""
+    """Raise ValueError unless each parameter group has the same parameters as in the checkpoint."""
     if len(saved) != len(names_of_groups):
         raise ValueError(
             f"the checkpoint's optimizer has {len(saved)} parameter groups, this one has {len(names_of_groups)}; "
@@ -311,7 +310,7 @@ def _has_shape(entry: Any, member: SteppedParam) -> bool:
 
 
 def _as_state(value: Any, member: SteppedParam, is_like_param: bool) -> Any:
-    """Return a state in the optimizer's form: a DTensor, if it is cut into rows or has several elements."""
+    """Return a state in the optimizer's form: a DTensor if the state is sharded or has several elements."""
     param, is_whole = member.tensor, member.owner is not None or not isinstance(value, Tensor)
     if is_whole or not isinstance(param, DTensor) or (value.numel() == 1 and not is_like_param):
         return value

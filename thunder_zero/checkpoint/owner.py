@@ -1,7 +1,7 @@
-"""Records which process writes a folder, and later decides whether this process is dead.
+"""Records which process writes a folder, and later decides whether that process is dead.
 
 This works only on the machine and in the container of that process. On Linux, the boot ID, the PID namespace, the
-process ID and the start time identify a process. In all other cases the process may be alive.
+process ID and the start time identify a process. In all other cases it is unknown whether the process is alive.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def is_alive(folder: Path) -> bool | None:
 
 
 def _place() -> str | None:
-    """Return a text that identifies the running kernel and the PID namespace; None if the system has neither."""
+    """Return a text that identifies the running kernel and the PID namespace; None if the system lacks one of these."""
     try:
         return f"{socket.gethostname()} {BOOT.read_text().strip()} {NAMESPACE.stat().st_ino}"
     except OSError:

@@ -1,4 +1,4 @@
-"""Checks the arguments of ``tz.save`` and ``tz.load``, and lists what ranks compare."""
+"""Checks the arguments of ``tz.save`` and ``tz.load``, and lists the facts that ranks compare."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def check_arguments(
     extra: Mapping[str, Any],
     **options: object,
 ) -> tuple[Contents, list[Optimizer]]:
-    """Check the arguments; return this rank's values of the model, and the optimizers as a list.
+    """Check the arguments. Return this rank's values of the model, and a list of the optimizers.
 
     Args:
-        facts: a list to which the facts that ranks must agree on are appended: the path, the names of extras, the
-            number of optimizers, and ``options``.
+        facts: a list to extend with the facts that ranks compare: the path, the names of extras, the number of
+            optimizers, and ``options``.
         action: the words before the path in an error message, such as "save at".
         options: further arguments by name.
 

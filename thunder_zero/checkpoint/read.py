@@ -1,8 +1,8 @@
 """Compares a checkpoint's names, shapes and dtypes with the model's, then reads this rank's part.
 
 In: a checkpoint's folder, its metadata, and this rank's values (``contents.py``). Out: :class:`NewValues`: tensors of
-this rank with their new values, calls that load states, the extras of all ranks. Nothing changes, and nothing is sent:
-``load.py`` writes. On rank 1::
+this rank with new values, calls that load states, and the extras of all ranks. This module changes and sends nothing.
+On rank 1::
 
     model.h.0.w             (10, 8) in the checkpoint, DTensor (10, 8) here     read this rank's rows
     rank1.model.scale       a parameter that the policy ignores                 read the value of this rank
@@ -52,13 +52,13 @@ NO_OPTIMIZER = f"load without one, or save it as {{{OPTIM!r}: get_optimizer_stat
 BUILD = "build the model as it was saved"
 
 
-States = Sequence[tuple[Any, Callable[[], object]]]  # objects with a state, each with the call that loads it
+States = Sequence[tuple[Any, Callable[[], object]]]  # (object with a state, call that loads the state) tuples
 
 
 class NewValues(NamedTuple):
     """Values that were read from a checkpoint, in new memory."""
 
-    tensors: Sequence[tuple[Tensor, Tensor]]  # local tensors of the model or of averages, each with its new value
+    tensors: Sequence[tuple[Tensor, Tensor]]  # (local tensor of the model or of averages, new value) tuples
     states: States  # modules, averages and optimizers; a call may raise
     of_rank: tuple[Mapping[str, Any], ...]  # the extras of each rank that saved, by name
 
@@ -81,7 +81,7 @@ def read_checkpoint(
     targets = {key: target for item in contents for key, target in _match(item, stored).items()}
     tensors = {key: tensor for key, tensor in targets.items() if isinstance(tensor, Tensor)}
     twins = {alias: key for alias, key in targets.items() if isinstance(key, str)}
-    # Another tool may have written a tied parameter twice, or its model did not tie the parameter.
+    # Another tool may have written a tied parameter twice, or may have had a model without the tie.
     stored_twice = {alias: key for alias, key in twins.items() if places.get(alias) != places.get(key)}
     extras = {split[0]: key for key in stored if (split := split_rank_prefix(key)) and split[1] == EXTRA}
     parts = tensors | {alias: tensors[key] for alias, key in twins.items()}
@@ -111,7 +111,7 @@ def _find_prefix(kind: str, score: Callable[[str], int], stored: Iterable[str], 
 
     Args:
         kind: "model" or "optimizer", a key of ``ROOTS``.
-        score: a function that returns how well a prefix matches the keys; 0 if no key has the prefix.
+        score: a function that rates how well a prefix matches the keys; 0 if no key has the prefix.
     """
     best = max((f"{root}." if root else "" for root in ROOTS[kind]), key=score)
     if score(best):
@@ -124,7 +124,7 @@ def _find_prefix(kind: str, score: Callable[[str], int], stored: Iterable[str], 
 
 
 def _model_prefix(names: Collection[str], keys: Collection[str]) -> str:
-    def score(prefix: str) -> int:  # names of this model count more than other keys, perhaps of another model
+    def score(prefix: str) -> int:  # names of this model count more than other keys, which may belong to another model
         return 2 * sum(prefix + name in keys for name in names) + any(prefix and key.startswith(prefix) for key in keys)
 
     return _find_prefix("model", score, keys, NO_MODEL)
@@ -141,7 +141,7 @@ def _match(contents: Contents, stored: Mapping[str, Any]) -> dict[str, Any]:
     """Match the keys of a checkpoint with this rank's values of a model or of averages.
 
     Returns:
-        The target of each key: a tensor; for an alias, the key of the first name; for a state, the object to load.
+        A mapping from keys to targets: a tensor, the key of the first name (for an alias), or an object with a state.
 
     Raises:
         ValueError: names, shapes or dtypes differ.

@@ -1,6 +1,6 @@
-"""``tz.save``: checks that all ranks save the same model, then writes at once, or in a thread.
+"""``tz.save``: checks that all ranks save the same model, then writes, optionally in a thread.
 
-In: a path, a model, optimizers and extras. Out: a future of the path, and a folder that appears in one rename. A
+In: a path, a model, optimizers and extras. Out: a future with the path, and a folder that appears in one rename. A
 collective::
 
     check_arguments     check the arguments                                                        preamble.py
@@ -50,8 +50,8 @@ def save(
 ) -> Future[Path]:
     """Save a checkpoint: every rank writes its shards; any number of ranks can load it, in any stage.
 
-    A collective: all ranks must call it. When the folder is complete, it becomes visible, and the link ``latest``
-    beside it moves to it. If a process dies before that, existing checkpoints are unchanged.
+    A collective: all ranks must call it. Once complete, the folder becomes visible, and the link ``latest`` beside it
+    is moved to it. If a process dies before that, existing checkpoints are unchanged.
 
     >>> tz.save("runs/step-100", model, optimizer, extra={"scheduler": scheduler, "rng": torch.get_rng_state()})
 
@@ -64,13 +64,13 @@ def save(
         optimizer: an optimizer on ``model.parameters()``, or several in a list. States are saved by parameter name.
         extra: values of this rank by name: EMAs, objects with ``state_dict`` and ``load_state_dict``, or values that
             ``torch.load(weights_only=True)`` reads (numbers, strings, tensors, dicts and lists).
-        max_to_keep: the number of checkpoints to keep among those whose names differ only in their last number. Older
-            checkpoints are deleted.
+        max_to_keep: the number of checkpoints to keep. Older checkpoints are deleted if their names differ from this
+            name only in the last number.
         wait: False copies everything to the CPU and writes it in a thread, while training continues.
 
     Returns:
-        A future of the path. With ``wait=False`` it is done once the checkpoint is visible. If a save in the thread
-        fails, it warns at once; the future's ``result`` and the next save raise the error.
+        A future with the path of the checkpoint. With ``wait=False`` the future is done once the checkpoint is visible.
+        If a save in the thread fails, it warns at once; the future's ``result`` and the next save raise the error.
 
     Raises:
         TypeError: ``model`` has no ZeroTransform, or an extra is a model.

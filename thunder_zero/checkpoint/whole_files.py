@@ -1,6 +1,6 @@
-"""Writes safetensors files one tensor at a time, and gives all files their names at the end.
+"""Writes safetensors files one tensor at a time, and renames all files at the end.
 
-The format is a length, a JSON header and the tensors' bytes (https://huggingface.co/docs/safetensors, "Format"). The
+A file has a length, a JSON header and the tensors' bytes (https://huggingface.co/docs/safetensors, "Format"). The
 library ``safetensors`` would need all tensors of a file in memory at once.
 """
 
@@ -24,7 +24,7 @@ from thunder_zero.checkpoint.folder import explain_write_error
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
-MADE_HERE = {"made_by": "thunder_zero"}  # the mark in our files' metadata: only marked files are deleted
+MADE_HERE = {"made_by": "thunder_zero"}  # the mark in the metadata of files from ``tz``: only marked files are deleted
 ALIGNMENT = 8  # bytes to which the first tensor's offset is aligned
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -106,7 +106,7 @@ def require_storable(tensors: Iterable[TensorToWrite]) -> None:
 
 
 def split_into_files(tensors: Iterable[TensorToWrite], max_bytes: int | None) -> list[list[TensorToWrite]]:
-    """Group tensors into files with at most ``max_bytes`` of tensors. A larger tensor gets its own file.
+    """Group tensors into files with at most ``max_bytes`` of tensors. A larger tensor gets a file of its own.
 
     In a file, tensors with larger elements come first, so that all tensors are aligned.
     """
@@ -135,7 +135,7 @@ def write_parts(
 
     Args:
         create: a function that opens a file to write.
-        out: the path of the file. Several files get numbers behind its stem.
+        out: the path of the file. If there are several files, numbers follow the stem of the name.
         read: a function that returns a tensor's values.
         notes: further metadata of each file.
         max_file_bytes: the maximum bytes of tensors in a file; None writes one file.
@@ -158,7 +158,7 @@ def write_parts(
 
 
 def _write_file(stream: BinaryIO, tensors: Sequence[TensorToWrite], read: ReadTensor, notes: Mapping[str, str]) -> None:
-    """Write one safetensors file. Its metadata maps each alias to a tensor's name, as JSON."""
+    """Write one safetensors file. The file's metadata maps each alias to a tensor's name, as JSON."""
     header: dict[str, Any] = {}
     start = 0
     for tensor in tensors:
@@ -176,7 +176,7 @@ def _write_file(stream: BinaryIO, tensors: Sequence[TensorToWrite], read: ReadTe
 
 
 def remove_older(out: Path, written: Iterable[Path], is_ours: Callable[[Path], bool]) -> None:
-    """Delete files of an earlier save to the same path, which a reader would mix with the new files.
+    """Delete files of an earlier save to the same path, since a reader would mix them with the new files.
 
     Args:
         out: the path of the save.
@@ -192,7 +192,7 @@ def remove_older(out: Path, written: Iterable[Path], is_ours: Callable[[Path], b
 
 
 def is_made_here(path: Path) -> bool:
-    """Return whether the metadata of a safetensors file or an index says that :func:`write_parts` wrote it."""
+    """Return whether :func:`write_parts` wrote a safetensors file or an index, according to the file's metadata."""
     try:
         if path.name.endswith(INDEX_SUFFIX):
             metadata = json.loads(path.read_text())["metadata"]

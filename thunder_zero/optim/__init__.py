@@ -1,4 +1,4 @@
-"""Optimizers that step whole parameters, each by its owner; clipping and averages over ranks.
+"""Optimizers in which an owner steps each whole parameter. Clipping and averages over ranks.
 
 In: a sharded model's shards and gradients. Out: stepped shards, clipped gradients, averages. Entry points:
 ``optimizer`` (``tz.whole``), ``global_numbers`` (``tz.clip_grad_norm_``, ``tz.global_mean``), ``ema`` (``tz.EMA``).

@@ -22,7 +22,7 @@ LATER = (
 def agree_on_step(
     kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], state: State, *, known: bool
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Compare the next step between ranks; one small collective if all ranks agree.
+    """Compare the next step between ranks, in one small collective if all ranks agree.
 
     Args:
         kind: the name of the optimizer's class.
@@ -30,8 +30,8 @@ def agree_on_step(
         known: True if an earlier step compared members and groups.
 
     Returns:
-        The paths of the parameters that have a gradient, and the paths of the parameters whose current values every
-        rank has in full. Both results are equal on all ranks.
+        The paths of the parameters with a gradient, and the paths of the parameters that every rank has in full. The
+        two sets are equal on all ranks.
 
     Raises:
         RuntimeError: ranks differ. All ranks raise.
@@ -78,12 +78,12 @@ def option_facts(kind: str, groups: Sequence[Mapping[str, Any]], remedy: str) ->
 
 def _digest(facts: Sequence[Fact]) -> int:
     """Return a 24-bit digest of facts."""
-    # Not more bits, so that sums of squares fit into int64 on 32,768 ranks.
+    # Digests have 24 bits, so that sums of squares fit into int64 on 32,768 ranks.
     return int.from_bytes(sha256(repr(facts).encode()).digest()[:3], "big")
 
 
 def raise_on_all(failure: Exception | None, kind: str, state: State) -> None:
-    """Raise on every rank if a step failed on any rank; one small collective."""
+    """Raise on every rank if a step failed on any rank. This is one small collective."""
     if _sum_over_ranks([int(failure is not None)], state)[0]:
         with all_or_none(state.group, f"its part of a step of {kind}"):
             if failure is not None:

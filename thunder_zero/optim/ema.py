@@ -1,10 +1,10 @@
-"""``tz.EMA``: moving averages of sharded parameters, and a block in which the model has them.
+"""``tz.EMA``: moving averages of sharded parameters, and a block in which the model uses them.
 
-In: a sharded model, now and after each step. Out: averages with the parameters' placement, which a checkpoint saves by
-rows::
+In: a sharded model, now and after each step. Out: averages with the placements of the parameters. A checkpoint saves
+averages by rows::
 
     update     average = decay * average + (1 - decay) * parameter     each rank updates its rows, without communication
-    applied    swap parameters and averages, and swap them back        ranks first agree that all of them can
+    applied    swap parameters and averages, and swap them back        first, all ranks agree that each rank can swap
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class EMA:
 
     The values equal those of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)`` on one
     process. The first update copies the parameters. A later update sets each average to ``decay * average + (1 - decay)
-    * parameter``. Averages have the parameters' placement: they are DTensors from stage 1 on. Each rank averages its
-    rows without communication.
+    * parameter``. Averages have the placements of the parameters, so they are DTensors from stage 1 on. Each rank
+    averages its rows without communication.
 
     >>> ema = tz.EMA(model, decay=0.999)
     >>> for x, y in batches:
@@ -58,9 +58,9 @@ class EMA:
     >>> tz.save("runs/step-100", model, optimizer, extra={"ema": ema})
 
     An EMA averages the parameters that require gradients when it is built, including parameters that the policy
-    ignores. All other parameters and the buffers keep the model's values inside ``applied``. You may compute BatchNorm
-    statistics again there. An average has its parameter's dtype, or float32 for a 16-bit parameter, which would lose
-    small updates.
+    ignores. All other parameters and the buffers keep the model's values inside ``applied``. You may recompute
+    BatchNorm statistics inside the block. An average has the parameter's dtype. Averages of 16-bit parameters have
+    float32, since 16 bits would lose small updates.
 
     Args:
         model: a model with ZeroTransform.
@@ -100,7 +100,7 @@ class EMA:
 
     @property
     def decay(self) -> float:
-        """The weight of the old average. You may change it between updates, equally on all ranks."""
+        """The weight of the old average. You may change the decay between updates, equally on all ranks."""
         return self._decay
 
     @decay.setter
@@ -137,11 +137,11 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Temporarily replace the model's parameters by the averages: to evaluate, generate or export.
+        """Temporarily replace the model's parameters by the averages, for example to evaluate, generate or export.
 
         A collective: all ranks must enter the block, and leave it. Parameters and averages are swapped one at a time.
-        This needs temporary memory for one local parameter, and for a copy of each 16-bit parameter. ZeRO-1 refreshes
-        the other ranks' rows once in the block and once after it.
+        The swap needs temporary memory for one local parameter, and for a copy of each 16-bit parameter. ZeRO-1
+        refreshes the other ranks' rows once in the block and once after it.
 
         Inside the block, state dicts and ``full_parameters`` return averages. Steps of an optimizer, updates of an EMA,
         ``tz.save``, ``tz.load`` and other loads raise.

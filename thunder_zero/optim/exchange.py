@@ -1,4 +1,4 @@
-"""Sends the rows of a bucket's parameters and gradients to their owners, and updated rows back.
+"""Sends a bucket's rows of parameters and gradients to owners, and updated rows to all ranks.
 
 ::
 
@@ -26,11 +26,11 @@ from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.state import State
 from thunder_zero.sharded.wire import rest_device
 
-ByPeer = defaultdict[int, list[Tensor]]  # messages by peer
+ByPeer = defaultdict[int, list[Tensor]]  # lists of messages, keyed by peer
 
 
 class ToOwners:
-    """The rows of a bucket's parameters and gradients, in flight to the owners.
+    """A bucket's rows of parameters and gradients, in flight to the owners.
 
     Args:
         paths: the paths of the parameters that have a gradient.

@@ -1,7 +1,7 @@
-"""Clips gradients by their norm over all ranks; computes a loss that weighs all items equally.
+"""Clips gradients by their norm over all ranks. Computes a loss that weighs all items equally.
 
 In: a model with gradients, or a rank's loss and its number of items. Out: a norm that is equal on all ranks, or a loss
-for the mean over the items of all ranks. Each rank sends one small message::
+scaled for the mean over the items of all ranks. Each rank sends one small message::
 
     clip_grad_norm_    norm of this rank's rows     -> all ranks' norms -> one norm -> gradients scaled in place
     global_mean        number of this rank's items  -> their sum        -> total * ranks / sum
@@ -30,11 +30,11 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the global norm of a sharded model's gradients, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-    You may also call torch's function, which returns a DTensor. This function returns a plain tensor, and raises if
-    ``no_sync`` holds unreduced gradients. It leaves out parameters that the policy ignores.
+    You may also call torch's function, which returns a DTensor. ``tz.clip_grad_norm_`` returns a plain tensor, and
+    raises if ``no_sync`` holds unreduced gradients. It leaves out parameters that the policy ignores.
 
-    A collective: all ranks must call it, after the backward that reduces. Each rank sends one small message. A tied
-    parameter counts once.
+    A collective: all ranks must call it, after the backward that reduces the gradients. Each rank sends one small
+    message. A tied parameter counts once.
 
     >>> norm = tz.clip_grad_norm_(model, max_norm=1.0)
 
@@ -100,13 +100,13 @@ def _local_parts(state: State) -> list[Tensor]:
 
 
 def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
-    """Return the norm of all gradients as one vector, and each rank's status; one small collective.
+    """Return the norm of all gradients as one vector, and each rank's status. This is one small collective.
 
-    The norm has equal bits on every rank. Each element counts once: a row of a sharded parameter on its rank, a
+    The norm has equal bits on every rank. Each element counts once. Rows of a sharded parameter count on their rank, a
     replicated parameter on the first rank of a replica. A parameter that is not tensor-parallel counts on the first
     rank of the ``tensor`` axis.
     """
-    # Not torch's function on DTensors: it hangs for an infinite norm_type if a rank has no rows.
+    # torch's function on DTensors hangs for an infinite norm_type if a rank has no rows.
     grads = {param: state.shards[param.path].grad for param in state.plan.params}
     present = {param: local(grad) for param, grad in grads.items() if grad is not None}
     mesh = state.plan.mesh
@@ -117,7 +117,7 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
         and (param.sharded or mesh.shard.place == 0)
         and (param.sliced is not None or mesh.tensor.place == 0)
     ]
-    dtype = torch.float32  # or more; equal on ranks that have no gradient
+    dtype = torch.float32  # or a larger dtype; equal on ranks that have no gradient
     for param in state.plan.params:
         dtype = torch.promote_types(dtype, param.dtype.to_real())
     local_norm = get_total_norm(counted, norm_type).to(state.device, dtype)
@@ -130,11 +130,11 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
 
 @tagged("global_mean")
 def global_mean(model: nn.Module, total: Tensor, count: int) -> Tensor:
-    """Return a loss for the mean over all ranks' items, if ranks have different numbers of items.
+    """Return a loss for the mean over the items of all ranks, whose numbers of items may differ.
 
-    Gradients are averaged over ranks. If each rank used its local mean, an item (such as a token) of a rank with few
-    items would weigh more. The loss is ``total * W / (count of all ranks)``: its mean over the W ranks is the mean over
-    all items. A collective: all ranks must call it; each rank sends one small message.
+    Gradients are averaged over ranks. With local means, an item (such as a token) on a rank with few items would have a
+    larger weight. The loss is ``total * W / (count of all ranks)``: its mean over the W ranks is the mean over all
+    items. A collective: all ranks must call it; each rank sends one small message.
 
     >>> losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
     >>> tz.global_mean(model, losses, int((targets != -100).sum())).backward()

@@ -1,14 +1,14 @@
-"""Finds the model and the parameters of ``tz.whole``; builds and probes the ordinary optimizer.
+"""Finds the model and the parameters of ``tz.whole``. Builds and probes the ordinary optimizer.
 
-In: the arguments of ``tz.whole``. Out: the model's state, the ordinary optimizer, and parameters in buckets, each with
-its owner; or an error::
+In: the arguments of ``tz.whole``. Out: the model's state, the ordinary optimizer, and parameters with owners, in
+buckets; or an error::
 
     params -> groups_of_params -> model_of       the state of the parameters' model
                                -> make_ordinary  an optimizer of parameters without memory, and the result of probe.py
                                -> members_of     [[Member, Member], [Member]], a list for each bucket
 
-This runs when an optimizer is built, and when a group is added. :func:`make_ordinary` also runs in a step, after
-options or groups have changed.
+All functions run when an optimizer is built, and when a group is added. :func:`make_ordinary` also runs in a step,
+after options or groups have changed.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def make_ordinary(
 
     Args:
         user_options: for each group, the names of the options that the user set.
-        moving: the names of options that steps have changed. The new optimizer has its default values for these,
+        moving: the names of options that steps have changed. The new optimizer has default values for these options,
             unless the user set them.
         trusted: True accepts the optimizer even if the probe finds coupled parameters.
 
@@ -131,7 +131,7 @@ def make_ordinary(
 
 
 def _planned_shards(groups: Groups) -> list[tuple[Param, Tensor, int, str | None]]:
-    """List the sharded parameters of groups: plan, shard, number of the group, name in the group."""
+    """List (``Param``, shard, number of the group, name in the group) tuples for the parameters in groups."""
     return [
         (owner[1], shard, number, name)
         for number, group in enumerate(groups)
@@ -153,7 +153,7 @@ def _require_steppable(optimizer: Optimizer) -> None:
 
 
 def _require_separable(kind: str, result: ProbeResult, state: State, trusted: bool) -> None:
-    """Raise unless each rank can step a subset of the parameters.
+    """Raise unless the optimizer can step a subset of the parameters.
 
     A rank may own no parameter of a group, so the optimizer must also step groups without parameters.
     """
@@ -184,7 +184,7 @@ def _require_separable(kind: str, result: ProbeResult, state: State, trusted: bo
 
 
 def describe_uneven_option(kind: str, name: str) -> str:
-    """Return the error message about an option that a step changes only in groups with parameters or gradients."""
+    """Return the error message for an option that a step changes only in groups with parameters or gradients."""
     return (
         f"{kind} changes {name!r} of a group only where it has parameters of the group to step, and ranks step "
         f"different ones, so each would have another value; let its step change it in every group, or keep it in the "

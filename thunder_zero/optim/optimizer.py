@@ -1,7 +1,7 @@
 """``tz.whole``: an ordinary optimizer on whole parameters, over the shards of a model.
 
 In: an optimizer's class, and parameters of a sharded model. Out: a ``torch.optim.Optimizer`` over the shards, whose
-``step`` has the result of one process. A step of two buckets; time goes down, and the entries of a row overlap::
+``step`` has the result of one process. In this step of two buckets, time goes down, and entries of a row overlap::
 
     agree_on_step: ranks compare groups, and which parameters have gradients agreement.py
     bucket 0 to its owners                                                   exchange.ToOwners
@@ -10,7 +10,7 @@ In: an optimizer's class, and parameters of a sharded model. Out: a ``torch.opti
     bucket 1 back to all ranks
     raise_on_all: did a rank fail?                                           agreement.py
 
-This file has groups, owners and the order of a step; ``members.py`` builds the ordinary optimizer, and probes it.
+This file has groups, owners and the order of a step. ``members.py`` builds and probes the ordinary optimizer.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ SHOWN = 8  # the maximum number of ranks in a repr, and of parameters per rank
 def whole(
     optimizer: MakeOptimizer, params: Iterable[Any], /, *, trust_optimizer: bool = False, **options: Any
 ) -> Whole:
-    """Step whole parameters with an optimizer that is not elementwise, such as Muon, Shampoo or Adafactor.
+    """Build an optimizer that steps whole parameters, for Muon, Shampoo, Adafactor and others that are not elementwise.
 
     Each parameter has one owner among the ranks that share it. A ``step`` sends the rows of the parameter and of its
     gradient to the owner. The owner steps the ordinary optimizer on the whole parameter, and sends the updated rows
-    back. The result equals that of one process. Shards, gradients, schedule and checkpoints are those of any optimizer.
+    back. The result equals that of one process. Schedules and checkpoints work as with any optimizer.
 
     >>> optimizer = tz.whole(torch.optim.Muon, [param for param in model.parameters() if param.ndim == 2], lr=1e-3)
 
-    A step is a collective: all ranks must call it. Let B be (W - 1) / W of the parameters' bytes, for W ranks. A rank
-    sends on average 3 B / W bytes a step in stages 2 and 3: gradient and parameter to the owner, the parameter back. It
-    sends 2 B / W bytes in stage 1, where the owner has the parameter, and B bytes if parameters are replicated.
+    A step is a collective: all ranks must call it. B is (W - 1) / W times the bytes of all parameters on W ranks. A
+    rank sends on average 3 B / W bytes a step in stages 2 and 3: gradient and parameter to the owner, the parameter
+    back. It sends 2 B / W bytes in stage 1, where the owner has the parameter, and B bytes for replicated parameters.
 
-    Only the owner has a parameter's state. All ranks together hold at most two buckets of whole parameters and
-    gradients, and the whole parameters of a third bucket.
+    Only the owner has a parameter's state. Together, ranks hold at most two buckets of whole parameters and gradients,
+    and a third bucket of whole parameters.
 
     Args:
         optimizer: an optimizer's class, or a function that takes parameter groups and options and returns an optimizer.
@@ -70,8 +70,8 @@ def whole(
 
     Returns:
         A ``torch.optim.Optimizer`` over the shards: schedulers, ``add_param_group``, ``zero_grad``, gradient scalers
-        and ``tz.clip_grad_norm_`` work as usual. Its ``state`` has the states of the parameters that this rank owns,
-        and its ``repr`` names the owners.
+        and ``tz.clip_grad_norm_`` work as usual. The optimizer's ``state`` has only the states of parameters that this
+        rank owns. Its ``repr`` names the owners.
 
     Raises:
         TypeError: ``optimizer`` does not return a ``torch.optim.Optimizer``.
@@ -88,7 +88,7 @@ def update_options(groups: Sequence[dict[str, Any]], new_options: Sequence[Mappi
     for group, options in zip(groups, new_options, strict=True):
         for key, value in options.items():
             if isinstance(current := group.get(key), Tensor) and isinstance(value, Tensor):
-                current.copy_(value)  # in place: a user or a scheduler may hold the tensor
+                current.copy_(value)  # in place, since a user or a scheduler may hold the tensor
             else:
                 group[key] = value
 
@@ -115,13 +115,13 @@ def require_own_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None
 
 
 class GuardedOptimizer(StepsWhole):
-    """An optimizer that cannot be copied, and that raises if attributes of the ordinary optimizer are used.
+    """An optimizer that raises if it is copied, or if an attribute of the ordinary optimizer is used.
 
-    Each rank has several ordinary optimizers, and setting an attribute would change only some of them.
+    Each rank has several ordinary optimizers, and an assignment would change only some of these optimizers.
     """
 
     kind = "..."  # until the ordinary optimizer is built
-    _foreign: frozenset[str] = frozenset()  # attributes of the ordinary optimizer that this class does not have
+    _foreign: frozenset[str] = frozenset()  # attributes that only the ordinary optimizer has
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError: a ``torch.optim.Optimizer`` does not have the attribute."""
@@ -132,7 +132,7 @@ class GuardedOptimizer(StepsWhole):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. Raise AttributeError if the ordinary optimizer has it, which would not see the value."""
+        """Set an attribute. Raise AttributeError for an attribute of the ordinary optimizer."""
         if name in self._foreign:
             raise AttributeError(
                 f"tz.whole({self.kind}) cannot set {name!r}, which {self.kind} has: each rank steps {self.kind} on a "
@@ -166,7 +166,7 @@ class Whole(GuardedOptimizer):
         self._is_compared = False
         self._stepped: frozenset[BucketStepper] = frozenset()  # buckets whose ordinary optimizers exist on all owners
         self.members: list[Member] = []
-        self._owners: dict[int, int] = {}  # by the shard's id
+        self._owners: dict[int, int] = {}  # owners, keyed by the shard's id
         groups = groups_of_params(params)
         self.model: State = model_of([shard for group in groups for shard in group["params"]])
         self._user_options: list[frozenset[str]] = [frozenset(hyper_parameters(group)) for group in groups]
@@ -230,7 +230,7 @@ class Whole(GuardedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step all parameters that have a gradient; a collective.
+        """Step all parameters that have a gradient. This is a collective.
 
         Raises:
             RuntimeError: ``closure`` is not None, the parameters of groups were changed by hand, or ranks differ.
@@ -256,11 +256,11 @@ class Whole(GuardedOptimizer):
             self.model.transport.enter(CollectiveTag(activity, repr((sorted(paths), sorted(full_paths)))))
             raise_on_all(self._step(paths, full_paths), self.kind, self.model)
             self._stepped = frozenset(self._buckets)
-            if not self.state:  # else torch's state-dict functions would step on this rank alone, to create states
+            if not self.state:  # torch's state-dict functions would step, on this rank alone, to create states
                 self.state[self.members[0].shard] = {}
 
     def _probe_again(self) -> None:
-        """Probe again if options or groups have changed. Ranks have compared these, so all ranks probe, or none."""
+        """Probe again if options or groups have changed. Ranks have compared options, so all of them agree."""
         if self._probed != describe_for_probe(self.param_groups, self._moving):
             _, result = self._make_ordinary(self.param_groups, self._user_options, self._moving)
             self._moving, self._moves_all = self._moving | result.moving, result.moves_all
@@ -284,11 +284,11 @@ class Whole(GuardedOptimizer):
             sends_all = self._moves_all or bucket not in self._stepped
             return ToOwners(self.model, bucket.members if sends_all else bucket.members_at(paths), paths, full_paths)
 
-        arriving, leaving = send(buckets[0]), None
+        to_owners, from_owners = send(buckets[0]), None
         for index, bucket in enumerate(buckets):
-            values = arriving.wait()
+            values = to_owners.wait()
             if index + 1 < len(buckets):
-                arriving = send(buckets[index + 1])
+                to_owners = send(buckets[index + 1])
             updated = {path: value.param for path, value in values.items()}
             if failure is None:
                 try:
@@ -299,17 +299,17 @@ class Whole(GuardedOptimizer):
                 except Exception as error:
                     failure = error
             del values
-            back = FromOwners(self.model, bucket.members if self._moves_all else bucket.members_at(paths), updated)
-            if leaving is not None:
-                leaving.wait()
-            leaving = back
-        assert leaving is not None, "an optimizer has parameters"
-        leaving.wait()
+            sent = FromOwners(self.model, bucket.members if self._moves_all else bucket.members_at(paths), updated)
+            if from_owners is not None:
+                from_owners.wait()
+            from_owners = sent
+        assert from_owners is not None, "an optimizer has parameters"
+        from_owners.wait()
         update_options(self.param_groups, new_options)
         return failure
 
     def __repr__(self) -> str:
-        """Describe the groups; then for the first ranks their share of the work, and the parameters that they own."""
+        """Describe the groups. Then, for the first ranks, describe the share of the work and the owned parameters."""
         lines = [super().__repr__(), f"{self.kind} of whole parameters of {self.model.name}"]
         works = {member.param.path: work_of_shape(member.param.shape) for member in self.members}
         for rank in range(ranks := self.model.plan.mesh.shard.size)[:SHOWN]:

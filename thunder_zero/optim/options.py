@@ -1,4 +1,4 @@
-"""Reads options of optimizers, and describes them as text that is equal in all processes."""
+"""Reads options of optimizers, and describes options as text that is equal in all processes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def names_of(group: Mapping[str, Any]) -> Sequence[str | None]:
 
 
 def describe_values(values: Mapping[str, Any], *, amounts: bool = True) -> dict[str, str]:
-    """Describe options or attributes as text, by name.
+    """Return a mapping from names of options or attributes to descriptions.
 
-    Numbers, strings, small tensors, and collections of them are described by their value; functions and classes by
-    their name; other objects by their class.
+    Numbers, strings, small tensors, and their collections are described by value. Functions and classes are described
+    by name, other objects by class.
 
     Args:
         amounts: False describes a float only as zero or not zero.
@@ -45,22 +45,22 @@ def describe_values(values: Mapping[str, Any], *, amounts: bool = True) -> dict[
 
 
 def describe_for_probe(groups: Sequence[Mapping[str, Any]], moving: Collection[str]) -> list[dict[str, str]]:
-    """Describe the options of each group that a probe's result depends on.
+    """For each group, describe the options that a probe's result depends on.
 
-    A float counts only as zero or not zero, since schedulers change it. Options that steps change (``moving``) are left
-    out.
+    Floats are described only as zero or not zero, since schedulers change them. Options that steps change (``moving``)
+    are left out.
     """
     options = ({key: group[key] for key in group.keys() - {"params", *moving}} for group in groups)
     return [describe_values(group, amounts=False) for group in options]
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the attributes of an optimizer that not every ``torch.optim.Optimizer`` has."""
+    """Return the attributes that an optimizer has in addition to those of ``torch.optim.Optimizer``."""
     return {name: value for name, value in vars(optimizer).items() if name not in OF_BASE}
 
 
 def changed_names(before: Sequence[Mapping[str, str]], after: Sequence[Mapping[str, str]]) -> set[str]:
-    """Return the names whose values differ, or exist on one side only, in any pair of mappings."""
+    """Return the names whose values differ, or are missing on one side, in any pair of mappings."""
     pairs = zip(before, after, strict=True)
     return {name for old, new in pairs for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
 

@@ -1,4 +1,4 @@
-"""Assigns each parameter to an owner, and to a bucket that is sent together. Frozen data.
+"""Assigns each parameter to an owner, and to a bucket of parameters that are sent together.
 
 The result is equal on every rank, since it depends only on shapes and world size::
 
@@ -44,12 +44,12 @@ class Member:
     shard: Tensor  # the parameter of the optimizer over shards, which is the key of states
     group: int
     name: str | None  # the name in the group, if the group has names
-    owner: int  # the rank that steps the parameter, among the ranks of a replica
+    owner: int  # the rank that steps the parameter, as an index among the ranks of a replica
 
 
 @dataclass(frozen=True, eq=False)
 class ParamAndGrad:
-    """A whole parameter and its gradient, or None, on the device of the shards."""
+    """A whole parameter and its gradient (or None), on the device of the shards."""
 
     param: Tensor
     grad: Tensor | None
@@ -70,7 +70,7 @@ def assign(pieces: Sequence[Piece], ranks: int, bucket_bytes: int, loads: Sequen
 
     A bucket holds pieces of similar work, so that its owners finish together. Pieces are sorted by work. A bucket takes
     as many pieces as fit into ``bucket_bytes``, or into the size of its first piece times the number of ranks. Each
-    piece goes to the rank with the least work in the bucket, and among equal ranks with the least work in all buckets.
+    piece goes to the rank with the least work in the bucket. Ties go to the rank with the least work in all buckets.
 
     Args:
         loads: the work of each rank for the parameters that it already owns.
@@ -78,7 +78,7 @@ def assign(pieces: Sequence[Piece], ranks: int, bucket_bytes: int, loads: Sequen
     totals = list(loads or [0] * ranks)
     buckets = []
     for members in _fill_buckets(pieces, ranks, bucket_bytes):
-        works = [0] * ranks  # of each rank, in this bucket
+        works = [0] * ranks  # the work of each rank in this bucket
         owners = []
         for piece in members:
             owner = min(range(ranks), key=lambda rank: (works[rank], totals[rank], rank))

@@ -1,7 +1,7 @@
 """Probes an optimizer on small parameters: does it couple them, draw numbers, or change options?
 
-Probe parameters are stepped all together, and each alone. A difference proves that the optimizer couples parameters.
-Equal results prove nothing: after more steps, or with other gradients, the optimizer may still couple them.
+All probe parameters are stepped together, then each is stepped alone. A difference proves that the optimizer couples
+parameters. Equal results prove nothing: other gradients or later steps may couple them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from thunder_zero.optim.options import changed_names, describe_values, hyper_par
 from thunder_zero.optim.stepper import GroupedParams
 
 SIDE = 32  # the maximum number of rows or columns of a probe parameter
-SCALES = (1.0, 1e-6, 1e3)  # sizes of gradients, whose squares are far from Inf and zero in float64
-DOWNHILL = 8  # last steps, which all go in one direction, since some optimizers measure their progress
+SCALES = (1.0, 1e-6, 1e3)  # sizes of gradients: squares are far from Inf and zero in float64
+DOWNHILL = 8  # number of last steps, all in one direction, since some optimizers measure progress
 STEPS = 4 * len(SCALES) + DOWNHILL
 SOME_LR = 1e-3
 TOLERANCE = 1e-6  # relative to a probe parameter's step, or to the largest value of a state
@@ -41,7 +41,7 @@ class ProbeResult:
     """The result of a probe.
 
     Attributes:
-        couples: a difference between stepping a parameter alone and with others; "" if there is none.
+        couples: a difference between stepping a parameter alone and with others; "" if there is no difference.
         draws: the names of the generators that a step draws from; "" if it draws no random numbers.
         unknown: the reason why the optimizer cannot be probed; "" if it can.
         fails_empty: the error of a step of groups without parameters; "" if it succeeds.
@@ -61,7 +61,7 @@ class ProbeResult:
 
 @dataclass(frozen=True, eq=False)
 class _ProbeParameter:
-    """A small parameter that stands for a parameter of the model; ``number`` seeds its values."""
+    """A small parameter that stands for a parameter of the model. ``number`` seeds its values."""
 
     number: int
     group: int
@@ -163,35 +163,35 @@ class _ProbeRun:
         return float(self._params[index].detach().abs().max())
 
     def state_after(self, index: int) -> dict[str, Any]:
-        """Return the numbers and tensors in a probe parameter's state and in its group, by readable names."""
+        """Return a mapping from readable names to numbers and tensors, from a probe parameter's state and group."""
         group = hyper_parameters(self._optimizer.param_groups[self.kinds[index].group])
         values = {"the state": self._optimizer.state.get(self._params[index], {}), "the group": group}
         leaves = ((label, *leaf) for label, value in values.items() for leaf in tree_flatten_with_path(value)[0])
         return {label + keystr(path): value for label, path, value in leaves if isinstance(value, Tensor | int | float)}
 
 
-def _first_difference(run: Callable[[Sequence[_ProbeParameter]], _ProbeRun], whole: _ProbeRun) -> str:
-    """Describe the first difference between stepping a probe parameter alone and with all; return "" if none."""
+def _first_difference(run: Callable[[Sequence[_ProbeParameter]], _ProbeRun], joint: _ProbeRun) -> str:
+    """Describe the first difference between stepping a probe parameter alone and with all; "" if there is none."""
     differences = list[tuple[int, str]]()
-    for kind in whole.kinds:
-        # The parameter comes first, so that it draws equal random numbers in both runs, which have equal seeds.
-        together = run([kind, *(other for other in whole.kinds if other is not kind)]) if whole.draws else whole
+    for kind in joint.kinds:
+        # Runs have equal seeds. The parameter comes first, so that it draws equal random numbers in both runs.
+        together = run([kind, *(other for other in joint.kinds if other is not kind)]) if joint.draws else joint
         differences += _differences(together, together.kinds.index(kind), run([kind]))
     return min(differences, key=lambda difference: difference[0])[1] if differences else ""
 
 
-def _differences(whole: _ProbeRun, index: int, alone: _ProbeRun) -> Iterator[tuple[int, str]]:
-    """Yield the differences of a probe parameter between a run of all parameters and a run of it alone.
+def _differences(joint: _ProbeRun, index: int, single: _ProbeRun) -> Iterator[tuple[int, str]]:
+    """Yield the differences of a probe parameter between a run with all parameters and a run with this parameter only.
 
-    A difference is a step and a text. Moves are compared in each step, states and options after the last step.
+    Each difference is a (step, text) tuple. Moves are compared in each step, states and options after the last step.
     """
-    rounding = ROUNDING * whole.size(index)
-    for step, (moves, (move,)) in enumerate(zip(whole.moves, alone.moves, strict=True)):
+    rounding = ROUNDING * joint.size(index)
+    for step, (moves, (move,)) in enumerate(zip(joint.moves, single.moves, strict=True)):
         size = float(torch.maximum(moves[index].abs(), move.abs()).max())
         error = float((moves[index] - move).abs().max())
         if error > TOLERANCE * size + rounding:
             yield step, f"step {step + 1} was off by {100 * error / size:.3g}%"
-    state, expected = whole.state_after(index), alone.state_after(0)
+    state, expected = joint.state_after(index), single.state_after(0)
     for name in sorted(state.keys() | expected.keys()):
         if name not in state or name not in expected or not _is_close(state[name], expected[name]):
             yield STEPS, f"after {STEPS} steps {name} was another one"
@@ -209,7 +209,7 @@ def _kinds(like: Optimizer) -> list[_ProbeParameter]:
     """Return a probe parameter for each kind of parameter that an optimizer has.
 
     Parameters of one kind have equal options, shapes and attributes, and equal names without digits. If any kind has
-    several parameters, a second probe parameter of the first kind is added, since these may be coupled, too.
+    several parameters, add a second probe parameter of the first kind, since parameters of one kind may be coupled.
     """
     by_description: dict[object, _ProbeParameter] = {}
     has_several = False
@@ -217,7 +217,7 @@ def _kinds(like: Optimizer) -> list[_ProbeParameter]:
         options = repr(describe_values(hyper_parameters(group), amounts=False))
         for name, param in zip(names_of(group), group["params"], strict=True):
             shape = tuple(min(length, SIDE) for length in param.shape)
-            role = "".join(char for char in name or "" if not char.isdigit())  # equal for all layers
+            role = "".join(char for char in name or "" if not char.isdigit())  # names are equal for all layers
             key = options, shape, role, repr(describe_values(vars(param)))
             has_several = has_several or key in by_description
             if param.numel():
@@ -231,7 +231,7 @@ def _kinds(like: Optimizer) -> list[_ProbeParameter]:
 
 
 def _with_rate(group: dict[str, Any]) -> dict[str, Any]:
-    """Return options with a small learning rate in place of zero, with which a warmup may begin."""
+    """Return options in which a small learning rate replaces zero, the rate at the start of some warmups."""
     rate = group.get("lr")
     return {**group, "lr": SOME_LR} if isinstance(rate, int | float | Tensor) and rate == 0 else group
 
@@ -239,8 +239,8 @@ def _with_rate(group: dict[str, Any]) -> dict[str, Any]:
 def _gradient(step: int, number: int, param: Tensor, previous: Tensor) -> Tensor:
     """Return the gradient of a probe parameter in a step; ``previous`` is the gradient of the step before.
 
-    Each scale has four steps: noise, equal noise, its negative, and a step towards zero. The last steps all go towards
-    zero. The order of the scales depends on ``number``.
+    Each scale has four steps: noise, equal noise, its negative, and a step towards zero. All gradients of the last
+    steps point towards zero. The order of the scales depends on ``number``.
     """
     size = SCALES[(step // 4 + number) % len(SCALES)]
     if step % 4 == 3 or step >= STEPS - DOWNHILL:
@@ -259,7 +259,7 @@ def _in_short(error: Exception) -> str:
 
 
 class NoCollectives(TorchDispatchMode):
-    """A mode in which a collective raises: ranks step different parameters, so it would hang."""
+    """A mode in which a collective raises. It would hang, since ranks step different parameters."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in COMMUNICATES:
@@ -283,7 +283,7 @@ def _preserved_random_state(device: torch.device) -> Iterator[None]:
 
 
 def _generators() -> dict[str, Any]:
-    """Return the random generators outside of torch, by their owner's name for error messages."""
+    """Return the random generators outside of torch, keyed by their owner's name in error messages."""
     numpy = sys.modules.get("numpy")
     return {"Python's": random} if numpy is None else {"Python's": random, "numpy's": numpy.random}
 

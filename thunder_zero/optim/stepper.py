@@ -1,7 +1,7 @@
 """Steps an ordinary optimizer on the whole parameters of one bucket that this rank owns.
 
 Between steps, the ordinary optimizer's parameters have shapes and no memory. Its states are aliases of the states of
-the optimizer over the shards. Hyper-parameters are copied from that optimizer before each step.
+the optimizer over the shards. Before each step, hyper-parameters are copied from the optimizer over the shards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def copy_values(value: Any) -> Any:
 
 
 def params_entry(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's parameters in the form of a constructor's argument, with their names if they have any."""
+    """Return a group's parameters in the form of a constructor's argument, with names if parameters have names."""
     params = group["params"]
     return {"params": list(zip(group["param_names"], params, strict=True)) if "param_names" in group else list(params)}
 
@@ -63,7 +63,7 @@ def make_optimizer(
     *,
     named: bool,
 ) -> Optimizer:
-    """Build an optimizer. The constructor gets only the options that the user set; then all options are set.
+    """Build an optimizer. The constructor gets only the options that the user set. Then all options are set.
 
     Raises:
         TypeError: ``make`` does not return an optimizer.
@@ -96,7 +96,7 @@ def blank_param(param: Param, shard: Tensor) -> nn.Parameter:
 
 
 class BucketStepper:
-    """The parameters of one bucket, and the ordinary optimizer of the parameters that this rank owns.
+    """The parameters of one bucket, and the ordinary optimizer that steps this rank's share of the bucket.
 
     The first step builds the optimizer, since a constructor may read the parameters' values.
     """
@@ -136,7 +136,7 @@ class BucketStepper:
         try:
             optimizer = self._with_groups(groups, user_options, states)
             self._give_states(optimizer, states)
-            step_alone(optimizer)  # without global hooks, which run for the optimizer over the shards
+            step_alone(optimizer)  # without global hooks, which already run for the optimizer over the shards
             self._take_states(optimizer, states)
             updated = {member.param.path: param.data for member, param in self._owned if member.param.path in values}
             return updated, [hyper_parameters(group) for group in optimizer.param_groups]
@@ -157,7 +157,7 @@ class BucketStepper:
             self._optimizer = make_optimizer(self._make, self._options, groups, user_options, params, named=self._named)
             self._attributes = describe_values(attributes_of(self._optimizer))
             for member, param in self._owned:
-                if param in self._optimizer.state:  # from the constructor; a loaded state takes precedence
+                if param in self._optimizer.state:  # the constructor set it; a loaded state takes precedence
                     states.setdefault(member.shard, self._optimizer.state[param])
         for number in range(len(self._optimizer.param_groups), len(groups)):
             self._optimizer.add_param_group(

@@ -1,6 +1,6 @@
 """Adapts a sharded model to Accelerate: runs its autocast, and refuses files with one rank's rows.
 
-Accelerate is never imported. If a script uses it, ``sys.modules`` has it, and its public names tell its settings.
+Accelerate is never imported. If a script imported it, ``sys.modules`` has its public settings.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ PAGE = "(docs/hugging-face.md)"
 
 
 def dtype_of_accelerate(kind: str, precision: MixedPrecision, device: torch.device) -> torch.dtype | None:
-    """Return the dtype of the autocast in which Accelerate would call a model.
+    """Return the dtype of Accelerate's autocast around the call of a model.
 
     Return None if Accelerate uses no autocast, if the policy sets ``mixed_precision``, or if the caller is already
     inside an autocast.
 
     Raises:
-        RuntimeError: Accelerate is set up to shard the model, or its precision is neither bf16 nor fp16.
+        RuntimeError: Accelerate is set up to shard the model, or Accelerate's precision is neither bf16 nor fp16.
     """
     accelerate = sys.modules.get("accelerate.state")
     if accelerate is None or not accelerate.is_initialized():
@@ -48,12 +48,12 @@ def dtype_of_accelerate(kind: str, precision: MixedPrecision, device: torch.devi
 
 
 def in_float32(output: Any) -> Any:
-    """Return a model's output with floating-point tensors in float32, as Accelerate returns it after an autocast."""
+    """Return a model's output with floating-point tensors cast to float32, as Accelerate does after an autocast."""
     return sys.modules["accelerate.utils"].convert_to_fp32(output)
 
 
 def refuse_plain_trainer(kind: str) -> None:
-    """Raise RuntimeError if a plain Trainer of transformers is a caller: it would save one rank's rows."""
+    """Raise RuntimeError if a plain Trainer of transformers is a caller, since its file would have one rank's rows."""
     if _is_running("transformers.trainer._inner_training_loop"):
         raise RuntimeError(
             f"Trainer was given a {kind} that thunder_zero trains, of which it would save one rank's rows; make it by "
@@ -62,7 +62,7 @@ def refuse_plain_trainer(kind: str) -> None:
 
 
 def refuse_model_file(kind: str) -> None:
-    """Raise RuntimeError if Accelerate requests a model's state dict: it would write one rank's rows."""
+    """Raise RuntimeError if Accelerate requests a model's state dict, which would have only one rank's rows."""
     if _is_running("accelerate.accelerator.get_state_dict"):
         raise RuntimeError(
             f"Accelerate writes the state dict of {kind} on one rank, and each rank holds its own rows; call "
@@ -72,7 +72,7 @@ def refuse_model_file(kind: str) -> None:
 
 
 def refuse_optimizer_file(kind: str) -> None:
-    """Raise RuntimeError if Accelerate's ``save_state`` requests a state dict: it would write one rank's rows."""
+    """Raise RuntimeError if Accelerate's ``save_state`` requests a state dict, which would have one rank's rows."""
     if _is_running("accelerate.checkpointing.save_accelerator_state"):
         raise RuntimeError(
             f"save_state of Accelerate writes the state of {kind} on one rank, and each rank may hold its own rows; "
@@ -81,7 +81,7 @@ def refuse_optimizer_file(kind: str) -> None:
 
 
 def _is_running(function: str) -> bool:
-    """Return whether a function, given as ``module.name``, is among the callers."""
+    """Return whether the function ``module.name`` is on the call stack."""
     frame = inspect.currentframe() if "accelerate" in sys.modules else None
     while frame is not None:
         if f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" == function:

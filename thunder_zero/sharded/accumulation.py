@@ -1,9 +1,9 @@
 """Holds the gradients that ``no_sync`` has deferred; raises before a backward that would be wrong.
 
-The forward decides which program runs. Under ``thunder.jit`` each prologue has ``zero_check_call``, which raises if the
-program does not fit the call (``runtime.py``). Thunder then selects or compiles another program. ``tz.compile`` selects
-by ``Mode.synced``. A program under ``no_sync`` has ``zero_defer_reduction`` in place of each reduction
-(``defer_reductions`` in ``traces/pipeline.py``). The next backward whose forward ran outside reduces the sums::
+A forward selects its program. Under ``thunder.jit`` each prologue has ``zero_check_call``, which raises if the program
+does not fit the call (``runtime.py``). Thunder then selects or compiles another program. ``tz.compile`` selects by
+``Mode.synced``. A program under ``no_sync`` has ``zero_defer_reduction`` in place of each reduction
+(``defer_reductions`` in ``traces/pipeline.py``). After ``no_sync``, the next backward reduces the sums::
 
     with model.no_sync():
         loss(model(x0)).backward()      zero_defer_reduction(g0, 'w')     holds g0          no reduction, no .grad
@@ -11,8 +11,8 @@ by ``Mode.synced``. A program under ``no_sync`` has ``zero_defer_reduction`` in 
     loss(model(x2)).backward()          zero_reduce_scatter(g2, 'w')      reduces g0 + g1 + g2 into .grad
                                         zero_reduce_deferred(('b',))      reduces sums of other parameters
 
-Only during backward does PyTorch tell how it was called. So :func:`guard` puts a hook on the graph of each forward's
-outputs.
+PyTorch tells only during backward how backward was called. So :func:`guard` adds a hook to the autograd graph of each
+forward's outputs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def unreduced(action: str, where: str) -> RuntimeError:
 
 
 class Accumulation:
-    """Deferred gradients: full gradients that are not reduced yet, by the paths of their parameters.
+    """Deferred gradients: full gradients that are not reduced yet, keyed by parameter path.
 
     Attributes:
         synced: True if the gradients of a forward that runs now are reduced; False if they are deferred.
@@ -91,7 +91,7 @@ ROWS = node_class(Rows)
 
 
 def guard(output: Any, node_types: tuple[type, ...], model: str, accumulation: Accumulation) -> None:
-    """Add hooks to the output of a forward, which raise before a backward that would be wrong.
+    """Add hooks to the output of a forward. The hooks raise before a backward that would be wrong:
 
     A rank raises RuntimeError before the backward's first collective:
 

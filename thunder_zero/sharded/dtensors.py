@@ -1,4 +1,4 @@
-"""Parameters as DTensors: how they are placed on ranks, their rows in a program, their gradients.
+"""Parameters as DTensors: their placements, their rows in a program, their gradients.
 
 ::
 
@@ -29,7 +29,7 @@ from thunder_zero.plan.policy import STAGES
 
 
 def specs_of(plan: Plan, ranks: Ranks, device: torch.device) -> dict[str, DTensorSpec]:
-    """Return the DTensor spec of each parameter, by path. Return {} if parameters are plain tensors.
+    """Return the DTensor spec of each parameter, by path. The dict is empty if parameters are plain tensors.
 
     Parameters are plain tensors in stage 0 without tensor parallelism. Otherwise, rows are sharded over the last data
     dimension of the mesh, or replicated. Slices are sharded over the mesh dimension of tensor parallelism.
@@ -40,7 +40,7 @@ def specs_of(plan: Plan, ranks: Ranks, device: torch.device) -> dict[str, DTenso
 
     @cache
     def spec(shape: tuple[int, ...], dtype: torch.dtype, sharded: bool, sliced: int | None) -> DTensorSpec:
-        # Cached: torch compares specs in each call of an operator, which is fast if they are the same object.
+        # Cached, since each operator call compares specs, which is fast for identical objects.
         row_placements = (_rows_of_slices(sliced, plan.mesh.tensor.size) if sharded else Replicate(),)
         slice_placements = (Replicate() if sliced is None else Shard(sliced),) if plan.mesh.is_sliced else ()
         replica_placements = [Replicate()] * (mesh.ndim - 1 - len(slice_placements))
@@ -54,7 +54,7 @@ def specs_of(plan: Plan, ranks: Ranks, device: torch.device) -> dict[str, DTenso
 
 
 def _rows_of_slices(sliced: int | None, slices: int) -> Placement:
-    """Return FSDP2's placement of rows for a parameter that torch slices along dimension ``sliced``."""
+    """Return FSDP2's placement of rows for a parameter that tensor parallelism slices along dimension ``sliced``."""
     return StridedShard(0, split_factor=slices) if sliced == 0 and slices > 1 else Shard(0)
 
 
@@ -64,7 +64,7 @@ def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> TensorMeta:
 
 
 def as_dtensor(rows: Tensor, spec: DTensorSpec | None) -> Tensor:
-    """Return a DTensor with these local rows, without padding. Return the rows themselves if ``spec`` is None."""
+    """Return a DTensor with these local rows, without padding. Without a spec, return the rows."""
     # DTensor.from_local, or calling the class, would cost ten times as much in every step.
     return rows if spec is None else DTensor.__new__(DTensor, rows, spec, requires_grad=False)
 
@@ -77,7 +77,7 @@ def parameter(rows: Tensor, spec: DTensorSpec | None, *, requires_grad: bool) ->
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor, without an autograd view. Return any other tensor itself."""
+    """Return the local tensor of a DTensor, without an autograd view. Return any other tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -103,7 +103,7 @@ class Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, state: HoldsRows, paths: Sequence[str], *shards: Tensor) -> tuple[Tensor, ...]:
         """Return the padded rows. A tied parameter may occur twice in ``paths``."""
-        ctx.set_materialize_grads(False)  # a parameter that nothing reads keeps grad None
+        ctx.set_materialize_grads(False)  # grads of unused parameters stay None
         ctx.state, ctx.paths = state, paths
         rows = tuple(state.rows[path].detach() for path in paths)
         if state.frozen:
@@ -114,16 +114,16 @@ class Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """Return gradients of the shards, or None for rows whose gradient is deferred, missing, or in ``.grad``.
+        """Return gradients of the shards; None for a gradient that is deferred, missing, or already in ``.grad``.
 
-        A first gradient is written to ``.grad`` here, as in FSDP2: autograd would create another DTensor for it.
+        A first gradient is written to ``.grad`` here, as in FSDP2, since autograd would create another DTensor.
         """
         state: HoldsRows = ctx.state
         writes_grads = bool(state.specs) and accumulates(leaf for leaf, _ in ctx.next_functions if leaf)
         shard_grads: list[Tensor | None] = []
         for rows, path in zip(grads, ctx.paths, strict=True):
             grad, shard = None if rows is None else state.gradient(rows, path), state.shards[path]
-            # Not for single rows: autograd may later add to .grad in place, and DTensor would broadcast the single row.
+            # Single rows are excluded: autograd may later add to .grad in place, and DTensor would broadcast the row.
             is_first = grad is not None and shard.grad is None and path not in state.single_rows
             if writes_grads and is_first and not has_hooks(shard):
                 shard.grad, grad = grad, None
@@ -149,7 +149,7 @@ def require_own(value: Any, param: Any, label: str) -> None:
 
 
 def refuse_to_compute(module: nn.Module, args: Any) -> None:
-    """Raise RuntimeError if a module has shards. A hook of copies of a sharded model, which cannot compute."""
+    """Raise RuntimeError if a module has shards. This is a hook of model copies, which cannot compute."""
     if any(isinstance(param, DTensor) for param in module.parameters()):
         raise RuntimeError(
             f"a copy of a sharded {type(module).__name__} has its rows and computes nothing; call the model itself, or "
@@ -158,7 +158,7 @@ def refuse_to_compute(module: nn.Module, args: Any) -> None:
 
 
 def part_of(full: Tensor, param: Tensor) -> Tensor:
-    """Return a DTensor like a parameter, with a copy of this rank's part of a full tensor; not a collective.
+    """Return a DTensor like a parameter, with a copy of this rank's part of a full tensor. This is not a collective.
 
     Return ``full`` if the parameter is not a DTensor, or ``full`` is a DTensor already. Only this rank's part is copied
     to the parameter's device.
@@ -193,12 +193,12 @@ def parts_of(full: Mapping[str, Any], state_dict: Mapping[str, Any]) -> dict[str
 
 
 def load_parts(module: nn.Module, full: Mapping[str, Any], state_dict: Mapping[str, Any], strict: bool) -> Any:
-    """Load a state dict of full tensors into a module whose state dict has parts; not a collective."""
-    # If the module renames an old name while it loads, its value is still in full, and DTensor shards it.
+    """Load a state dict of full tensors into a module with sharded tensors. This is not a collective."""
+    # If a load hook renames an old name, the value is still full, and DTensor shards the value.
     with implicit_replication():
         return module.load_state_dict(parts_of(full, state_dict), strict)
 
 
 def dtensor_like(rows: Tensor, param: DTensor, shape: torch.Size) -> Tensor:
-    """Return a DTensor with this full shape, a parameter's placements, and these local rows, which are not copied."""
+    """Return a DTensor with this full shape, a parameter's placements, and these local rows (not copied)."""
     return as_dtensor(rows, DTensorSpec(param.device_mesh, param.placements, contiguous(shape, rows.dtype)))

@@ -5,7 +5,7 @@
     q_proj.weight (64, 64), bfloat16    one rank of two      DTensor (64, 36), uint8, local (32, 36)
                                         full state dicts     (64, 64), bfloat16: decoded; encoded by a load
 
-Encoding a decoded value gives its old bytes, so saving and loading a full state dict changes no value.
+Encoding a decoded value gives the original bytes, so saving and loading a full state dict changes no value.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ def rows_at_rest(full: Tensor, param: Param, plan: Plan) -> Tensor:
 
 
 def frozen_param(tensor: object) -> Param | None:
-    """Return the plan of a parameter if ``tensor`` is its encoded shard; None for any other object."""
+    """Return the ``Param`` of an encoded shard; None for any other object."""
     owner = owner_of(tensor) if isinstance(tensor, Tensor) else None
     return owner[1] if owner is not None and owner[1].frozen_format is not None else None
 
 
 def shape_and_dtype(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    """Return the full shape and the dtype of a model's tensor. For an encoded parameter, return the plain module's."""
+    """Return the full shape and dtype of a model's tensor, before it was encoded."""
     param = frozen_param(tensor)
     return (tensor.shape, tensor.dtype) if param is None else (torch.Size(param.shape), param.dtype)
 
 
 def decoded_values(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a full state dict with encoded parameters decoded, as the plain module has them."""
+    """Return a full state dict with encoded parameters decoded to the plain module's dtypes."""
     decoded = dict(values)
     for name, _, param in _frozen_of(module):
         if name in decoded:
@@ -64,7 +64,7 @@ def encoded_values(module: nn.Module, values: Mapping[str, Any]) -> dict[str, An
 
 
 def _frozen_of(module: nn.Module) -> Iterator[tuple[str, Any, Param]]:
-    """Yield the name in the state dict, the shard and the plan of each encoded parameter of a module."""
+    """Yield a (name in the state dict, shard, ``Param``) tuple for each encoded parameter of a module."""
     for name, value in module.state_dict(keep_vars=True).items():
         if (param := frozen_param(value)) is not None:
             yield name, value, param

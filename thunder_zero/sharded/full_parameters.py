@@ -1,7 +1,7 @@
 """``tz.full_parameters``: a block in which the plain module has full parameters.
 
-In: a sharded model. Out: the plain module with full parameters; with ``writeback``, shards with the values at the end
-of the block::
+In: a sharded model. Out: the plain module with full parameters. With ``writeback`` also: shards with the values at the
+end of the block::
 
     rows of all ranks  -- gather_now, one parameter at a time -->  parameters of the plain module      before the block
     rows of each rank  <-- rows_at_rest --  values of rank 0, sent to all                              with writeback
@@ -30,11 +30,11 @@ from thunder_zero.sharded.state import State
 
 @contextmanager
 def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bool = False) -> Iterator[Any]:
-    """Temporarily give the plain module full parameters: to generate, export, inspect or initialise.
+    """Temporarily give the plain module full parameters, for example to generate, export, inspect or initialise.
 
-    A collective: all ranks must enter the block; with ``writeback`` all ranks must leave it. Parameters are gathered
-    one at a time. Inside the block each rank holds the shards and the whole model, in the dtypes of the shards. The
-    sharded model cannot be called inside the block.
+    A collective: all ranks must enter the block, and with ``writeback`` also leave it. Parameters are gathered one at a
+    time. Inside the block each rank holds the shards and the whole model, in the dtypes of the shards. The sharded
+    model cannot be called inside the block.
 
     >>> with tz.full_parameters(model) as module, torch.no_grad():
     ...     tokens = module.generate(prompt)

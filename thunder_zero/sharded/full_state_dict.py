@@ -1,6 +1,6 @@
-"""``tz.full_state_dict``; converts state dicts of optimizers to full tensors and back, for Fabric.
+"""``tz.full_state_dict``. Converts optimizers' state dicts to full tensors and back, for Fabric.
 
-In: DTensors, or an optimizer over them. Out: full tensors, as a plain module and its optimizer have them; and back::
+In: DTensors, or an optimizer of DTensors. Out: the full tensors of a plain module and its optimizer; and back::
 
     full_state_dict               model: DTensors -> full tensors, on every rank
     full_optimizer_state_dict     optimizer: states by rows -> full states on the CPU, on ranks with wanted=True
@@ -41,13 +41,13 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         model: a model with ZeroTransform.
 
     Returns:
-        Copies on the model's device, by the plain module's names.
+        Copies on the model's device, keyed by the plain module's names.
 
     Raises:
         TypeError: ``model`` has no ZeroTransform.
     """
     sharded = sharded_model(model)
-    parts: dict[str, Any] = get_model_state_dict(sharded)  # as DTensors: torch would gather them unannounced
+    parts: dict[str, Any] = get_model_state_dict(sharded)  # keep DTensors: torch would gather values without a tag
     full = decoded_values(sharded.plain, _in_full(parts, sharded.state))
     memory_of_model = {_memory_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
     return {name: value.clone() if _memory_of(value) in memory_of_model else value for name, value in full.items()}
@@ -55,7 +55,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def full_optimizer_state_dict(optimizer: Optimizer, *, wanted: bool) -> dict[str, Any]:
-    """Return an optimizer's state dict with full tensors on the CPU; a collective.
+    """Return an optimizer's state dict with full tensors on the CPU. This is a collective.
 
     With ``wanted=False`` this rank only takes part, and returns {}. States of parameters that are not shards are
     unchanged.
@@ -74,7 +74,7 @@ def full_optimizer_state_dict(optimizer: Optimizer, *, wanted: bool) -> dict[str
             full = _in_full(values, owner[0])
         if wanted and full:
             states[number] = _on_cpu(full)
-        del full  # before the next is gathered
+        del full  # before the next tensor is gathered
     return {**state_dict, "state": states} if wanted else {}
 
 
@@ -102,7 +102,7 @@ def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any])
 
 @torch.no_grad()
 def step_shards(optimizer: Optimizer) -> None:
-    """Replace the plain module's parameters in an optimizer by the shards, and their states by this rank's parts."""
+    """Replace the plain module's parameters in an optimizer by the shards, and full states by this rank's parts."""
     pairs = ((values, param) for param, values in optimizer.state.items() if isinstance(param, Tensor))
     names = param_shaped_states(pairs)
     for group in optimizer.param_groups:
@@ -115,7 +115,7 @@ def step_shards(optimizer: Optimizer) -> None:
 
 
 def _in_full(values: Mapping[str, Any], state: State) -> dict[str, Any]:
-    """Return the values of a state dict with DTensors gathered; a collective."""
+    """Return the values of a state dict with DTensors gathered. This is a collective."""
     return {
         name: full_tensor(value, state.group) if isinstance(value, DTensor) else value for name, value in values.items()
     }
@@ -127,7 +127,7 @@ def _memory_of(value: Any) -> int | None:
 
 
 def _parts(path: str, values: Mapping[str, Any], param: Tensor, names: Container[str]) -> dict[str, Any]:
-    """Return a parameter's states, with the states of these names replaced by this rank's parts."""
+    """Return a parameter's states, with this rank's parts in place of the full states named in ``names``."""
     parts = dict(values)
     for name, value in values.items():
         if not isinstance(value, Tensor) or not isinstance(param, DTensor):

@@ -1,8 +1,8 @@
-"""Functions for any optimizer of shards, and hooks around every step.
+"""Functions for any optimizer of shards, and hooks before and after every step.
 
 Before a step, hooks raise for parameters that a transform replaced, shards whose gradients are not reduced yet, shards
-that hold averages, and states of another rank. After a step, they bump the versions of rows, so that autograd detects a
-backward whose forward read the old values. They also mark other ranks' rows in ZeRO-1's buffers as stale. If torch
+that hold averages, and states of another rank. After a step, hooks bump the versions of rows, so that autograd detects
+a backward whose forward read the old values. They also mark other ranks' rows in ZeRO-1's buffers as stale. If torch
 fails in a step, a hook adds a note that names ``tz.whole``.
 """
 
@@ -31,7 +31,7 @@ from thunder_zero.sharded.unsliced import require_equal_gradients_once
 class StepsWhole(Optimizer):
     """An optimizer over shards in which one rank, the owner, steps the whole parameter and holds its whole state."""
 
-    kind: str  # the name of the class of the optimizer that steps whole parameters
+    kind: str  # the name of the ordinary optimizer's class
 
     @abstractmethod
     def owner_of(self, shard: Tensor) -> int | None:
@@ -39,7 +39,7 @@ class StepsWhole(Optimizer):
 
 
 def with_saved_dtypes(loaded: Any, saved: Any) -> Any:
-    """Return a loaded state with the dtypes of the saved state: torch casts to the parameter's dtype."""
+    """Return a loaded state in the dtypes of the saved state, since torch casts it to the parameter's dtype."""
     if isinstance(loaded, Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if isinstance(loaded, dict):
@@ -61,7 +61,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def param_shaped_states(states: Iterable[tuple[Mapping[str, Any], Tensor]]) -> set[str]:
-    """Return the names of states that have their parameter's shape, given pairs of states and parameter.
+    """Return the names of states with their parameter's shape, given (states, parameter) pairs.
 
     0-dim parameters do not count, since a 0-dim state may be a count of steps.
     """
@@ -72,7 +72,7 @@ def param_shaped_states(states: Iterable[tuple[Mapping[str, Any], Tensor]]) -> s
 def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """Load a state dict into an optimizer. Raise ValueError if another kind of optimizer saved it.
 
-    torch may accept a foreign state, and fail later in a step.
+    torch may accept another rank's state, and fail in a later step.
     """
     kind, old_groups = class_name(optimizer), [dict(group) for group in optimizer.param_groups]
     defaults = set(optimizer.defaults)
@@ -111,7 +111,7 @@ _checked: WeakSet[Optimizer] = WeakSet()  # optimizers of shards that have stepp
 
 
 def watch(state: State, module: nn.Module) -> None:
-    """Register a model, so that the hooks around steps see its shards and the parameters that these replaced."""
+    """Register a model, so that the hooks around steps see its shards, and the parameters that its shards replaced."""
     global _hooked
     sharded_model.register(state, module)
     if not _hooked:
@@ -129,7 +129,7 @@ def _has_gradient_of_shard(grads: Iterable[Tensor]) -> bool:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise if a step would be lost or wrong; a hook before the step of every optimizer."""
+    """Raise if a step would be lost or wrong. This is a hook before every step."""
     stepped = parameters_of(optimizer)
     _refuse_replaced(optimizer, stepped)
     _refuse_early(optimizer, stepped)
@@ -157,7 +157,7 @@ def _refuse_early(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
 
 
 def _check_first_step(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
-    """Check an optimizer's states before its first step of shards, and register hooks that check them after a load.
+    """Check an optimizer's states before its first step of shards, and register hooks for a check after each load.
 
     Another hook raises if Accelerate requests the optimizer's state dict.
     """
@@ -168,7 +168,7 @@ def _check_first_step(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
             if state.plan.mesh.is_sliced and ids:
                 require_equal_gradients_once(state, ids)
         _take_own_states(optimizer)
-        if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # only the inner optimizer of a wrapper may have them
+        if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # a wrapper may lack the attribute
             optimizer.register_load_state_dict_post_hook(_take_own_states)
             optimizer.register_state_dict_pre_hook(lambda asked: refuse_optimizer_file(type(asked).__name__))
 
@@ -189,7 +189,7 @@ def _take_own_states(optimizer: Optimizer) -> None:
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Bump versions and mark stale rows, which a DTensor's step does not; a hook after every optimizer's step."""
+    """Bump versions and mark stale rows, since a step of DTensors does neither. This is a hook after every step."""
     stepped_ids = set(map(id, parameters_of(optimizer)))
     for state in sharded_model.states():
         paths = [path for path, shard in state.shards.items() if id(shard) in stepped_ids]
@@ -198,7 +198,7 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _explain(optimizer: Optimizer, error: BaseException) -> None:
-    """Add a note with advice to an error that torch's DTensors raised in a step of shards."""
+    """Add a note with advice to a DTensor error in a step of shards."""
     if isinstance(optimizer, StepsWhole) or getattr(error, "__notes__", None) or not _is_of_dtensors(error):
         return
     owners = [sharded_model.owners_of(group["params"]) for group in optimizer.param_groups]
@@ -218,7 +218,7 @@ def _plain_gradient(optimizer: Optimizer) -> str | None:
 
 
 def _advice(optimizer: Optimizer, error: str, mixed_group: int | None) -> str:
-    """Return advice for an error in a step; ``mixed_group`` is the number of a group with shards and plain tensors."""
+    """Return advice for an error in a step. ``mixed_group`` numbers a group that mixes shards and plain tensors."""
     kind = type(optimizer).__name__
     if mixed_group is not None and MIXED in error:
         return (
@@ -235,6 +235,6 @@ def _advice(optimizer: Optimizer, error: str, mixed_group: int | None) -> str:
 
 
 def _is_of_dtensors(error: BaseException) -> bool:
-    """Return whether torch's DTensor code raised the error, or an operator that was called with DTensors."""
+    """Return whether the error comes from torch's DTensor code, or from an operator that was called with DTensors."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return MIXED in str(error) or frames[-1].f_globals.get("__name__", "").startswith("torch.distributed.tensor.")

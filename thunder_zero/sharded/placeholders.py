@@ -1,6 +1,6 @@
-"""Placeholders for parameters while forward runs: shapes and dtypes alone; using a value raises.
+"""Placeholders for parameters while forward runs: they have shapes and dtypes, but no values.
 
-Thunder and dynamo read the module tree, and would trace DTensors as such. So in each forward::
+Thunder and dynamo read the module tree, and would trace DTensors as tensor subclasses. So in each forward::
 
     module.h[0].weight    at rest, DTensor (10, 8)  ->  while forward runs, Placeholder (10, 8)  ->  DTensor (10, 8)
                                                         full shape, dtype of compute
@@ -50,7 +50,7 @@ class ValuesNeeded(RuntimeError):
 class Placeholder(nn.Parameter):
     """A parameter of full shape without values; computing with it, or writing to it, raises."""
 
-    path: str  # of the parameter
+    path: str  # the path of the parameter
 
     @classmethod
     def __torch_function__(
@@ -63,7 +63,7 @@ class Placeholder(nn.Parameter):
         kwargs = kwargs or {}
         name, attribute = _name(func)
         with torch.DisableTorchFunctionSubclass():
-            # While it captures, dynamo reads further metadata, such as _is_view, but no values.
+            # During capture, dynamo reads further metadata, such as _is_view, but no values.
             if torch.compiler.is_compiling() or (name in READ_METADATA and attribute in (None, "__get__")):
                 return func(*args, **kwargs)
             if name in CREATE_TENSORS:
@@ -89,9 +89,9 @@ def cannot_use(operation: str, path: str) -> str:
 
 
 class _WithoutMemory(nn.Parameter):
-    """The class with which torch creates a tensor without memory; :func:`without_memory` then changes the class.
+    """The class with which torch creates a tensor without memory. :func:`without_memory` then changes the class.
 
-    Dynamo does not accept a tensor whose class has ``__torch_dispatch__``, so the final class must differ.
+    Dynamo rejects tensor classes with ``__torch_dispatch__``, so the final class must differ.
     """
 
     @classmethod
@@ -107,7 +107,7 @@ def placeholder(path: str, param: nn.Parameter, dtype: torch.dtype, device: torc
 
 
 class Memoryless(Tensor):
-    """A contiguous tensor without memory, for code that is captured and does not run. No operator accepts it."""
+    """A contiguous tensor without memory, for code that is captured but not run. No operator accepts it."""
 
 
 def shape_of(tensor: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 def without_memory(
     kind: type[AnyTensor], like: Tensor, dtype: torch.dtype, device: torch.device, requires_grad: bool | None = None
 ) -> AnyTensor:
-    """Return a contiguous tensor without memory, with the shape of ``like``, whose ``requires_grad`` is the default."""
+    """Return a contiguous tensor without memory, with the shape of ``like`` and the default ``requires_grad``."""
     requires_grad = like.requires_grad if requires_grad is None else requires_grad
     strides = torch.empty(like.shape, device="meta").stride()
     options: Any = {"dtype": dtype, "device": device, "requires_grad": requires_grad, "storage_size": 0}
@@ -173,7 +173,7 @@ class ParameterSlots:
     @contextmanager
     def traced(self, placeholders: Mapping[str, Tensor]) -> Iterator[None]:
         """Temporarily replace the parameters by placeholders, while forward runs."""
-        # In every call, not only while it is captured, since dynamo guards the identity of the module's parameters.
+        # Replaced in every call, not only during capture, since dynamo guards the identity of the module's parameters.
         self._are_traced = True
         try:
             with self.holding(placeholders):

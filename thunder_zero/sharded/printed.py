@@ -25,7 +25,7 @@ def format_model(kind: str, module: nn.Module, state: State) -> str:
     full = [state.resident.full(param) for param in plan.params if param.resident]
     ignored = [param for name, param in module.named_parameters() if name not in plan.by_name]
     storages = [tensor.untyped_storage() for tensor in (*state.rows.values(), *full, *ignored)]
-    at_rest = sum({storage._cdata: storage.nbytes() for storage in storages}.values())  # each storage once
+    at_rest = sum({storage._cdata: storage.nbytes() for storage in storages}.values())  # count each storage once
     ranks = _count(plan.ranks, "rank") + f" ({copies} copies of the model)" * (copies > 1)
     return (
         f"{kind} of {type(module).__name__}: stage {plan.policy.stage}, {ranks}, {_count(len(plan.units), 'unit')}, "
@@ -39,7 +39,7 @@ def _count(number: int, noun: str) -> str:
 
 
 class _Printed(nn.Module):
-    """A module that prints the line of another module, with the shapes of its rows."""
+    """A module that prints another module's line, with the shapes of that module's rows."""
 
     def __init__(self, module: nn.Module, rows: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Full parameters that stay between forwards: ZeRO-1's buffers; those that an accumulation keeps.
+"""Full parameters that stay between forwards: ZeRO-1's buffers, and gathered parameters of ZeRO-2.
 
 ::
 
@@ -7,8 +7,8 @@
     ZeRO-2, accumulating     the first micro-batch gathers, later micro-batches read these tensors, the last frees them
 
 :func:`lay_out` allocates the memory when the model is built. ``runtime.py`` asks the classes here which parameters are
-stale or missing, and gathers only these. If an optimizer may have stepped, ranks agree before the next forward on the
-stale parameters. Otherwise a rank without stale parameters would not take part in the gather.
+stale or missing, and gathers only these. If an optimizer may have stepped, ranks agree on the stale parameters before
+the next forward. Otherwise a rank without stale parameters would not take part in the gather.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ GatherArgs = tuple[list[Tensor], list[Param], list[Tensor] | None]
 
 
 class StayingParameters(Protocol):
-    """Full parameters that stay between forwards, so that a gather is due only for stale or missing parameters."""
+    """Full parameters that stay between forwards, so that only stale or missing parameters need a gather."""
 
     def due(self, params: Sequence[Param]) -> list[int]:
         """Return the indices of the parameters that must be gathered."""
@@ -73,7 +73,7 @@ class StayingParameters(Protocol):
         """Return the arguments of the gather of the parameters at the indices ``due``."""
 
     def full(self, param: Param) -> Tensor:
-        """Return an unpadded view of a full parameter that is not due."""
+        """Return an unpadded view of a full parameter that needs no gather."""
 
     def launched(self, params: Sequence[Param], due: Sequence[int], *, last: bool) -> None:
         """Record that the gather was launched. ``last`` is True in the last micro-batch."""
@@ -94,7 +94,7 @@ class ResidentParameters(StayingParameters):
         buffers: the full, padded parameters by path.
         shared: paths of the buffers that share memory with the shards.
         versions: an object that detects writes by tensors' versions.
-        digested: the shards in which digests detect other writes. It is empty if a single rank holds all values once.
+        digested: the shards with digests, which detect other writes; empty if a single rank holds all values once.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ResidentParameters(StayingParameters):
     ) -> None:
         self._buffers, self.shared, self._versions, self._digested = buffers, shared, versions, digested
         self._digests = self._digests_now()
-        self._stale: set[str] = set()  # paths whose rows changed on this rank or, once ranks agreed, on any
+        self._stale: set[str] = set()  # paths of rows that changed: on this rank, or after an agreement on any rank
         self._may_step = False  # True if gradients were reduced since ranks last agreed
         versions.note(buffers)
 
@@ -131,9 +131,9 @@ class ResidentParameters(StayingParameters):
         write in place. All ranks must make these changes, since a rank without a change would not join the collective.
         If no parameter can have changed, there is no collective.
 
-        Digests detect other writes, such as a custom optimizer's through ``.data``. A detected write marks the
-        parameter as stale if ranks agree for another reason. Otherwise it raises, since a rank without the write would
-        not join the collective.
+        Digests detect other writes, such as a custom optimizer's through ``.data``. If ranks agree for another reason,
+        a detected write marks the parameter as stale. Otherwise it raises, since a rank without the write would not
+        join the collective.
         """
         if not self._buffers:
             return
@@ -152,9 +152,9 @@ class ResidentParameters(StayingParameters):
             )
 
     def out_of_date(self, paths: Iterable[str]) -> list[bool]:
-        """Return for each path True unless this rank knows that the full parameter equals the shards.
+        """Return a flag for each path: False only if this rank knows that the full parameter equals the shards.
 
-        It is also True for a parameter without a buffer, and for a buffer that does not share memory with the shard.
+        The flag is True for a parameter without a buffer, and for a buffer in memory of its own.
         """
         old_digests, new_digests = self._digests, self._digests_now()
         written: set[str] = set()

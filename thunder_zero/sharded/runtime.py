@@ -1,14 +1,14 @@
 """The functions that compiled traces call while they run, bound to one model's state.
 
-A line of a trace has tensors and parameter paths; :class:`ModelRuntime` implements the lines::
+:class:`ModelRuntime` implements the lines of a trace, whose arguments are tensors and parameter paths::
 
     zero_check_call(True, 0)                check_call    raises under no_sync; Thunder then selects another program
     t4 = zero_encode(t_w, 'w')              encode        casts, copies or encodes the rows, if they must be gathered
     t5 = zero_all_gather(t4, 'w')           all_gather    ((t4,), ('w',))
-    t6 = zero_wait(t5)                                    the handle's wait
-    t7 = zero_decode(t6, 'w')               decode        decodes full parameters from bytes
-    t9 = zero_reduce_scatter(g_w, 'w')      reduce        adds the sum that no_sync has deferred, and averages
-    t1 = zero_defer_reduction(g_w, 'w')     defer         adds the gradient to the sum in accumulation.py
+    t6 = zero_wait(t5)                                    wait of the handle t7 = zero_decode(t6, 'w')
+    decode        decodes full parameters from bytes t9 = zero_reduce_scatter(g_w, 'w')      reduce        adds the sum
+    that no_sync has deferred, and averages t1 = zero_defer_reduction(g_w, 'w')     defer         adds the gradient to
+    the sum in accumulation.py
 
 In: this rank's rows, or full gradients. Out: handles, whose ``wait`` returns full parameters, or this rank's rows of
 the mean gradients. The mean gradient of a replicated parameter has all rows.
@@ -44,7 +44,7 @@ class ModelRuntime:
         self._state, self._plan, self._wire = state, state.plan, state.wire
         self._accumulation = state.accumulation
         self._agreed: set[ProgramName] = set()
-        self._buckets: dict[Sequence[str], tuple[Param, ...]] = {}  # parameters of each bucket, by their paths
+        self._buckets: dict[Sequence[str], tuple[Param, ...]] = {}  # the parameters of a bucket, by their paths
         self._encoded: dict[tuple[Sequence[str], str], bool] = {}  # True if a line encodes the gradients of a bucket
 
     @cached_property
@@ -67,7 +67,7 @@ class ModelRuntime:
         return self.guards.add(lookups)
 
     def check_call(self, synced: bool, guard: int) -> None:
-        """Raise RuntimeError unless the program fits this call; a part of each prologue."""
+        """Raise RuntimeError unless the program fits this call. Each prologue calls this."""
         if synced is not self.synced:
             raise RuntimeError(f"this program was compiled with synced={synced}; the forward needs {self.synced}")
         if not self.guards.holds(guard):
@@ -119,7 +119,7 @@ class ModelRuntime:
         return WaitsBy(wait)
 
     def decode(self, arrived: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
-        """Return full parameters. Decode those that arrived as bytes; parameters that were kept are unchanged."""
+        """Return full parameters. Decode the parameters that arrived as bytes, and no parameters that were kept."""
         params = self._params_of(paths)
         keeper = self._keeper_of(params)
         if keeper is None:
@@ -133,7 +133,7 @@ class ModelRuntime:
         return results
 
     def _keeper_of(self, params: Sequence[Param]) -> StayingParameters | None:
-        """Return the object that keeps these parameters in full; None if they are freed after use."""
+        """Return the object that keeps these parameters in full; None if full parameters are freed after use."""
         if params[0].resident:
             return self._state.resident
         keeps = not self._plan.policy.reshard_after_backward and params[0].kept_unsharded
@@ -151,18 +151,18 @@ class ModelRuntime:
         return self._wire.encode_grad(self._sums(grads, params, over), params, over)
 
     def _sums(self, grads: Sequence[Tensor], params: Sequence[Param], over: str) -> Sequence[Tensor]:
-        """Return gradients plus their deferred sums, in the dtype of the reduction. Return means unchanged."""
+        """Return gradients plus deferred gradients, in the dtype of the reduction. Return means unchanged."""
         if over in OF_MEANS:
             return grads
         add = self._with_deferred if self._accumulation.paths else sum_and_cast
         return [add(grad, param) for grad, param in zip(grads, params, strict=True)]
 
     def reduce(self, sent: Sequence[OnTheWire], paths: Sequence[str], over: str = SHARD) -> Waitable:
-        """Launch the average over an axis: of gradients plus their deferred sums, or of intra-replica means."""
+        """Launch the average over an axis: of gradients plus deferred gradients, or of intra-replica means."""
         params = self._params_of(paths)
         if over not in OF_MEANS:
             self._state.resident.expect_step()
-            self._state.kept_unsharded.clear()  # backward has no gathers of kept parameters
+            self._state.kept_unsharded.clear()  # backward does not gather kept parameters
         if (paths, over) not in self._encoded:
             self._encoded[paths, over] = self._plan.encodes_gradient(over, *params)
         if not self._encoded[paths, over]:
@@ -184,7 +184,7 @@ class ModelRuntime:
         return grad if deferred is None else deferred.add_(grad)
 
     def take_rows(self, shards: Sequence[Tensor], paths: Sequence[str]) -> tuple[Tensor, ...]:
-        """Return the rows that a program reads, connected by autograd to the shards that train.
+        """Return the rows that a program reads, connected by autograd to the trained shards.
 
         Under ``no_sync`` the rows of a shard with hooks on its gradient are not connected, since autograd would call
         the hooks with None. The hooks run when the gradient is reduced, as with FSDP2.
@@ -195,7 +195,7 @@ class ModelRuntime:
         return rows
 
     def defer(self, grad: Tensor, path: str) -> None:
-        """Add a full gradient to the parameter's deferred sum."""
+        """Add a full gradient to the parameter's deferred gradient."""
         self._state.copies.wait()  # this backward does not end with ``wait_offloaded``
         self._accumulation.defer(sum_and_cast(grad, self._plan.by_name[path]), path)
         self._state.labels.gradients_are_made((path,))

@@ -1,7 +1,7 @@
 """Checks that tensor-parallel ranks of one model have equal batches and random generators.
 
-Otherwise no step would fail, but gradients of two batches would be added as if they were parts of one gradient. So
-before a forward, ranks compare digests of its arguments and of their random generators::
+Without this check no step would fail, but gradients of two batches would be added like parts of one gradient. So before
+a forward, ranks compare digests of its arguments and of their random generators::
 
     mesh (dp, tp) = (2, 2)    ranks 0 and 1    tokens (2, 6)    equal, or RuntimeError on all ranks
                               ranks 2 and 3    tokens (2, 6)    any other batch, which must be equal on both
@@ -25,10 +25,10 @@ from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.small_collectives import all_gather_object, all_gather_tensor, to_device
 from thunder_zero.plan.params import Plan
 
-FIRST, EVERY = 8, 16  # forwards that are compared: the first 8, and then one of 16
+FIRST, EVERY = 8, 16  # which forwards are compared: the first 8, then every 16th
 SAMPLED = 1 << 16  # the maximum number of elements in a tensor's digest, evenly spaced
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd factor that spreads bits well
-KNOWN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)  # shown by their values
+KNOWN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)  # errors show their values
 
 
 class SameBatch:
@@ -45,7 +45,7 @@ class SameBatch:
         self.unlike: str | None = None
 
     def compare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Compare the arguments of a forward between ranks by a small collective. Not every forward is compared.
+        """Compare the arguments of a forward between ranks, in a small collective. Not every forward is compared.
 
         Raises:
             RuntimeError: an argument differs. All ranks raise, and the error names the argument.
@@ -81,25 +81,25 @@ class SameBatch:
             ((i, j) for (i, digest), (j, next_digest) in neighbours if j % slices and digest != next_digest), None
         )
 
-    def _batch_sentence(self, leaves: Sequence[tuple[str, str, Tensor | None]], unlike: tuple[int, int]) -> str:
-        """Return the error message for arguments that differ; a small collective."""
+    def _batch_sentence(self, leaves: Sequence[tuple[str, str, Tensor | None]], differing: tuple[int, int]) -> str:
+        """Return the error message for arguments that differ. This is a small collective."""
         local_leaves = [(name, text, None if value is None else int(value)) for name, text, value in leaves]
         leaves_of_ranks = all_gather_object(local_leaves, self._group)
-        leaves_of_first, leaves_of_second = (leaves_of_ranks[number] for number in unlike)
+        leaves_of_first, leaves_of_second = (leaves_of_ranks[number] for number in differing)
         (name, text, _), (_, other_text, _) = next(
             (pair for pair in zip(leaves_of_first, leaves_of_second, strict=False) if pair[0] != pair[1]),
             (("the number of arguments", str(len(leaves_of_first)), None), ("", str(len(leaves_of_second)), None)),
         )
         shown = "values" if text == other_text else f"{text} and {other_text}"
-        first, second = self._ranks(unlike)
+        first, second = self._ranks(differing)
         return (
             f"{name} of {self._name} differs between rank {first} and rank {second} ({shown}), which compute with "
             f"slices of one model; {self._remedy()}"
         )
 
-    def _generators_sentence(self, unlike: tuple[int, int]) -> str:
+    def _generators_sentence(self, differing: tuple[int, int]) -> str:
         """Return the error message for random generators that differ."""
-        first, second = self._ranks(unlike)
+        first, second = self._ranks(differing)
         return (
             f"forward of {self._name} draws random numbers, as dropout does, and the generators of rank {first} and "
             f"rank {second} differ, which compute with slices of one model; seed ranks of one data-parallel index "
@@ -140,7 +140,7 @@ def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[st
 
 @torch.no_grad()
 def digest_of(value: Tensor) -> Tensor | None:
-    """Return a digest of a tensor's elements, or of a sample if it is large; None if the tensor is not strided."""
+    """Return a digest of a tensor's elements, or of a sample of a large tensor; None unless the tensor is strided."""
     if value.layout is not torch.strided or value.is_nested:
         return None
     elements = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
@@ -153,7 +153,7 @@ def digest_of(value: Tensor) -> Tensor | None:
 
 
 def _generator_state(device: torch.device) -> bytes:
-    """Return the state of a device's default generator, which is in host memory."""
+    """Return the state of a device's default generator as bytes."""
     state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
     return bytes(state.numpy().tobytes())
 

@@ -1,6 +1,6 @@
 """The base class of sharded models, and weak tables that find the model of a shard.
 
-Front ends, such as ``thunder.jit`` with ZeroTransform, build models of subclasses. Training loops, checkpoints and
+Front ends, such as ``thunder.jit`` with ZeroTransform, build instances of subclasses. Training loops, checkpoints and
 state dicts use this class only. Tables find a model by a shard, or by the parameter that a shard replaced.
 """
 
@@ -41,18 +41,18 @@ class ShardedModel(nn.Module):
 
     @property
     def plain(self) -> nn.Module:
-        """Return the module that was sharded; its parameters are the shards."""
+        """Return the module that was sharded. Its parameters are the shards."""
         return self._model
 
     def __repr__(self) -> str:
-        """Return stage, ranks, units and bytes at rest; then the plain module with the shapes of rows."""
+        """Return a line with stage, ranks, units and bytes at rest, then the plain module with the shapes of rows."""
         return format_model(type(self).__name__, self.plain, self.state)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Defer the reduction of gradients. The next backward outside the block reduces their sum.
 
-        As in PyTorch the forward decides: a backward defers its gradients if its forward ran inside the block.
+        As in PyTorch, a backward defers its gradients if its forward ran inside the block.
 
         Deferred gradients are not in ``.grad``. The model's ``zero_grad`` drops them. An optimizer's ``zero_grad``, as
         in FSDP2, and ``param.grad = None`` do not. If an epoch ends with deferred gradients, drop them; otherwise they
@@ -107,7 +107,7 @@ class ShardEntry(NamedTuple):
 
 _states: weakref.WeakSet[State] = weakref.WeakSet()
 _entries = WeakTensorKeyDictionary()
-_replaced_ids: set[int] = set()  # ids of replaced parameters, which another tensor may have after a parameter is freed
+_replaced_ids: set[int] = set()  # ids of replaced parameters; after one is freed, another tensor may have its id
 
 
 def register(state: State, module: nn.Module) -> None:
@@ -147,9 +147,9 @@ def is_transformed(param: nn.Parameter) -> bool:
 
 
 def owner_of(param: Tensor, *, is_shard: bool = True) -> tuple[State, Param] | None:
-    """Return the state and the plan of a shard; None for any other tensor.
+    """Return the ``State`` and the ``Param`` of a shard; None for any other tensor.
 
-    With ``is_shard=False`` return those of a parameter that a shard replaced.
+    With ``is_shard=False``, look up a parameter that a shard replaced.
     """
     entry: ShardEntry | None = _entries.get(param)
     state = None if entry is None or entry.is_shard is not is_shard else entry.state()
@@ -162,10 +162,10 @@ def owners_of(params: Iterable[Tensor]) -> list[tuple[State, Param] | None]:
 
 
 def has_replaced(params: Iterable[Tensor]) -> bool:
-    """Return False if :func:`owner_of_replaced` is None for all of these; a fast check before each optimizer step."""
+    """Return False if :func:`owner_of_replaced` is None for each parameter. This is a fast check before each step."""
     return not _replaced_ids.isdisjoint(map(id, params))
 
 
 def owner_of_replaced(param: Tensor) -> tuple[State, Param] | None:
-    """Return the state and the plan of a plain module's parameter that a shard replaced; None for any other tensor."""
+    """Return the ``State`` and the ``Param`` of a parameter that a shard replaced; None for any other tensor."""
     return owner_of(param, is_shard=False)

@@ -1,7 +1,7 @@
-"""Placeholders of tensor-parallel parameters: DTensors for dynamo, slices for its graph.
+"""Placeholders of tensor-parallel parameters: DTensors for dynamo, slices for dynamo's graph.
 
-Code that dynamo captures must compute with DTensors, as torch's tensor parallelism does. Programs compute with slices,
-as if each were a parameter::
+As in torch's tensor parallelism, code that dynamo captures must compute with DTensors. Programs compute with a slice as
+with a plain parameter::
 
     module.up.weight    DTensor (16, 8), Shard(0)      at rest: rows, on the whole mesh
                         DTensor (16, 8), Shard(0)      while forward runs: no values, on the mesh of slices
@@ -27,7 +27,7 @@ from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded, cannot_
 class _SliceWithoutValues(Tensor):
     """The local tensor of a placeholder that is a DTensor."""
 
-    path: str  # of the parameter
+    path: str  # the path of the parameter
 
     @classmethod
     @torch.compiler.disable  # or dynamo would report that it ends a graph
@@ -64,7 +64,7 @@ class Slice:
     as those of sequence parallelism.
 
     Attributes:
-        taken: a placeholder with the shape of this rank's slice, which becomes the graph's input.
+        taken: the graph's input, a placeholder with the shape of this rank's slice.
         whole: a function that builds the DTensor from the slice and ``args``.
         args: the placements and the shape. A graph is specialised on both.
     """

@@ -40,7 +40,7 @@ class LocalState:
 
     Args:
         at_rest: values by path, which are removed: full values (ZeRO-1, replicated parameters) or this rank's rows.
-        digests: True detects writes to resident parameters that do not bump a version.
+        digests: True also detects writes to resident parameters that bump no version.
 
     Attributes:
         device: the device that computes.
@@ -91,7 +91,7 @@ class LocalState:
         digested = {path: self.rows[path] for path in memory.buffers} if digests and is_copied else {}
         self.resident = ResidentParameters(memory.buffers, memory.shared, versions, digested)
         self.kept_unsharded = KeptUnsharded(self.rows, versions)
-        # So that the first forward computes with values that were encoded and decoded.
+        # The first forward, too, must compute with values that were encoded and decoded.
         formatted = (param.path for param in plan.params if plan.decodes(param))
         self.resident.mark_stale(formatted)
 
@@ -112,7 +112,7 @@ class LocalState:
         """Do nothing: there is no other rank."""
 
     def drop_deferred(self) -> None:
-        """Drop all deferred gradients, and the parameters that the accumulation keeps unsharded."""
+        """Drop all deferred gradients, and the unsharded parameters kept for the next micro-batch."""
         self.accumulation.drop()
         self.kept_unsharded.clear()
 

@@ -1,6 +1,6 @@
 """Times the waits of collectives, and labels them while torch's profiler runs.
 
-Each collective's handle passes through the model's :class:`Clock`, which returns it unchanged unless the clock runs. On
+Each collective's handle passes through the model's :class:`Clock`. A stopped clock returns the handle unchanged. On
 CUDA a :class:`Moment` is an event in the device's stream, so that the clock does not synchronize the host.
 """
 
@@ -32,7 +32,7 @@ class Moment:
     event: torch.cuda.Event | None  # the same point in the device's stream, if it has one
 
     def until(self, later: Moment) -> float:
-        """Return the seconds from this moment to a later one."""
+        """Return the seconds from this moment to a later moment."""
         if self.event is None or later.event is None:
             return later.host - self.host
         later.event.synchronize()
@@ -75,7 +75,7 @@ class Clock:
             self._waits = None
 
     def watch(self, handle: Waitable, path: str, *, gather: bool) -> Waitable:
-        """Return the handle; while the clock runs, return a handle that records its wait."""
+        """Return the handle, wrapped to record its wait while the clock runs."""
         if (waits := self._waits) is None:
             return handle
 
@@ -97,11 +97,11 @@ def label_launch(kind: Kind, paths: Sequence[str], over: str = SHARD) -> Abstrac
 
 
 class Labels:
-    """The labels of one model's waits, and of the unit that computes.
+    """The labels of one model's waits and of the current unit.
 
-    A unit's label begins after the wait for its gather. It ends before the wait for another unit's gather, at the end
-    of a phase, or when backward has launched the reductions of all of the unit's gradients. A label must end in the
-    profile in which it began, since torch's profiler frees its memory with that profile.
+    A unit's label begins after the wait for its gather. The label ends before the wait for another unit's gather, at
+    the end of a phase, or after backward has launched the unit's last reduction. A label must end in the profile in
+    which it began, since torch's profiler frees its memory with that profile.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -111,7 +111,7 @@ class Labels:
         self._pending: set[str] = set()  # parameters of the current unit whose gradients are not computed yet
 
     def watch(self, handle: Waitable, kind: Kind, paths: Sequence[str], over: str = SHARD) -> Waitable:
-        """Return the handle; if a profiler runs, return a handle whose wait is labelled."""
+        """Return the handle, wrapped to label its wait if a profiler runs."""
         if not profiler._is_profiler_enabled:
             return handle
         unit = self._plan.by_name[paths[0]].unit
@@ -136,7 +136,7 @@ class Labels:
         self._pending = {param.path for param in self._plan.params if param.unit == unit and param.requires_grad}
         self._open = record_function(unit_label(unit))
         self._open.__enter__()
-        if running_backward() >= 0:  # it may have launched the unit's reductions before it waits for the gather
+        if running_backward() >= 0:  # backward may launch the unit's reductions before it waits for the gather
             at_end_of_backward(self.end)
 
     def gradients_are_made(self, paths: Iterable[str]) -> None:

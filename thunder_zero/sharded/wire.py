@@ -9,9 +9,9 @@
     reduce         payloads             ->  means, or the bytes from all ranks for this rank's part
     decode_grad    means, or bytes      ->  means: decoded and added in float32, cast, copied to the shards' device
 
-Each function is a line of a trace, unless it would be a no-op. Only shards are cast and copied, never full tensors:
-before a gather, and after a reduction. On CUDA, shards in host memory are pinned. Casts run on the device, since a copy
-that also casts makes the host wait. Copies run in the stream of compute, and ``HostCopies`` knows when they have ended.
+A trace has a line for each function that is not a no-op. Only shards are cast and copied, never full tensors: before a
+gather, and after a reduction. On CUDA, shards in host memory are pinned. Casts run on the device, since a copy that
+also casts makes the host wait. Copies run in the stream of compute, and ``HostCopies`` knows when they have ended.
 ``encodings/`` writes and reads the bytes. Encoded frozen parameters are sent unchanged.
 """
 
@@ -70,7 +70,7 @@ def rest_device(param: Param, plan: Plan, device: torch.device) -> torch.device:
 
 
 def is_staged(param: Param, plan: Plan, device: torch.device) -> bool:
-    """Return whether a gather sends a cast, a copy or an encoding of the shard, instead of the shard itself."""
+    """Return whether a gather sends a cast, copied or encoded shard instead of the shard."""
     return param.is_cast or rest_device(param, plan, device) != device or plan.decodes(param)
 
 
@@ -161,7 +161,7 @@ class Wire:
         return tuple(sent)
 
     def gather(self, sent: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None) -> Waitable:
-        """Launch a gather of full parameters, into ``into`` if it is given; or of the bytes of all ranks."""
+        """Launch a gather of full parameters (into ``into`` if it is given), or of the bytes of all ranks."""
         if self._gathers_bytes(params[0]):
             world = self._plan.mesh.shard.size
             return self.transport.all_gather(sent, [(world * payload.numel(),) for payload in sent])
@@ -208,7 +208,7 @@ class Wire:
         return tuple(self._encode_parts(grad, param, over) for grad, param in zip(grads, params, strict=True))
 
     def _encode_parts(self, grad: Tensor, param: Param, over: str) -> GradientParts:
-        """Cut a gradient into a part for each rank of an axis, and encode the parts of the other ranks."""
+        """Split a gradient into a part for each rank of an axis, and encode the parts of the other ranks."""
         encoding, axis = reduce_format_of(param), self._plan.mesh.over(over)
         if over == SHARD:
             is_even = grad.shape == self._plan.geometry(param).gathered
@@ -227,7 +227,7 @@ class Wire:
         """Launch the average of gradients over the ranks of an axis.
 
         The handle returns means, or the input of :meth:`decode_grad`. Within a replica this input is all ranks' parts
-        for this rank. Between replicas it is the encoded means.
+        for this rank. Between replicas this input is the encoded means.
         """
         if not self._reduces_bytes(params[0], over):
             if over in OF_MEANS:
@@ -276,7 +276,7 @@ class Wire:
         )
 
     def _average_parts(self, parts: GradientParts, param: Param, axis: Axis) -> Tensor:
-        """Add the parts of all ranks, in rank order, and divide by the number of ranks."""
+        """Add the parts of all ranks in rank order, and divide the sum by the number of ranks."""
         total, arrived = torch.zeros_like(parts.own, dtype=torch.float32), iter(parts.others.unbind())
         for rank in range(axis.size):
             if rank == axis.place:
@@ -303,7 +303,7 @@ class Wire:
         )
 
     def _average_rows(self, parts: GradientParts, param: Param) -> Tensor:
-        """Return the mean of this rank's rows from the parts of all ranks."""
+        """Return the mean of this rank's rows, given the parts of all ranks."""
         return self._average_parts(parts, param, self._plan.mesh.shard).view(self._plan.shard_shape(param))
 
     def _decode_means(self, payload: Tensor, param: Param) -> Tensor:
@@ -333,7 +333,7 @@ class _Trade:
         self._parts = tuple(GradientParts(parts.own, slots) for parts, slots in zip(sent, arriving, strict=True))
 
     def arrived(self) -> tuple[GradientParts, ...]:
-        """Return the received parts, after the wait, and free the sent parts."""
+        """Wait for the received parts and return them. Free the sent parts."""
         self.outgoing.clear()
         return self._parts
 
@@ -352,14 +352,14 @@ def decode_frozen(payload: Tensor, param: Param, dtype: torch.dtype, piece: int 
 
 
 def _in_equal_parts(mean: Tensor, count: int) -> Tensor:
-    """Return a mean in float32 as ``count`` flat parts, padded with zeros; a view if possible."""
+    """Return a mean in float32 as ``count`` flat parts, padded with zeros, as a view if possible."""
     flat = mean.reshape(-1).float()
     missing = -len(flat) % count
     return (torch.cat([flat, flat.new_zeros(missing)]) if missing else flat).view(count, -1)
 
 
 def _with_padding(mean: Tensor, rows: Tensor) -> Tensor:
-    """Return the rows that were averaged over replicas, with the padding of the intra-replica mean."""
+    """Return rows after the average over replicas, with the padding of the intra-replica mean."""
     if rows.shape == mean.shape:
         return rows  # not copied into the mean, which may alias the gradient
     mean[: len(rows)].copy_(rows)

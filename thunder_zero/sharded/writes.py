@@ -1,8 +1,8 @@
 """Detects writes to shards: by their versions, and by digests for writes that bump no version.
 
-Writes through ``.data``, numpy or a kernel bump no version. A digest is the sum of a shard's 64-bit words, each times a
-random weight of its position, modulo 2 ** 64. Integer sums do not depend on the order, and one pass runs at memory
-speed. A change goes undetected with a probability below 2 ** -30, unless its author knows the weights.
+Writes through ``.data``, numpy or a kernel bump no version. A digest is a weighted sum of a shard's 64-bit words modulo
+2 ** 64, with a random weight for each position. Integer sums do not depend on the order, and one pass runs at memory
+speed. A change goes undetected with a probability below 2 ** -30, unless an attacker knows the weights.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Versions:
 
 
 WORD_BYTES = 8
-BLOCK = 1024  # words in one sum; the sums are summed again
+BLOCK = 1024  # words in one sum; further levels add these sums
 LEVELS = 5  # levels of sums, enough for 1024 ** 5 words
 MULTIPLY_INTEGERS = ("cpu",)  # devices whose matmul supports integers
-CACHED = 64  # blocks at a time on these devices, so that their temporary copy stays in the caches
+CACHED = 64  # blocks at a time on these devices, so that a temporary copy stays in the caches
 SLICE = 4096  # blocks at a time on other devices
 
 
@@ -87,8 +87,8 @@ def _products(blocks: Tensor, weights: Tensor) -> Tensor:
 def _products_at_once(blocks: Tensor, weights: Tensor) -> Tensor:
     """Return the dot product of each row with the weights, for a small number of rows.
 
-    First add each word's upper half to its lower half, since most weights would lose a change of the highest bits, such
-    as a sign.
+    First add the upper half of each word to its lower half. Otherwise most weights would lose a change of the highest
+    bits, such as a sign.
     """
     mixed = (blocks >> 32).add_(blocks)
     return mixed.mv(weights) if blocks.device.type in MULTIPLY_INTEGERS else mixed.mul_(weights).sum(1)

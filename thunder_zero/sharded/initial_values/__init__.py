@@ -51,7 +51,7 @@ def initial_values(
         agree.require_same([*agree.module_facts(module, plan, device), *facts], group)
     model, failures = PlainModel(module, plan, ranks, device, names_of(module)), Failures()
     are_read, weights = sources.weights is not None, sources.weights or {}
-    saved = module.state_dict() if are_read else {}  # has no buffers that are not persistent
+    saved = module.state_dict() if are_read else {}  # state dicts have no non-persistent buffers
     read = {tensor: names for tensor, names in model.names.items() if any(name in saved for name in names)}
     missing = {tensor for tensor in model.names if tensor.is_meta and not model.arrives(tensor) and tensor not in read}
     sharder = Sharder(model, are_read=are_read)
@@ -67,7 +67,7 @@ def initial_values(
         drawn.require_written()
 
     def value_here(tensor: Tensor) -> Tensor:
-        """Return this rank's values of a tensor, in full."""
+        """Return a tensor's full values on this rank."""
         if tensor in read:
             return _read(tensor, read[tensor], weights, failures)
         return drawn.full(tensor) if drawn.has(tensor) else _existing(tensor, model)
@@ -80,7 +80,7 @@ def initial_values(
 
 
 def _source_facts(plan: Plan, sources: Sources) -> list[agree.Fact]:
-    """Return facts about the given sources, which decide the collectives. Return [] if one rank sends all values."""
+    """Return facts about the user's sources, which decide the collectives. Return [] if one rank sends all values."""
     if plan.policy.broadcast_from is not None:
         return []
     return [

@@ -1,8 +1,8 @@
-"""The user's sources, the module that needs values, the values; their comparison between ranks.
+"""Data classes: the user's sources, the plain module, its values. Compares values between ranks.
 
 :func:`initial_values` takes :class:`Sources` and returns :class:`InitialValues`. :class:`PlainModel` knows which rank
-provides each tensor's value. :class:`Sharder` cuts full values into this rank's rows, and stores their digests.
-:class:`Failures` holds an error until the next agreement, since other ranks wait in collectives::
+provides each tensor's value. :class:`Sharder` selects this rank's rows of full values, and stores digests of the full
+values. :class:`Failures` holds an error until the next agreement, since other ranks wait in collectives::
 
     full value (5, 8)  ->  Sharder.shard  ->  this rank's rows (3, 8), with padding
                                          SHA-256 of the full value, which ranks compare unless one rank sent the value
@@ -27,7 +27,7 @@ from thunder_zero.sharded.attributes import parameter_like
 from thunder_zero.sharded.frozen import rows_at_rest
 from thunder_zero.sharded.wire import rest_device
 
-CPU = torch.device("cpu")  # values are drawn here, whatever the device, so that a seed gives equal values everywhere
+CPU = torch.device("cpu")  # values are drawn on the CPU, so that a seed gives equal values on every device
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class UnplannedValue:
-    """A value for a tensor outside the plan: a buffer, or a parameter that the policy ignores."""
+    """A value for a tensor without a ``Param``: a buffer, or a parameter that the policy ignores."""
 
     names: Sequence[str]  # all names of the tensor
     tensor: Tensor  # the module's tensor
@@ -70,7 +70,7 @@ class PlainModel:
         return self.names[tensor][0]
 
     def param_of(self, tensor: Tensor) -> Param | None:
-        """Return the plan of a parameter; None for a buffer or an ignored parameter."""
+        """Return the ``Param`` of a parameter; None for a buffer or an ignored parameter."""
         return self.plan.by_name.get(self.name_of(tensor))
 
     @property
@@ -122,7 +122,7 @@ def whole_like(tensor: Tensor) -> Tensor:
 
 
 class Failures:
-    """The first failure of this rank, held until the next agreement of all ranks."""
+    """The first failure of this rank, held until all ranks agree next."""
 
     def __init__(self) -> None:
         self._first: Exception | None = None
@@ -142,12 +142,12 @@ class Failures:
 
 
 class Sharder:
-    """The conversion of full parameters to this rank's rows, with digests for a comparison between ranks."""
+    """Converts full parameters to this rank's rows, with digests for a comparison between ranks."""
 
     def __init__(self, model: PlainModel, *, are_read: bool) -> None:
         self._model, self._are_read = model, are_read
         self._digests: dict[str, str] = {}
-        self._sliced: set[str] = set()  # paths whose digests are of this rank's slice
+        self._sliced: set[str] = set()  # paths with digests of this rank's slice
 
     def shard(self, full: Tensor, path: str) -> Tensor:
         """Return this rank's rows of a parameter, or a resident parameter in full. ``full`` may be a local slice."""
@@ -159,14 +159,14 @@ class Sharder:
         full = full if is_slice else local_slice(full, param, plan)
         if param.resident:
             return full.to(device)
-        # Cut on the full value's device, so that only the rows are copied to another device.
+        # Select rows on the full value's device, so that only rows are copied to another device.
         return rows_at_rest(full, param, plan).to(rest_device(param, plan, device))
 
     def compare(self) -> None:
         """Raise on all ranks if their full values differ. A collective, unless one rank sent the values."""
         if self._model.sender is None:
             plan, ranks = self._model.plan, self._model.ranks
-            facts: dict[bool, list[agree.Fact]] = {True: [], False: []}  # True: facts of slices
+            facts: dict[bool, list[agree.Fact]] = {True: [], False: []}  # facts of slices (True), and of full values
             for path, digest in self._digests.items():
                 facts[path in self._sliced].append(self._fact(path, digest))
             agree.require_same(facts[False], ranks.world)
@@ -174,7 +174,7 @@ class Sharder:
                 agree.require_same(facts[True], ranks.data)
 
     def _fact(self, path: str, digest: str) -> agree.Fact:
-        """Return a fact with the digest of a parameter's value, and a remedy if ranks differ."""
+        """Return a fact with the digest of a parameter's value, and with a remedy for ranks that differ."""
         when = "before it builds the module"
         if self._model.module.get_parameter(path).is_meta:
             when = "before the transform, which draws them"

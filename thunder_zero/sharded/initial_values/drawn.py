@@ -1,8 +1,8 @@
 """Values that ``reset_parameters`` and ``init`` draw for a module on the meta device.
 
-Modules take turns. In its turn a module has its tensors in full, and ``reset_parameters`` or ``init`` writes them. Then
-they are cut to this rank's rows. Every rank draws all values and keeps its rows, so that the values do not depend on
-the number of ranks.
+Modules take turns. In its turn a module has its tensors in full, and ``reset_parameters`` or ``init`` writes the
+tensors. Then the tensors are reduced to this rank's rows. Every rank draws all values and keeps its rows, so that the
+values do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Slot = tuple[MutableMapping[str, Any], str, Tensor]  # a module's dict of tensor
 class Drawn:
     """Drawn values of tensors on the meta device.
 
-    A value is held as this rank's rows. It is held in full if the plan does not have the tensor, or if it will be sent
-    to all ranks.
+    A value is held as this rank's rows. A value is held in full if the plan does not have the tensor, or if the value
+    will be sent to all ranks.
 
     Args:
         model: the module that needs values.
         tensors: the tensors to draw.
-        sharder: the object that cuts full values into rows.
+        sharder: the object that selects this rank's rows of full values.
         all_draw: True gives a turn to every module with meta tensors, so that the random generator advances as in
             construction. False gives a turn only to modules that own some of ``tensors``.
     """
@@ -60,7 +60,7 @@ class Drawn:
         return torch.empty_like(like, device=self._model.device, requires_grad=False) if value is None else value
 
     def at_rest(self, tensor: Tensor) -> Tensor | None:
-        """Remove and return the rows of a tensor; None if its value is held in full."""
+        """Remove and return the rows of a tensor; None if the tensor is held in full."""
         return self._take(tensor) if self._is_cut(tensor) else None
 
     def _take(self, tensor: Tensor) -> Tensor | None:
@@ -72,7 +72,7 @@ class Drawn:
         return self._model.sender is None and self._model.param_of(tensor) is not None
 
     def _put(self, tensor: Tensor, full: Tensor) -> None:
-        """Store a full value, cut into rows if possible."""
+        """Store a full value; only this rank's rows if possible."""
         name = self._model.name_of(tensor)
         self._values[name] = self._sharder.shard(full, name) if self._is_cut(tensor) else full
 
@@ -98,8 +98,8 @@ class Drawn:
     def initialize(self, init: Callable[[nn.Module], object], failures: Failures) -> None:
         """Call ``init`` as ``module.apply(init)`` does, except for modules whose tensors all have values.
 
-        Each owner of a tied parameter starts from the values of earlier owners, which are gathered. So that all ranks
-        join these gathers, no exception is raised here, and the gathers do not depend on the results of ``init``.
+        The next owner of a tied parameter starts from the gathered values of earlier owners. All ranks must join these
+        gathers. So no exception is raised here, and the gathers do not depend on the results of ``init``.
         """
 
         def visit(owner: nn.Module) -> None:
@@ -114,7 +114,7 @@ class Drawn:
         stand_ins = stand_ins_for(owner, lambda tensor: self._in_full(tensor) if tensor.is_meta else _copied(tensor))
         written: dict[Tensor, Any] = {}
         with failures.capture():
-            failures.raise_first()  # init is not called again after it failed
+            failures.raise_first()  # if init failed before, do not call init again
             written = find_written(init, "init", owner, stand_ins, self._meta_names)
         for tensor in filter(self.has, stand_ins):
             full = stand_ins[tensor].detach()
@@ -138,7 +138,7 @@ class Drawn:
         return value.to(CPU)
 
     def _has_turn(self, owner: nn.Module) -> bool:
-        """Return whether a module owns meta tensors that are drawn, or that advance the generator."""
+        """Return whether a module owns meta tensors to draw, or has to advance the generator."""
         meta_tensors = [tensor for _, _, tensor in direct_tensors(owner) if tensor.is_meta]
         return bool(self._tensors and meta_tensors) if self._all_draw else any(map(self.has, meta_tensors))
 
@@ -166,9 +166,9 @@ def _copied(tensor: Tensor) -> Tensor | None:
 
 
 def stand_ins_for(owner: nn.Module, before: Callable[[Tensor], Tensor | None]) -> dict[Tensor, Tensor]:
-    """Return temporary tensors for a module to write to, by the tensors that they replace.
+    """Return a mapping from a module's tensors to temporary stand-ins, which the module may write to.
 
-    Their values come from ``before``, a function that returns a tensor's full value, or are NaN if it returns None.
+    The function ``before`` returns the full value of a stand-in; None stands for NaN.
     """
     tensors = dict.fromkeys(tensor for _, _, tensor in direct_tensors(owner))
     return {tensor: _like(tensor, before(tensor)) for tensor in tensors}
@@ -181,9 +181,9 @@ def find_written(
     stand_ins: Mapping[Tensor, Tensor],
     meta_names: Mapping[int, str],
 ) -> dict[Tensor, Any]:
-    """Call a function on a module; return the new values of the tensors that it wrote to or replaced.
+    """Call a function on a module. Return the new values of the tensors that the function wrote to or replaced.
 
-    During the call the module has stand-ins for its tensors. A write to a meta tensor of another module raises.
+    During the call, stand-ins replace the module's tensors. A write to a meta tensor of another module raises.
 
     Args:
         function: ``reset_parameters`` or ``init``.
@@ -227,7 +227,7 @@ def is_all_nan(tensor: Tensor) -> bool:
 
 
 def direct_tensors(owner: nn.Module) -> Iterator[Slot]:
-    """Yield the slots of a module's parameters and buffers, without those of its children."""
+    """Yield the slots of a module's own parameters and buffers, without its children's slots."""
     for holder in (owner._parameters, owner._buffers):
         yield from ((holder, key, tensor) for key, tensor in holder.items() if tensor is not None)
 
@@ -265,7 +265,7 @@ def _like(meta: Tensor, full: Tensor | None) -> Tensor:
         full = buffer if full is None else buffer.copy_(full)
     if not isinstance(meta, nn.Parameter):
         return full
-    return parameter_like(meta, full)  # with the attributes, which initialisers read
+    return parameter_like(meta, full)  # keep attributes, since initialisers read them
 
 
 class LostWrites(TorchDispatchMode):
@@ -280,10 +280,10 @@ class LostWrites(TorchDispatchMode):
         self.addresses: dict[int, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record the storages that the operator writes to, by its schema, and run the operator."""
+        """Run the operator, and record the storages that it writes to according to its schema."""
         kwargs = kwargs or {}
         arguments = func._schema.arguments
-        # Not strict: args has only the positional arguments, the schema has all.
+        # Not strict, since the schema has more than the positional arguments.
         args_by_name = {**kwargs, **{argument.name: value for argument, value in zip(arguments, args, strict=False)}}
         for argument in arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
