@@ -1,6 +1,6 @@
 """Everything that talks to ``torch.distributed``: groups, collectives, agreement between ranks.
 
-In: tensors of one bucket, and the plans of their parameters; numbers, objects and facts that ranks exchange. Out:
+In: the tensors of a bucket, with the ``Param`` of each; or numbers, objects and facts that ranks exchange. Out:
 handles, whose ``wait`` returns the received tensors; or an error on all ranks, if a rank raises or is lost::
 
     launch                 tag -> peers         the first message of a phase names the phase

@@ -32,7 +32,7 @@ FUNCTIONS = ("unit_of", "passes", "transport")
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A property that must be equal on all ranks. An error calls it ``name``, such as ``"parameter 'w'"``."""
+    """A property that must be equal on all ranks. Errors call the property ``name``, such as ``"parameter 'w'"``."""
 
     name: str
     value: str
@@ -47,8 +47,8 @@ def digest(tensor: Tensor) -> str:
 def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fact]:
     """Return the facts of a module that must be equal: the policy, the mesh, each parameter and buffer in order.
 
-    Values are not compared. Without ``broadcast_from``, the facts include which parameters are on the meta device,
-    since all ranks initialize them together.
+    Values are not compared. If ``broadcast_from`` is None, the facts include which parameters are on the meta device,
+    since all ranks initialize these parameters together.
     """
     facts = [
         Fact(f"the policy's {field.name}", repr(getattr(plan.policy, field.name)), "give every rank the same policy")
@@ -82,7 +82,7 @@ def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[
 @contextmanager
 def all_alike_or_none(group: dist.ProcessGroup, what: str) -> Iterator[list[Fact]]:
     """Extend :func:`all_or_none`: yield a list of facts, to which the block appends, and raise if the lists differ
-    between ranks. It is one collective, or two collectives if the lists differ."""
+    between ranks. This takes one collective, or two collectives if the lists differ."""
     facts: list[Fact] = []
     failure: Exception | None = None
     try:
@@ -100,7 +100,7 @@ def all_alike_or_none(group: dist.ProcessGroup, what: str) -> Iterator[list[Fact
 
 
 def require_same(facts: Sequence[Fact], group: dist.ProcessGroup) -> None:
-    """Raise on every rank if any rank's facts differ from rank 0's, naming the first difference; a collective. Only
+    """Raise an error on every rank that names the first fact in which a rank differs from rank 0; a collective. Only
     digests are sent, unless they differ."""
     if len(set(all_gather_object(_digest_of(facts), group))) > 1:
         _name_difference(all_gather_object(facts, group))
@@ -130,7 +130,7 @@ def _name_difference(facts_of_ranks: Sequence[Sequence[Fact]]) -> NoReturn:
 
 
 def argument_facts(arguments: Mapping[str, object]) -> list[Fact]:
-    """Return a fact for each argument, by name."""
+    """Return a fact for each argument. ``arguments`` maps names to values."""
     return [Fact(name, str(value), "pass the same on every rank") for name, value in arguments.items()]
 
 
@@ -138,8 +138,8 @@ def on_rank_0(what: str, decide: Callable[[Callable[[], None]], Result], every: 
     """Call ``decide`` on rank 0 of the default process group; return its result, or raise its error, on every rank.
 
     The result must be picklable. An error that cannot be pickled becomes a RuntimeError with its class and text on the
-    other ranks. ``decide`` gets a function to call regularly. It tells the other ranks, at most once every ``every``
-    seconds, that rank 0 is alive, so that they wait past the group's timeout.
+    other ranks. ``decide`` gets a function that it must call regularly. At most once every ``every`` seconds, this
+    function tells the other ranks that rank 0 is alive, so that they wait past the group's timeout.
     """
     if not has_groups():
         return decide(lambda: None)

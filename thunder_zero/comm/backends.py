@@ -2,8 +2,8 @@
 
 ::
 
-    TaggedTransport -> PairwiseGloo | CoalescedNccl | PerTensor | SingleRank      one for each axis of the mesh
-    compares ranks     sends, by the backend
+    TaggedTransport        compares the tags of ranks, and has one transport for each axis of the mesh
+      -> a transport       PairwiseGloo | CoalescedNccl | PerTensor | SingleRank, chosen by the backend
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
 
 
 def memory_bytes(device: torch.device, group: dist.ProcessGroup) -> int | None:
-    """Return the bytes of the smallest GPU of all ranks, so that their plans are equal; a collective. On the CPU return
-    None, without a collective."""
+    """Return the memory of the smallest GPU of all ranks, in bytes, so that all ranks make equal plans; a collective.
+    On the CPU return None, without a collective."""
     if device.type != "cuda":
         return None
     return min(all_gather_object(torch.cuda.get_device_properties(device).total_memory, group))

@@ -1,8 +1,8 @@
 """Announces a tag before collectives, so that a mismatch raises instead of mixing up messages.
 
 Backends match messages by their order alone. If rank 0 evaluates while rank 1 runs a backward, each rank receives the
-other's gathers, and both train on garbage. So before a rank communicates, it announces its activity, its COLLECTIVE
-TAG: one message of 256 bytes to each peer. If the tags of two ranks differ, both ranks raise::
+other's gathers, and both train on garbage. So before a rank communicates, it announces its COLLECTIVE TAG: a message of
+256 bytes to each peer, which names the rank's activity. If the tags of two ranks differ, both ranks raise::
 
     rank 0   tag "backward number 12 of model 0"   gathers, reductions    -> the first wait compares
     rank 1   tag "forward number 13 of model 0"    gathers                -> and raises on both
@@ -10,9 +10,9 @@ TAG: one message of 256 bytes to each peer. If the tags of two ranks differ, bot
 Tags between two ranks are sent in one order for all models and groups. They use the default process group if gloo
 carries its CPU tensors, else the model's group. An announcement does not block: the first wait after it also waits for
 the peers' tags and compares them. Until then two ranks may have different tags, but their messages cannot be mixed up:
-gloo matches them by the number of the tag (:attr:`CollectiveTag.number`).
+gloo matches messages by the number of the tag (:attr:`CollectiveTag.number`).
 
-Without gloo (NCCL, MPI) an announcement is a collective that blocks the host. It is sent only if
+On other backends (NCCL, MPI) an announcement is a collective that blocks the host. Ranks launch this collective only if
 ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` is set.
 """
 
@@ -96,15 +96,15 @@ def current_activity() -> str:
 
 
 def without_tags(group: ProcessGroup) -> None:
-    """Disable tags for a group. A group of another thread needs this, since its collectives are in no fixed order with
-    other groups'."""
+    """Disable tags for a group. A group that another thread uses needs this, since the order of its collectives
+    relative to other groups is not fixed."""
     _without_tags.add(group)
 
 
 def announce(tag: CollectiveTag, group: ProcessGroup) -> AnnouncedTag | None:
     """Send this rank's tag to all ranks of the group. Return the announcement, or None if no comparison is pending.
 
-    Without gloo, ranks compare tags only under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, and immediately.
+    On backends other than gloo, ranks compare tags immediately, and only under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
     """
     if group.size() == 1 or group in _without_tags:
         return None
@@ -155,7 +155,7 @@ _Posted = tuple[tuple[int, int], bytearray, dist.Work, dist.Work]
 
 
 class AnnouncedTag:
-    """An announced tag that has not been compared with the peers' tags yet. Its messages are sent by gloo."""
+    """An announced tag that has not been compared with the peers' tags yet. Gloo sends its messages."""
 
     def __init__(self, tag: CollectiveTag, group: ProcessGroup, channel: ProcessGroup) -> None:
         self._tag, self._channel = tag, channel
@@ -196,7 +196,7 @@ class AnnouncedTag:
 
 
 def _compare_now(tag: CollectiveTag, group: ProcessGroup) -> None:
-    """Announce a tag by a collective that blocks the host, and compare it."""
+    """Announce and compare a tag with a collective that blocks the host."""
     messages = [b""] * group.size()
     with naming_tag(tag.text), naming_lost_ranks(group):
         dist.all_gather_object(messages, tag.message, group=group)
@@ -205,8 +205,8 @@ def _compare_now(tag: CollectiveTag, group: ProcessGroup) -> None:
 
 
 def _compare(tag: CollectiveTag, rank: int, message: bytes, channel: ProcessGroup, buffers: object) -> None:
-    """Raise if a peer's message does not equal this tag's, now and whenever the channel is used again. ``buffers`` are
-    kept alive for the peers."""
+    """Raise if a peer's message differs from this tag's message. All later uses of the channel then raise. ``buffers``
+    are kept alive for the peers."""
     if message == tag.message:
         return
     texts = {dist.get_rank(): tag.text, rank: message[DIGEST_BYTES:].rstrip(b"\0").decode(errors="ignore")}
@@ -229,7 +229,7 @@ def difference_of(texts: dict[int, str]) -> str:
 
 
 class TaggedTransport:
-    """The transports of one model, by the axes of its mesh.
+    """The transports of a model, keyed by the axes of its mesh.
 
     The first launch after ``enter`` or ``enter_phase`` announces the tag. Launches are as in
     :class:`thunder_zero.comm.transport.Transport`, with the axis as an additional argument.
@@ -254,14 +254,14 @@ class TaggedTransport:
         self._launches = 0
 
     def enter(self, tag: CollectiveTag) -> None:
-        """Set the tag of later launches. It is announced at the first launch."""
+        """Set the tag of later launches. The first launch announces the tag."""
         self._next_tag = lambda: tag
 
     def enter_phase(self, phase: str, schedule: str, training_forwards: int) -> None:
-        """Set the tag of a phase of a step, such as ``"backward"``, with the digest of its launches.
+        """Set the tag of a phase, such as ``"backward"``. The tag includes the digest of the phase's launches.
 
-        The tag has two numbers: of phases of this kind with launches, and of training forwards so far, even without
-        launches. The second number differs if a rank has skipped a backward.
+        The tag counts the phases of this kind that launched collectives, and all training forwards so far. The second
+        count differs between ranks if a rank has skipped a backward.
         """
 
         def tag() -> CollectiveTag:
@@ -296,7 +296,7 @@ class TaggedTransport:
         second: Callable[[Transport, tuple[Tensor, ...]], Waitable],
         over: str = SHARD,
     ) -> Waitable:
-        """Launch twice over an axis, the second time with the results of the first."""
+        """Launch twice over an axis, the second time with the results of the first launch."""
         return self._confirmed(self._announced(over).in_two(first, second))
 
     @property
@@ -315,7 +315,7 @@ class TaggedTransport:
             transport.drain()
 
     def _announced(self, axis: str) -> Transport:
-        """Announce the tag, at most once; return the transport of an axis, with the tag's number."""
+        """Announce the tag at most once. Return the transport of an axis, whose messages carry the tag's number."""
         if self._next_tag is not None and self._announces:
             self._tag = self._next_tag()
             self._announced_tag = announce(self._tag, self._group)
@@ -341,7 +341,7 @@ class _Confirmed:
         self._handle, self._tag, self._announced = handle, tag, announced
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Compare tags, and raise if a peer's tag differs; then wait for the handle."""
+        """Compare tags, raise if a peer's tag differs, and then wait for the handle."""
         if self._announced is not None:
             self._announced.confirm()
         try:

@@ -2,10 +2,10 @@
 
 In: the arguments ``process_group`` and ``mesh``. Out: :class:`Ranks`, once for each model. On rank 2 of four::
 
-    process_group, or neither                world and shard_group {0 1 2 3}, no replicate_group
-    mesh [[0, 1], [2, 3]]                    world {0 1 2 3}, shard_group {2 3}, replicate_group {0 2}
-         of (replicate, shard)               first_copy (0, 1)
-         of (dp, tp)                         world {0 1 2 3}, data and shard_group {0 2}, tensor {2 3}
+    argument                                            process groups
+    process_group, or neither argument                  shard_group {0 1 2 3}
+    mesh [[0, 1], [2, 3]] of (dp_replicate, dp_shard)   shard_group {2 3}, replicate_group {0 2}
+    mesh [[0, 1], [2, 3]] of (dp, tp)                   shard_group {0 2}, tensor {2 3}
 
 :func:`group_like` creates a second group of the same ranks, for the thread of an asynchronous save.
 :func:`tell_launcher` and :func:`destroy_groups_after_error` run at exit.
@@ -65,7 +65,7 @@ class Ranks:
 
     @property
     def planned(self) -> Mesh:
-        """The mesh for a plan: the sizes of the groups, and this rank's places in them."""
+        """The mesh for a plan: the size of each group, and this rank's index in the group."""
         replicas, copy = (1, 0) if (copies := self.replicate_group) is None else (copies.size(), copies.rank())
         slices, part = (None, 0) if self.tensor is None else (self.tensor.size(), self.tensor.get_local_rank())
         mesh = Mesh.of(self.shard_group.size(), self.shard_group.rank(), replicas, copy=copy, slices=slices, part=part)
@@ -116,8 +116,8 @@ def ranks_of(group: object, mesh: object, dims: object = None) -> Ranks:
 
 
 def _data_dims(names: tuple[str, ...], dims: object) -> tuple[str, ...]:
-    """Return the names of a mesh's data dimensions, the sharding dimension last; empty if neither ``dims`` nor
-    :data:`DATA_DIMS` names any.
+    """Return the names of a mesh's data dimensions, with the sharding dimension last. Return an empty tuple if neither
+    ``dims`` nor :data:`DATA_DIMS` names a dimension of the mesh.
 
     Raises:
         TypeError: ``dims`` is not a ``DataParallelMeshDims``.
@@ -194,15 +194,15 @@ def _require_matching_rows(copies: list[list[int]]) -> None:
 
 
 def hybrid_mesh(shape: tuple[int, int], device: torch.device) -> DeviceMesh:
-    """Create a mesh of all ranks, ``shape`` = (replicas, ranks of each replica); a collective."""
+    """Create a mesh of all ranks; a collective. ``shape`` is (number of replicas, number of ranks in each replica)."""
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Create a gloo group of the ranks of ``group``, with its timeout on ``device``; a collective of these ranks.
+    """Create a gloo group with the ranks of ``group``, and with its timeout for tensors on ``device``; a collective.
 
-    The new group is for collectives of another thread, and has no tags. Call this right after another collective: it
-    raises if a rank calls it more than a minute later.
+    Another thread may use the new group, which has no tags. Call this function right after another collective, since it
+    raises if a rank calls it more than a minute after another rank does.
     """
     ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
     creation_timeout = min(timeout / GLOO_CONNECT_FACTOR, LONGEST_WAIT_FOR_ADDRESS)
@@ -214,8 +214,8 @@ def group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
 
 
 def _all_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return a group of the mesh's ranks: the default group if it has exactly these ranks, so that ranks with different
-    meshes can compare them."""
+    """Return a group of the mesh's ranks. This is the default group if it has exactly these ranks, so that ranks with
+    different meshes can compare meshes."""
     ranks = sorted(mesh.mesh.flatten().tolist())
     if ranks == list(range(dist.get_world_size())):
         return process_group(None)
@@ -248,11 +248,11 @@ def tell_launcher() -> None:
 
 
 def destroy_groups_after_error() -> None:
-    """Destroy process groups after an uncaught exception, if all use gloo alone; called at exit.
+    """Destroy process groups after an uncaught exception, if no group uses a backend other than gloo; called at exit.
 
     Torch joins a group's threads when the last reference to the group is dropped, which is too late once the
-    interpreter ends. A thread that still has to drop tensors would wait for the GIL forever. The process would abort
-    instead of ending with the exception's exit code. The frames of the traceback hold references to the group, too.
+    interpreter ends. A thread that still has to drop tensors would then wait for the GIL forever, and the process would
+    abort instead of ending with the exception's exit code. The traceback's frames refer to the group, too.
     """
     error = _uncaught()
     configs = ",".join(map(dist.get_backend_config, all_groups())) if has_groups() else ""
@@ -266,7 +266,7 @@ def destroy_groups_after_error() -> None:
 
 
 def process_group(group: object) -> dist.ProcessGroup:
-    """Return the given group, or the default one if it is None.
+    """Return the given group, or the default group if it is None.
 
     Raises:
         ValueError: this rank is not in the group.
@@ -296,5 +296,5 @@ def process_group(group: object) -> dist.ProcessGroup:
 
 
 def ranks_of_default_group() -> int | None:
-    """Return the number of ranks of the default process group; None if there is none."""
+    """Return the number of ranks of the default process group, or None if there is none."""
     return process_group(None).size() if has_groups() else None

@@ -42,7 +42,7 @@ class BucketPart:
     """A part of a bucket that finishes independently.
 
     Attributes:
-        waits: functions that return when a message has ended, or raise if it failed; called in order.
+        waits: functions that return when a message has ended, or raise if it failed. They are called in order.
         then: a function that does local work on the received data.
     """
 
@@ -58,7 +58,7 @@ class BucketPart:
 
 
 class Handle:
-    """A launched bucket. It keeps every tensor alive that the backend still reads or writes.
+    """A launched bucket, which keeps every tensor alive that the backend still reads or writes.
 
     The transport holds the handle in ``pending`` until it has ended, so that dropping a handle never frees memory to
     which the backend still writes.
@@ -91,7 +91,7 @@ EXIT_SECONDS = 1.0  # an exiting rank waits this long for its threads
 
 
 class Task(Generic[Result]):
-    """A task of a background thread. A lock is held until the task ends; a ``Future`` costs ten times as much."""
+    """A task of a background thread. A lock is held until the task ends, since a ``Future`` costs ten times as much."""
 
     __slots__ = "_call", "_error", "_lock", "_result"
 
@@ -142,9 +142,9 @@ def in_background(thread: str, call: Callable[[], Result]) -> Task[Result]:
 
 
 class _Background:
-    """A background thread, shared by all transports: messages under a tag must leave in one order on all ranks.
+    """A background thread that all transports share, since messages must be sent in the same order on all ranks.
 
-    It is a daemon, so that a rank that fails can exit while the thread waits for its peers.
+    The thread is a daemon, so that a failed rank can exit while the thread waits for peers.
     """
 
     def __init__(self, name: str) -> None:
@@ -152,7 +152,7 @@ class _Background:
         threading.Thread(target=self._serve, name=f"thunder_zero {name}", daemon=True).start()
 
     def give(self, task: Task[Any]) -> None:
-        """Run a task after the earlier ones."""
+        """Run a task after all earlier tasks."""
         self._tasks.put(task)
 
     def _serve(self) -> None:
@@ -171,5 +171,5 @@ def _thread_of(name: str) -> _Background:
 
 
 def _let_end(thread: str) -> None:
-    """Give the thread time to notice lost peers; called at exit. The interpreter cannot stop it cleanly later."""
+    """Give the thread time to notice lost peers; called at exit. Later the interpreter cannot stop it cleanly."""
     in_background(thread, lambda: None).wait(EXIT_SECONDS)

@@ -1,8 +1,8 @@
 """Makes errors of collectives name the rank that died or does not answer.
 
-If a backend loses a rank, its error has an address at best. Gloo has one connection for each pair of ranks, and a
-closed connection rejects the next message immediately. So sending one message to each rank shows which ranks are lost.
-Errors with other causes (out of memory, a CUDA error) stay unchanged.
+A backend's error about a lost rank has the rank's address at best. Gloo has one connection for each pair of ranks, and
+a closed connection rejects the next message immediately. So sending one message to each rank shows which ranks are
+lost. Other errors, such as a CUDA error, stay unchanged.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class LostRank(DistNetworkError):
         self.tag = tag
 
     def at(self, tag: str) -> LostRank:
-        """Return a copy of this error with a tag; the error itself if it already has a tag."""
+        """Return a copy of this error with a tag, or the error itself if it already has a tag."""
         return self if self.tag else LostRank(*self._facts, tag)
 
     def __reduce__(self) -> tuple[type[LostRank], tuple[int, str, str, str]]:
@@ -112,9 +112,9 @@ def naming_lost_ranks(group: ProcessGroup, rank: int | None = None, timeout: tim
 def raise_named(
     error: RuntimeError, group: ProcessGroup, start: float, rank: int | None = None, timeout: timedelta | None = None
 ) -> NoReturn:
-    """Raise an error as :func:`naming_lost_ranks` does; ``start`` is the ``time.monotonic()`` at which waiting began.
+    """Raise an error as :func:`naming_lost_ranks` does. ``start`` is the ``time.monotonic()`` at which waiting began.
 
-    Code that runs many times in a step calls it in an ``except``, since a ``try`` costs less than a context manager.
+    Code that runs often calls this function in an ``except``, since a ``try`` costs less than a context manager.
     """
     if isinstance(error, LostRank) or not is_about_lost_rank(error):
         raise error

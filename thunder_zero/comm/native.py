@@ -129,7 +129,7 @@ class _Native(Launching):
 
 
 class CoalescedNccl(_Native):
-    """The transport for NCCL: one launch for all calls of a bucket; the collective itself averages.
+    """The transport for NCCL: one launch for all calls of a bucket. The collective itself averages.
 
     ``wait`` blocks the current stream, not the host. NCCL averages by dividing each rank's gradient by W before the
     sum, which loses small float16 numbers. So float16 gradients are summed, and divided here.
@@ -145,7 +145,7 @@ class CoalescedNccl(_Native):
 
 
 class PerTensor(_Native):
-    """The transport for other backends: one collective for each tensor, which sums gradients that are divided first."""
+    """The transport for other backends: one collective for each tensor. Gradients are divided before the sum."""
 
     def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
         works = [collective(*tensors, group=self._group, async_op=True, **options) for *tensors, options in calls]
@@ -158,8 +158,8 @@ class PerTensor(_Native):
 def float16_divisors(world_size: int) -> tuple[float, float]:
     """Return the divisor of float16 gradients before the sum, a power of 2, and the divisor of the sum.
 
-    Each is about the square root of W, as in FSDP2: dividing by W before the sum loses small gradients, and dividing
-    after it overflows.
+    Each is about the square root of W, as in FSDP2: dividing by W before the sum loses small gradients, and dividing by
+    W after the sum overflows.
 
     >>> float16_divisors(8)
     (4, 2.0)
@@ -176,5 +176,5 @@ def _sendable(tensor: Tensor) -> Tensor:
 
 
 def _keep_alive(tensors: object) -> Callable[[], object]:
-    """Return a no-op that keeps ``tensors`` alive until it is dropped."""
+    """Return a no-op that keeps ``tensors`` alive until the no-op is dropped."""
     return lambda: tensors

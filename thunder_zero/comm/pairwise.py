@@ -13,15 +13,14 @@ the tensors' own memory (rows of dim 0 are contiguous)::
 Padding is never sent, and an empty range needs no message. Sender and receiver derive the messages from shapes and
 dtypes alone. Sums run in rank order, half precision is summed in float32, and the division comes last.
 
-Two background threads mostly sleep. SENDER posts receives and sends to gloo. A large send returns after milliseconds,
-when gloo has copied as much as the socket takes; posting a receive waits for it. Posting a receive also sends an
-announcement, which would queue behind earlier sends. So a bucket's receives are posted before its sends. AVERAGER
-starts the second part of an all-reduce, or of :meth:`PairwiseGloo.in_two`, when the first part has ended, so that no
-call of ``wait`` is needed.
+Two background threads mostly sleep. SENDER posts receives and sends to gloo. A large send takes milliseconds, until
+gloo has copied as much as the socket accepts. Posting a receive sends an announcement, which would wait for earlier
+sends. So a bucket's receives are posted before its sends. AVERAGER starts the second part of an all-reduce, or of
+:meth:`PairwiseGloo.in_two`, when the first part has ended, so that no call of ``wait`` is needed.
 
 Gloo matches messages by tag: between two ranks, the n-th send of a tag matches the n-th receive. Messages that AVERAGER
-starts have tags of their own. So has every phase of a step (:meth:`PairwiseGloo.with_tag`), so that messages of
-different phases (``collective_tags.py``) never match. Gloo keeps no state for used tags.
+starts have tags of their own. Every phase of a step also has tags of its own (:meth:`PairwiseGloo.with_tag`), so that
+messages of different phases never match (``collective_tags.py``). Gloo keeps no state for used tags.
 """
 
 from __future__ import annotations
@@ -89,9 +88,9 @@ class PairwiseGloo(Launching):
     def _gather_even(
         self, bucket: GlooBucket, shards: Sequence[Tensor], message: PackedMessage, fulls: list[Any]
     ) -> BucketPart:
-        """Gather parameters that share a message, if the number of ranks divides the rows of each.
+        """Gather parameters that share a message, if the number of ranks divides the rows of each parameter.
 
-        One call of torch packs the rows of all parameters, and one call cuts the received rows into full parameters.
+        One call of torch packs the rows of all parameters, and one call splits the received rows into full parameters.
         """
         local_rows = flatten(shards)
         packed = local_rows.new_empty((self.world_size, message.elements))
@@ -212,7 +211,7 @@ class PairwiseGloo(Launching):
     def _reduce(
         self, bucket: GlooBucket, parts: Sequence[Tensor], mean: Tensor, then: Callable[[], None] | None
     ) -> BucketPart:
-        """Write the mean of all ranks' parts for this rank into ``mean``, then call ``then``; the caller sends
+        """Write the mean of all ranks' parts for this rank into ``mean``, then call ``then``. The caller sends
         ``parts[r]`` to rank r."""
         lowest = min(self._peers)  # its part is summed first or second, so ``mean`` may be its receive buffer
         arrived = {rank: mean if rank == lowest else torch.empty_like(mean) for rank in self._peers}
@@ -253,13 +252,13 @@ class PairwiseGloo(Launching):
         return GlooBucket(self._group, self._tag)
 
     def _cut_rows(self, tensor: Tensor) -> list[Tensor]:
-        """Return views of the flat rows of each rank, in rank order, of a contiguous tensor."""
+        """Return views of a contiguous tensor: the flat rows of each rank, in rank order."""
         sizes = _elements_of_ranks(tuple(tensor.shape), self.world_size)
         return list(torch.split_with_sizes(tensor.view(-1), sizes))
 
 
 class GlooBucket:
-    """The messages of one launch. One task of the sender thread posts them all: first the receives, then the sends."""
+    """The messages of one launch. One task of the sender thread posts all receives, then all sends."""
 
     def __init__(self, group: ProcessGroup, tag: int) -> None:
         self._group, self._tag = group, tag
@@ -269,13 +268,13 @@ class GlooBucket:
         self._meanwhile: list[Callable[[], object]] = []
 
     def receive(self, slots: dict[int, Tensor], then: Callable[[], None] | None, tag: int | None = None) -> BucketPart:
-        """Receive messages, given by rank; the returned part waits for all messages and calls ``then``."""
+        """Receive into buffers, keyed by rank. Return a part that waits for all messages, then calls ``then``."""
         received: list[Wait] = []
         self._receives.append((slots, self._tag if tag is None else tag, received))
         return BucketPart(received, then)
 
     def send(self, messages: dict[int, Tensor]) -> None:
-        """Send messages, given by rank."""
+        """Send messages, keyed by rank."""
         self._sends.append(messages)
 
     def meanwhile(self, work: Callable[[], object]) -> None:
@@ -295,8 +294,8 @@ class GlooBucket:
         return in_background(SENDER, post).result
 
     def start_all(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[Wait]:
-        """Start messages, given by rank; return a function for each that waits for it. Empty tensors need no
-        message."""
+        """Start messages, keyed by rank. Return, for each message, a function that waits for its end. Empty tensors
+        need no message."""
         return [start(tensor, rank, self._group, tag) for rank, tensor in tensors.items() if tensor.numel()]
 
     def _post(self) -> None:
@@ -417,7 +416,7 @@ def group_by_size(nbytes: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def mean_into(out: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write the mean of two or more 1-D ``parts`` into ``out``, summed in order, half precision in float32. ``out`` may
+    """Sum two or more 1-D ``parts`` in order, half precision in float32, and write the mean into ``out``. ``out`` may
     be the first or the second part."""
     first, second, *remaining = parts
     if out.itemsize >= 4:
@@ -458,7 +457,7 @@ def _cut(
     sizes: Sequence[int],
     dim: int,
 ) -> None:
-    """Cut a packed message into new tensors; write them into ``results`` at the indices ``members``."""
+    """Split a packed message into new tensors, and write the tensors into ``results`` at the indices ``members``."""
     split: Any = torch.split_with_sizes_copy  # torch's stubs have no result for it
     for index, piece, shape in zip(members, split(packed, sizes, dim), shapes, strict=True):
         # A view would hold one more tensor. Most biases need no resize.

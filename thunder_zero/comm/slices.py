@@ -28,14 +28,14 @@ def mesh_and_slices(
 
     Raises:
         ValueError: ``mesh`` has two dimensions for tensor parallelism, or :func:`slices_of` or :func:`partial_of`
-            raises it.
+            raises.
     """
     ranks = ranks_of(None, mesh, dp_mesh_dims)
     return ranks.planned, slices_of(module, ranks), partial_of(module, ranks)
 
 
 def slices_of(module: nn.Module, ranks: Ranks) -> dict[str, int]:
-    """Return the dimensions along which parameters are sliced, by all their names; empty without tensor parallelism.
+    """Return a mapping from the names of sliced parameters, aliases included, to dimensions; empty without slices.
 
     Raises:
         ValueError: no parameter is a DTensor on the mesh's dimension for tensor parallelism, a parameter is a DTensor
@@ -68,7 +68,7 @@ def slices_of(module: nn.Module, ranks: Ranks) -> dict[str, int]:
 
 
 def partial_of(module: nn.Module, ranks: Ranks) -> frozenset[str]:
-    """Return all names of the parameters whose gradients are sums of parts, one part from each rank along ``tensor``.
+    """Return the names, aliases included, of parameters whose gradients are sums of parts from all ranks of ``tensor``.
 
     Hugging Face's plans mark their modules by ``replicated_with_grad_allreduce``.
 
@@ -89,7 +89,7 @@ def partial_of(module: nn.Module, ranks: Ranks) -> frozenset[str]:
 
 
 def _dimension_of(name: str, param: DTensor, ranks: int) -> int | None:
-    """Return the dimension along which a DTensor is sliced; None if it is replicated."""
+    """Return the dimension along which a DTensor is sliced, or None if it is replicated."""
     (placement,) = param.placements
     if isinstance(placement, Replicate):
         return None

@@ -28,7 +28,7 @@ _next_number = 0
 
 @contextmanager
 def small_collective(step: str, group: ProcessGroup) -> Iterator[None]:
-    """Tag the small collective in the block. The block starts after all ranks of the group have reached it; its errors
+    """Tag the small collective in the block. The block starts after all ranks of the group have reached it. Its errors
     name lost ranks."""
     with naming_tag(compare_tags(step, group)), naming_lost_ranks(group):
         yield
@@ -83,7 +83,7 @@ def to_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) 
 
 
 def all_gather_tensor(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """Return the tensor of each rank, in rank order; all have one shape and dtype. A small collective."""
+    """Return the tensor of each rank, in rank order. All tensors must have one shape and dtype. A small collective."""
     tensors = [torch.empty_like(tensor) for _ in range(group.size())]
     with small_collective("all_gather_tensor", group):
         dist.all_gather(tensors, tensor, group=group)

@@ -1,4 +1,4 @@
-"""Finds tied parameters that ``parallelize_module`` has separated, which would silently diverge.
+"""Finds tied parameters that ``parallelize_module`` has separated, and that would silently diverge.
 
 ``parallelize_module`` gives each module that it slices a new parameter. A Hugging Face configuration tells which
 parameters are tied. In other models, an embedding and another parameter with equal values were tied::
@@ -57,7 +57,7 @@ def _was_tied(module: nn.Module, plan: Plan, first: Param, second: Param) -> boo
 
 @torch.no_grad()
 def _common(tensor: Tensor, param: Param, other: Param, plan: Plan) -> Tensor:
-    """Return the part of ``param`` that this rank has of ``other``, too."""
+    """Return the elements of ``param`` on this rank whose counterparts in ``other`` are also on this rank."""
     part, axis, dim = tensor.to_local() if isinstance(tensor, DTensor) else tensor, plan.mesh.tensor, other.sliced
     if dim is not None and dim != param.sliced:
         size = part.shape[dim] // axis.size

@@ -33,7 +33,7 @@ def outside_autograd(function: Function) -> Function:
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        # Programs run without gradients anyway, and entering both modes costs more than the check.
+        # Programs already run without gradients, and entering both modes costs more than the check.
         needs_modes = torch.is_grad_enabled() or torch.is_inference_mode_enabled()
         return (outside if needs_modes else function)(*args, **kwargs)
 
@@ -41,10 +41,10 @@ def outside_autograd(function: Function) -> Function:
 
 
 class Transport(ABC):
-    """The interface of a transport, which launches the collectives of one bucket at a time.
+    """The interface of transports. A transport launches the collectives of one bucket at a time.
 
-    All tensors of a bucket share a dtype; dtypes of gradients must be in ``averages``. All ranks launch equal buckets
-    in one order, each from one thread. Inputs must not change before the handle's ``wait`` returns.
+    All tensors of a bucket share a dtype. The dtypes of gradients must be in ``averages``. All ranks launch equal
+    buckets in one order, each from one thread. Inputs must not change before the handle's ``wait`` returns.
     """
 
     averages: frozenset[torch.dtype]
@@ -60,16 +60,16 @@ class Transport(ABC):
         Args:
             shards: contiguous tensors of shape ``layout.shard_shape(shape, W)``.
             shapes: the shapes of the full tensors, without padding.
-            into: buffers of shape ``layout.padded_shape(shape, W)`` that already contain this rank's shards; all other
+            into: buffers of shape ``layout.padded_shape(shape, W)`` that already contain this rank's shards. All other
                 rows are overwritten.
 
         Returns:
-            A handle of the full, unpadded, contiguous tensors (views of ``into``, if given).
+            A handle whose results are the full, unpadded, contiguous tensors: views of ``into`` if it is given.
         """
 
     @abstractmethod
     def reduce_scatter(self, grads: Sequence[Tensor]) -> Waitable:
-        """Average full tensors over ranks, contiguous or not.
+        """Average full tensors over ranks. The tensors may be non-contiguous.
 
         The handle returns this rank's rows of the means, ``layout.shard_shape(grad.shape, W)``, with zeros as padding.
         """
@@ -81,10 +81,10 @@ class Transport(ABC):
 
     @abstractmethod
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
-        """Send the tensors in ``outgoing`` to other ranks, and receive into the tensors in ``incoming``, by rank.
+        """Send the tensors in ``outgoing``, and receive into the tensors in ``incoming``. The keys are ranks.
 
-        Sender and receiver list equal sizes in one order, and all tensors of a call have one dtype. ``incoming`` is
-        complete when the handle's ``wait`` returns; it returns an empty tuple.
+        Sender and receiver list equal sizes in one order, and all tensors of a call have one dtype. The handle's
+        ``wait`` returns an empty tuple once ``incoming`` is complete.
         """
 
     def in_two(
@@ -93,7 +93,7 @@ class Transport(ABC):
         """Launch ``first``, then ``second`` with the results of ``first``; return the handle of ``second``.
 
         Each function launches on the transport that it receives. ``second`` is launched in the background when
-        ``first`` has ended, or, on a backend that orders launches by streams, when the handle is waited for.
+        ``first`` has ended. On a backend that orders launches by streams, the handle's ``wait`` launches ``second``.
         """
         handle = first(self)
         return WaitsBy(lambda: second(self, handle.wait()).wait())
@@ -113,7 +113,7 @@ class Transport(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Wait for all launches of a failed step. Every rank must have failed after equally many launches."""
+        """Wait for all launches of a failed step. Every rank must have failed after the same number of launches."""
 
 
 class Launching(Transport):

@@ -7,10 +7,10 @@ that names the user's file and line. Three lines of forward, and their workaroun
     h[:, :2].mul_(2)                    a write through a view    wrong_gradients.py raises
     y = ltorch.gelu(x)                  no fuser runs             operators/ keeps it one line in each phase
 
-These three are in ``thunder/``, which serves Thunder's own front end; ``tz.compile`` never enters it. ``aot/`` and
+These workarounds are in ``thunder/``, for Thunder's own front end. ``tz.compile`` never applies them. ``aot/`` and
 ``torch/`` wrap private functions of torch, which ``private.py`` lists.
 
-A file opens with the line "needed while: ...". In a file of several workarounds each section opens so.
-``tests/one/test_needs.py`` has a row for each line. A row fails once its workaround is no longer needed on a
+A file opens with the line "needed while: ...". In a file with several workarounds, each section opens with its own
+line. ``tests/one/test_needs.py`` has a row for each line. A row fails once its workaround is no longer needed on a
 version in ``imports.KNOWN``. Then the file or section can be deleted.
 """

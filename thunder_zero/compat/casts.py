@@ -1,7 +1,7 @@
-"""needed while: Thunder interprets twice as much for hooks that cast as for a method that casts.
+"""needed while: Thunder interprets twice as much code for a hook that casts as for a method.
 
-Casts inputs and outputs of modules to the dtypes of mixed precision: a submodule's class is replaced by a subclass
-whose forward casts. Torch's ``fully_shard`` also replaces the classes of modules.
+Casts inputs and outputs of modules to the dtypes of mixed precision. For this, a submodule's class is replaced by a
+subclass whose forward casts. Torch's ``fully_shard`` also replaces the classes of modules.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def cast_inputs(name: str, args: Any, kwargs: Any, precision: MixedPrecision) ->
 
 
 def cast_borders(module: nn.Module, precision: MixedPrecision) -> None:
-    """Make the module cast its outputs, and submodules with an override cast their inputs and outputs."""
+    """Make the module cast its outputs, and make submodules with an override cast inputs and outputs."""
     for submodule, module_class in _casting(module, precision).items():
         submodule.__class__ = module_class
 
@@ -60,7 +60,7 @@ def without_casts(module: nn.Module) -> Iterator[None]:
 
 
 def _casting(module: nn.Module, precision: MixedPrecision) -> dict[nn.Module, type[nn.Module]]:
-    """Return the new class of each module that casts inputs or outputs."""
+    """Return a mapping from each module that casts inputs or outputs to its new class."""
     kinds: dict[nn.Module, type[nn.Module]] = {}
     for path, submodule in module.named_modules():
         dtype = next((param.dtype for param in submodule.parameters() if param.is_floating_point()), None)
@@ -75,7 +75,7 @@ def _casting(module: nn.Module, precision: MixedPrecision) -> dict[nn.Module, ty
 def _subclass(
     name: str, kind: type[nn.Module], input_dtype: torch.dtype | None, output_dtype: torch.dtype | None
 ) -> Any:
-    """Return a subclass whose forward casts; a dtype of None means no cast."""
+    """Return a subclass whose forward casts. A dtype of None means no cast."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _cast(args, input_dtype, self), _cast(kwargs, input_dtype, self)
@@ -121,7 +121,7 @@ def _cast(tree: Any, dtype: torch.dtype | None, owner: Any) -> Any:
 
 
 def fields_of(tree: Any) -> tuple[tuple[str, ...], bool]:
-    """Return the field names of a dataclass, and whether the constructor takes all; no names for other values."""
+    """Return a dataclass's field names, or no names for other values, and whether the constructor takes all fields."""
     if isinstance(tree, type) or not dataclasses.is_dataclass(tree):
         return (), False
     fields = dataclasses.fields(tree)

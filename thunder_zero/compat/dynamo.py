@@ -1,7 +1,7 @@
-"""needed while: past a limit dynamo runs code without a graph, for reasons under private names.
+"""needed while: dynamo has no public API to lift its limits, or to tell why a graph ended.
 
-In: a module, and a backend for its graphs. Out: a function that calls the captured module. Also, for each graph: the
-user's line where the graph ended, why it was compiled again, and whether it is valid in all grad modes.
+In: a module, and a backend for its graphs. Out: a function that calls the captured module. For each graph, functions
+return the user's line where the graph ended, why it was compiled again, and whether it is valid in all grad modes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ GRAD_MODE = frozenset(  # code with these names may have another graph in anothe
 def capture(
     module: nn.Module,
     backend: Callable[..., Any],
-    compiling: Callable[[], AbstractContextManager[None]],
+    make_context: Callable[[], AbstractContextManager[None]],
     *,
     dynamic: bool | None = None,
     whole: bool = False,
@@ -69,9 +69,9 @@ def capture(
     Programs of other models with equal code do not count for dynamo's limits.
 
     Args:
-        module: the module; the attributes by which torch and Lightning mark a compiled module are removed.
+        module: the module. The attributes by which torch and Lightning mark a compiled module are removed.
         backend: a function that gets each graph.
-        compiling: a function that returns the context in which dynamo compiles. Programs run outside of the context.
+        make_context: a function that returns the context in which dynamo compiles. Programs run outside of it.
         dynamic: the argument of ``torch.compile``.
         whole: True to raise if forward is more than one graph.
     """
@@ -80,15 +80,15 @@ def capture(
     for mark in ("_is_torch_compile", "_compile_kwargs"):
         vars(module).pop(mark, None)
     callback = captured.dynamo_ctx.callback  # dynamo calls it for each function that it has not compiled
-    callback._torchdynamo_orig_backend = _inside(compiling, callback._torchdynamo_orig_backend)
+    callback._torchdynamo_orig_backend = _inside(make_context, callback._torchdynamo_orig_backend)
     return captured  # type: ignore[no-any-return]
 
 
-def _inside(compiling: Callable[[], AbstractContextManager[None]], convert: Callable[..., Any]) -> Callable[..., Any]:
-    """Return dynamo's compiler of functions, wrapped so that it runs in a context."""
+def _inside(make_context: Callable[[], AbstractContextManager[None]], convert: Callable[..., Any]) -> Any:
+    """Return ``convert``, dynamo's compiler of functions, wrapped so that it runs in a context."""
 
     def converted(*args: Any, **kwargs: Any) -> Any:
-        with compiling():
+        with make_context():
             return convert(*args, **kwargs)
 
     converted._torchdynamo_orig_backend = convert._torchdynamo_orig_backend  # type: ignore[attr-defined]
@@ -96,7 +96,7 @@ def _inside(compiling: Callable[[], AbstractContextManager[None]], convert: Call
 
 
 def users_error(error: Exception) -> tuple[Exception, list[FrameSummary]]:
-    """Return the operator's error if dynamo wrapped it, or the given error; and the user's stack."""
+    """Return the operator's error if dynamo wrapped it, else the given error. Also return the user's stack."""
     if not isinstance(error, TorchRuntimeError):
         return error, list(extract_tb(error.__traceback__))
     raised: BaseException = error
@@ -143,7 +143,7 @@ def failure(error: Exception, name: str, slices: int = 1) -> tuple[str, Exceptio
 def capturing(breaks: list[str], kinds: tuple[type[Tensor], ...]) -> Iterator[None]:
     """Change dynamo's settings inside the block, in which dynamo compiles one function of our model.
 
-    All settings are restored afterwards, so other models are compiled by an unchanged dynamo.
+    All settings are restored afterwards, so that dynamo compiles other models with unchanged settings.
 
     Args:
         breaks: a list to which a sentence is appended for each graph that dynamo ends, with the place and the reason.
@@ -234,14 +234,14 @@ def floats_constant() -> Any:
 
 
 def _is_no_error(record: logging.LogRecord) -> bool:
-    """Return whether a log record is not an error: torch logs an error, and then raises it."""
+    """Return whether a log record is below the level of errors, since torch raises each error that it logs."""
     return record.levelno < logging.ERROR
 
 
 def is_for_all_modes(graph: fx.GraphModule, forward: Any) -> bool:
     """Return whether a graph captured with gradients on is all of ``forward``, and also valid with gradients off.
 
-    That is so if no code around the graph runs, and no captured code reads the grad mode. Call this while dynamo
+    Both hold if no code around the graph runs, and no captured code reads the grad mode. Call this while dynamo
     compiles the graph.
     """
     ended: Any = graph.compile_subgraph_reason
@@ -305,7 +305,7 @@ class CompiledFrame(NamedTuple):
         return CompiledFrame(number.frame_id, codes[0], number)
 
     def reason(self) -> str | None:
-        """Return why dynamo compiled the function again; None for a first compilation, or an old compilation."""
+        """Return why dynamo compiled the function again, or None for a first compilation, or an old compilation."""
         metrics = get_compilation_metrics()
         reasons = [metric.recompile_reason for metric in metrics if metric.compile_id == str(self.number)]
         if not reasons or not reasons[-1]:
@@ -328,5 +328,5 @@ def _sentence(ended: GraphCompileReason) -> str:
 
 
 def _logging() -> set[Any]:
-    """Return the methods of loggers, also of transformers, whose calls would end a graph; dynamo drops the calls."""
+    """Return the logging methods whose calls would end a graph, also of transformers. Dynamo drops these calls."""
     return {method for name, method in vars(logging.Logger).items() if LOGGING.fullmatch(name)}

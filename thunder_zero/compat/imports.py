@@ -68,7 +68,7 @@ def _stand_in(name: str) -> Callable[..., None]:
     def dropped(*args: object, **kwargs: object) -> None:
         raise NotImplementedError(f"torch {torch.__version__} has no Tensor.{name}")
 
-    dropped.__name__ = name  # Thunder checks it against the name that it registers
+    dropped.__name__ = name  # Thunder compares the name with the one that it registers
     return dropped
 
 
@@ -116,13 +116,13 @@ def let_thunder_import(on_import: Callable[[], None]) -> None:
 
 
 class Finder(MetaPathFinder):
-    """A finder that finds Thunder by the other finders, and adds the stand-ins during its import."""
+    """A finder that finds Thunder with the other finders, and adds the stand-ins during Thunder's import."""
 
     def __init__(self, on_import: Callable[[], None]) -> None:
         self._on_import = on_import
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the import spec of Thunder; None for all other modules."""
+        """Return the import spec of Thunder, or None for all other modules."""
         if name != "thunder":
             return None
         others = (finder for finder in sys.meta_path if finder is not self)

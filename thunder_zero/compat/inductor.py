@@ -1,8 +1,8 @@
-"""needed while: inductor's compiler of graphs of operators has a private name.
+"""needed while: torch has no public API to compile a graph of operators with inductor.
 
 In: a graph of torch's operators without autograd, and the fake inputs of AOTAutograd's trace. Out: a function of the
-list of inputs. Inductor caches its code on disk, by the text of the graph and the shapes, strides and dtypes of its
-inputs, so that the next process does not compile it again.
+list of inputs. Inductor caches its code on disk, so that the next process need not compile. The cache key is the text
+of the graph, and the shapes, strides and dtypes of the inputs.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class HoldsForSomeSizes(Exception):
 def kernel(
     graph: fx.GraphModule, inputs: Sequence[Any], layouts: Sequence[Any], mode: Any
 ) -> tuple[Kernel, Sequence[Any]]:
-    """Compile a graph; return a function, and the fake outputs.
+    """Compile a graph. Return a function and the fake outputs.
 
     Args:
-        graph: a graph that returns a list; placeholders are tensors, and integers for symbolic sizes.
+        graph: a graph that returns a list. Its placeholders are tensors, and integers for symbolic sizes.
         inputs: fake tensors and symbolic integers.
         layouts: for each output a tensor with the strides that the output must have, or None to let inductor choose.
         mode: the FakeTensorMode of the inputs.
@@ -86,13 +86,13 @@ def _guard_behind(error: BaseException | None) -> BaseException | None:
 
 @contextmanager
 def faking(mode: Any) -> Iterator[None]:
-    """Compute with fake tensors inside the block, whose sizes may be symbols; autocast is off, as in programs."""
+    """Compute with fake tensors inside the block. Their sizes may be symbols. Autocast is off, as in programs."""
     with torch.no_grad(), DisableAutocast(), mode, python_dispatcher():
         yield
 
 
 def laid_out(outputs: Sequence[Any], layouts: Sequence[Any]) -> list[Any]:
-    """Return outputs with the strides of the tensors in ``layouts``; None leaves an output unchanged."""
+    """Return outputs with the strides of the tensors in ``layouts``. None leaves an output unchanged."""
     return [_laid_out_like(output, layout) for output, layout in zip(outputs, layouts, strict=True)]
 
 

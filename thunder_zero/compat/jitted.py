@@ -1,4 +1,4 @@
-"""needed while: Thunder gives the contents of a jitted module under private names alone.
+"""needed while: Thunder has no public API for the contents of a jitted module.
 
 In: a module that ``thunder.jit`` made. Out: the plain module, and the tables in which programs look parameters
 up.

@@ -1,9 +1,9 @@
-"""needed while: Thunder sets functions of lines, and shapes of inputs, by private names alone.
+"""needed while: Thunder has no public API for the functions of lines and the shapes of inputs.
 
 In: lines, inputs and traces of Thunder. Out: a line that calls a function of ours, an input of another shape, or a
 trace with another signature::
 
-    y = zero_all_gather(w)      its name is bound to a function of this model
+    y = zero_all_gather(w)      this name is bound to a function of the model
     def computation(w):         w has the shape of its rows
 """
 
@@ -36,21 +36,21 @@ def bind(
         args: the positional arguments of the call.
         kwargs: the keyword arguments of the call.
         output: the values that the line writes.
-        functions: the functions that the text of the line may call, by name.
+        functions: the functions that the text of the line may call, keyed by name.
         lines: the lines inside a fused region.
     """
     return symbol.bind(*args, output=output, subsymbols=tuple(lines), _call_ctx=dict(functions), **kwargs)
 
 
 def with_functions(line: BoundSymbol, functions: Mapping[str, Any]) -> BoundSymbol:
-    """Return a line whose text calls ``functions``, by name."""
+    """Return a line whose text calls ``functions``, keyed by name."""
     return line.from_bsym(_call_ctx=dict(functions))
 
 
 def set_look(proxy: TensorProxy, shape: tuple[int, ...], dtype: ThunderDtype, device: Any, *, is_number: bool) -> None:
     """Set the shape, dtype and device of an input in place, since all lines of a trace share it.
 
-    ``is_number`` is True if the input has no dimensions: Thunder promotes dtypes with it as with a number.
+    ``is_number`` is True if the input has no dimensions. For type promotion, Thunder treats the input as a number.
     """
     proxy._shape, proxy._dtype, proxy._device = shape, dtype, device
     proxy._numel = prod(shape)  # Thunder stores it separately

@@ -1,15 +1,15 @@
-"""needed while: transformers applies plans by private names, and sums gradients by hooks.
+"""needed while: transformers has no public API to apply plans, and sums gradients in hooks.
 
-:func:`apply_plan` slices any model as ``from_pretrained`` slices a model that has a ``DistributedConfig``.
+:func:`apply_plan` slices a model by its plan, as ``from_pretrained`` does for a given ``DistributedConfig``.
 
-The style ``replicated_with_grad_allreduce`` replaces the forward of a module. The new function registers a hook on each
-parameter when it first runs: an all-reduce of the gradient over the mesh of slices. Placeholders would get these hooks,
-but no gradients. So our plan contains the sum, and the module's original forward is restored::
+In the style ``replicated_with_grad_allreduce``, transformers replaces a module's forward. When the new forward first
+runs, it registers a hook on each parameter, which all-reduces the gradient over the mesh of slices. Our placeholders
+would get these hooks, but no gradients. So our programs all-reduce the gradient, and the old forward is restored::
 
-    q_norm.forward   tp_forward of transformers      ->  Qwen3RMSNorm.forward
-    q_norm.weight    a hook that sums its gradient   ->  zero_all_reduce(..., over='tensor')
+    q_norm.forward   tp_forward of transformers          ->  Qwen3RMSNorm.forward
+    q_norm.weight    a hook that all-reduces gradients   ->  zero_all_reduce(..., over='tensor') in the program
 
-The new function is recognised by its code, never by a name.
+The new forward is recognised by its code, not by its name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMPARED = {  # styles whose results tests compare with those of one process
 
 
 def apply_plan(model: Any, mesh: DeviceMesh, plan: Mapping[str, str] | None) -> None:
-    """Slice a model of transformers by its own plan.
+    """Slice a model of transformers according to its own plan.
 
     Raises:
         RuntimeError: the installed transformers has no plans, or transformers is not installed.
@@ -74,7 +74,7 @@ def apply_plan(model: Any, mesh: DeviceMesh, plan: Mapping[str, str] | None) -> 
 
 
 def meshes_of_sums(module: nn.Module) -> dict[str, DeviceMesh]:
-    """Return the mesh over which hooks of transformers would sum the gradient of each parameter, by its name."""
+    """Return a mapping from parameter names to the meshes over which hooks of transformers would sum gradients."""
     return {
         f"{path}.{name}".removeprefix("."): getclosurevars(hook).nonlocals["mesh"]
         for path, part, _, hook in _hooking(module)
@@ -103,7 +103,7 @@ def left_to_plan(module: nn.Module) -> Iterator[None]:
 
 
 def _hooking(module: nn.Module) -> Iterator[tuple[str, nn.Module, Any, FunctionType]]:
-    """Yield the path of each module whose forward registers hooks, the module, its original forward, and the hook."""
+    """Yield a (path, module, original forward, hook) tuple for each module whose forward registers hooks."""
     style: Any = getattr(sys.modules.get(STYLES), "ReplicatedWithGradAllReduce", None)
     install = vars(style).get("install_forward") if isinstance(style, type) else None
     if not isinstance(install, FunctionType):

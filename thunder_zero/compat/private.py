@@ -1,12 +1,12 @@
-"""needed while: torch gives the functions and classes in NAMES under private names alone.
+"""needed while: torch has no public API for the functions and classes in NAMES.
 
 The table gives the purpose of each name, and a public replacement that torch lacks. Names are imported lazily::
 
     from thunder_zero.compat.private import aot_stage2_compile
 
 No other file of the package imports a private name of torch. Exceptions are operators (``torch.ops``) and two modules
-that torch's documentation uses, ``torch.utils._pytree`` and ``torch.utils._python_dispatch``. Outside of ``compat/``
-files read no private attributes of torch's or Lightning's objects except those in :data:`ATTRIBUTES`.
+that torch's documentation uses, ``torch.utils._pytree`` and ``torch.utils._python_dispatch``. Files outside of
+``compat/`` read only those private attributes of torch's or Lightning's objects that :data:`ATTRIBUTES` lists.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """needed while: Thunder counts no FLOPs of its symbols, and tags few with a kind of work.
 
-In: a line of a Thunder trace. Out: the kind of work, and the FLOPs. ``traces/operators.py`` finds both for torch's
-operators.
+In: a line of a Thunder trace. Out: the kind of work, and the FLOPs. ``traces/operators.py`` finds the kind and the
+FLOPs of torch's operators.
 
 The table is conservative: an unlisted name is OTHER work and no view. A line that may copy, such as a reshape, is
 VIEW work but not in ``VIEWS``, since a trace does not know strides::
@@ -76,7 +76,7 @@ Count = Callable[[list[Shape], BoundSymbol], int]  # (shapes of the tensors amon
 
 
 def flops_of_symbol(bsym: BoundSymbol) -> int | None:
-    """Return the FLOPs of a line; None if the table does not have its name."""
+    """Return the FLOPs of a line, or None if the table does not have its name."""
     count = COUNTS.get(bsym.sym.name)
     # A tensor is an argument, or an item of an argument (``addmm_vjp`` has its inputs in a sequence).
     shapes = [tuple(map(int, proxy.shape)) for proxy in bsym.flat_proxy_args if isinstance(proxy, TensorProxy)]
@@ -104,8 +104,8 @@ def _product_vjp(shapes: list[Shape], bsym: BoundSymbol, *, left: int = 0) -> in
 def _attention(shapes: list[Shape], bsym: BoundSymbol, *, query: int = 0, widths: tuple[int, int] = (1, 1)) -> int:
     """Return the FLOPs of attention, ``2 * queries * keys * (widths[0] * query width + widths[1] * value width)``.
 
-    Forward has ``widths`` (1, 1): the scores, and their product with the values. Query heads may share key heads.
-    ``shapes[query]`` is the shape of the queries; the shapes of keys and values follow it.
+    For forward ``widths`` is (1, 1): one product makes the scores, and one multiplies them with the values. Query heads
+    may share key heads. ``shapes[query]`` is the shape of the queries, followed by the shapes of keys and values.
     """
     queries, keys, values = shapes[query : query + 3]
     width = widths[0] * queries[-1] + widths[1] * values[-1]

@@ -23,7 +23,7 @@ class RefusedPart:
         matches: a predicate that is True for modules of this kind.
         fault: the reason in an error message, behind the module's name.
         action: the alternative to use.
-        cause: the reason why such modules are refused.
+        cause: the reason why modules of this kind are refused.
     """
 
     matches: Callable[[nn.Module], bool]

@@ -1,7 +1,7 @@
 """Wraps AOTAutograd for ``tz.compile``: a joint graph, and a function that runs two phases.
 
-In: a graph of dynamo. Out: a :class:`Joint`, forward and backward in one graph (:func:`export`); then a function with
-PyTorch's own handling of autograd, of writes to inputs, and of outputs that are views (:func:`compiled`)::
+In: a graph of dynamo. Out: a :class:`Joint`, which has forward and backward in one graph (:func:`export`).
+:func:`compiled` makes a function for which PyTorch handles autograd, writes to inputs, and outputs that are views::
 
     export.py      traces a graph of dynamo; rewrites.py changes it before and after
     joint.py       the joint graph, its inputs, outputs, tangents and gradients

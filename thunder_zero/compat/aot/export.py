@@ -1,4 +1,4 @@
-"""needed while: AOTAutograd gives its joint graph under private names.
+"""needed while: torch has no public API for AOTAutograd's joint graph.
 
 In: a graph of dynamo, while dynamo compiles it, and its inputs. Out: a :class:`Joint`, or the reason why
 AOTAutograd cannot trace the graph (:class:`Untraced`)::
@@ -36,7 +36,7 @@ class Untraced(Exception):
 
 
 def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
-    """Trace a graph that dynamo is compiling; trace a backward if an output needs a gradient.
+    """Trace a graph that dynamo is compiling. Also trace a backward if an output needs a gradient.
 
     Raises:
         Untraced: a recurrent layer has dropout, a checkpoint has contexts that are not those of
@@ -99,7 +99,7 @@ def _exported(graph: fx.GraphModule, inputs: Sequence[Any], recurrent: Sequence[
 
 
 def _number_of_outputs(exported: JointWithDescriptors) -> int:
-    """Return how many results of a joint graph are outputs of forward; the remaining results are gradients."""
+    """Return how many results of a joint graph are outputs of forward. The remaining results are gradients."""
     state, capture = exported._aot_state, exported._aot_graph_capture
     if not state.needs_autograd:
         results: Any = capture.graph_module.graph.output_node().args[0]
@@ -112,7 +112,7 @@ def _number_of_outputs(exported: JointWithDescriptors) -> int:
 def _with_fixed_sizes(value: Any) -> Any:
     """Return a fake of fixed sizes for a parameter that is new to dynamo, and any other value unchanged.
 
-    A slice of a parameter is new to dynamo, and AOTAutograd would make symbols of its sizes.
+    Dynamo does not know slices of parameters, and AOTAutograd would make their sizes symbolic.
     """
     context = TracingContext.try_get()
     is_new = isinstance(value, nn.Parameter) and context is not None and value not in context.tensor_to_context

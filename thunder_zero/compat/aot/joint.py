@@ -1,7 +1,7 @@
-"""needed while: AOTAutograd describes its joint graph by private classes.
+"""needed while: torch has no public API for the inputs and outputs of a joint graph.
 
-In: a trace of :mod:`thunder_zero.compat.aot.export`. Out: the kind of each placeholder, input or tangent, and of each
-result, output or gradient::
+In: a trace of :mod:`thunder_zero.compat.aot.export`. Out: the kind of each placeholder (input or tangent) and of each
+result (output or gradient)::
 
     placeholders   x    weight    tangent of y
     results        y    gradient of x (None)    gradient of weight
@@ -36,11 +36,11 @@ class Joint:
     """A graph of dynamo, with its backward.
 
     Attributes:
-        graph: the joint graph. It takes inputs, then tangents; it returns forward's outputs, then gradients of inputs.
+        graph: the joint graph. It takes inputs, then tangents. It returns forward's outputs, then gradients of inputs.
         differentiates: True if there is a backward.
         turns_on: True if forward turns gradients on itself, in a call that has them off.
-        without_history: the positions of outputs that forward computes with gradients off, or from values without a
-            history alone.
+        without_history: the indices of outputs that forward computes with gradients off, or only from values without
+            history.
         names: the names of the inputs of dynamo's graph.
         outputs: the number of forward's outputs, including new values of mutated inputs. A tensor subclass counts as
             its inner tensors and objects.
@@ -66,7 +66,7 @@ class Joint:
 
     @property
     def all_results(self) -> Sequence[Any]:
-        """The results of the graph, with opaque objects."""
+        """The results of the graph, including opaque objects."""
         results: Any = self.graph.graph.output_node().args[0]
         return results  # type: ignore[no-any-return]
 
@@ -76,7 +76,7 @@ class Joint:
         return self.graph.graph.output_node().meta["desc"]  # type: ignore[no-any-return]
 
     def tangents(self) -> Mapping[fx.Node, int]:
-        """Return each tangent, with the position of its output among forward's outputs."""
+        """Return a mapping from each tangent to the index of its output among forward's outputs."""
         positions = {desc: position for position, desc in enumerate(self.described[: self.outputs])}
         outputs = {node: output_of(node) for node in self.placeholders()}
         return {node: positions[desc] for node, desc in outputs.items() if desc is not None}
@@ -86,7 +86,7 @@ class Joint:
         return [node for node in self.all_placeholders() if not is_opaque(node)]
 
     def all_placeholders(self) -> Sequence[fx.Node]:
-        """Return the inputs and tangents, with opaque objects."""
+        """Return the inputs and tangents, including opaque objects."""
         return [node for node in self.graph.graph.nodes if node.op == "placeholder"]
 
     @property
@@ -110,7 +110,7 @@ class Joint:
         return [positions[number] for number in sorted(positions)]
 
     def gradients(self) -> Sequence[tuple[Any, int | None]]:
-        """Return each gradient, with the position of its input of dynamo's graph, or None if it has no such input."""
+        """Return (gradient, index) tuples: the index of the input of dynamo's graph, or None for other gradients."""
         descs = self.described[self.outputs :]
         return [(node, _position(desc)) for node, desc in zip(self.results[self.outputs :], descs, strict=True)]
 
@@ -127,13 +127,13 @@ def is_subclass(value: object) -> bool:
 
 
 def input_of(node: fx.Node) -> int | None:
-    """Return the position of a placeholder among the inputs of dynamo's graph; None for a part of an input."""
+    """Return the position of a placeholder among the inputs of dynamo's graph, or None for a part of an input."""
     desc = node.meta.get("desc")
     return desc.idx if isinstance(desc, PlainAOTInput) else None
 
 
 def output_of(node: fx.Node) -> Any:
-    """Return the description of the output that a placeholder is the tangent of; None for an input."""
+    """Return the description of the output whose tangent a placeholder is. Return None for an input."""
     return _described_output(node.meta.get("desc"))
 
 
@@ -143,7 +143,7 @@ def is_part(desc: Any) -> bool:
 
 
 def whole_tangent(desc: Any) -> Any:
-    """Return the description of the tangent that a part belongs to."""
+    """Return the description of the tangent that contains a part."""
     return whole_tangent(desc.base) if isinstance(desc, SubclassGetAttrAOTInput) else desc
 
 

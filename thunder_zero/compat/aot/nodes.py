@@ -1,4 +1,4 @@
-"""needed while: nodes of a captured graph name their origin in private metadata alone.
+"""needed while: torch has no public API for the origin of a captured graph's node.
 
 In: a node of dynamo's graph or of the joint graph. Out: the names of its origin in the user's program::
 
@@ -57,7 +57,7 @@ def sequence_number(node: fx.Node) -> int | None:
 
 
 def users_value(node: fx.Node) -> tuple[int, str] | None:
-    """Return the number of a node's graph of dynamo, and the name of its value there; None for a line of backward.
+    """Return (graph number, name) of a node's value in dynamo's graph, or None for a line of backward.
 
     A checkpoint has its own graph. Dynamo names a value after the user's variable, or after the function that computed
     the value.
@@ -88,7 +88,7 @@ def _modules_of(node: fx.Node) -> list[tuple[str, type]]:
 
 
 def _function_of(node: fx.Node) -> tuple[str, Any]:
-    """Return the name that a node's value would have without a variable, and the function that computed it.
+    """Return the name that dynamo gives a node's value without a variable, and the function that computed the value.
 
     The function is a class if a module of torch computed the value.
     """
@@ -119,7 +119,7 @@ def _source_of(node: fx.Node) -> str:
 def names_of_parts(graph: fx.GraphModule) -> Iterator[tuple[tuple[int, str, int | None], str]]:
     """Yield the user's names of the items of tuples that functions of dynamo's graph return.
 
-    The key of a name has the number of the graph, the name of the function's value, and the position of the item.
+    A name's key is the id of the graph, the name of the tuple, and the index of the item.
     """
     for module in graph.modules():
         if isinstance(module, fx.GraphModule):
@@ -133,7 +133,7 @@ def names_of_parts(graph: fx.GraphModule) -> Iterator[tuple[tuple[int, str, int 
 
 
 def hint(number: Any) -> int | float | bool | None:
-    """Return the value of a symbolic number in the call that dynamo captured; None if it is unknown."""
+    """Return the value of a symbolic number in the call that dynamo captured, or None if it is unknown."""
     value: int | float | bool | None = number
     if isinstance(number, py_sym_types):
         value = None if number.node.is_nested_int() else number.node.hint

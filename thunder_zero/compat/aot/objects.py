@@ -1,7 +1,7 @@
 """needed while: AOTAutograd passes meshes of DTensors to phases, and expects them as results.
 
-In: phases that take tensors only. Out: phases with AOTAutograd's calling conventions for tensor subclasses, which it
-splits into parts before a phase, and rebuilds after the phase::
+In: phases that take tensors only. Out: phases that take and return all parts. AOTAutograd splits tensor subclasses into
+parts before a phase, and rebuilds them afterwards::
 
     forward([rows, mesh, x])  ->  phases.forward([rows, x])  ->  [y, mesh]
 """
@@ -49,7 +49,7 @@ class WithObjects:
         self._tangents = [(node, node.meta["desc"]) for node in placeholders if node not in inputs]
 
     def forward(self, args: list[Any]) -> list[Any]:
-        """Compute outputs, and the values that backward reads; pass objects on."""
+        """Compute outputs, and the values that backward reads. Add the objects to the results."""
         for node, position in zip(self._objects, self._inputs, strict=True):
             self._current[id(node.meta["val"])] = args[position]
         plain = [arg for position, arg in enumerate(args) if position not in self._inputs]
@@ -57,7 +57,7 @@ class WithObjects:
         return self._filled(self._phases.forward(plain), self._outputs)
 
     def backward(self, args: list[Any]) -> list[Any]:
-        """Compute the gradients of the inputs; pass objects on. A subclass without a gradient gets zeros."""
+        """Compute the gradients of the inputs, and add the objects. A subclass without a gradient gets zeros."""
         count = len(self.saved)
         plain = [*args[:count], *self._flat(args[count:])]
         args.clear()
@@ -68,7 +68,7 @@ class WithObjects:
         return gradients
 
     def _flat(self, tangents: Sequence[Any]) -> Iterator[Any]:
-        """Yield each tensor of the tangents. Torch gives a single None for a missing subclass; yield None per part."""
+        """Yield each tensor of the tangents. Torch gives one None for a missing subclass. Yield None for each part."""
         values, before, missing = iter(tangents), None, False
         for node, desc in self._tangents:
             whole = whole_tangent(desc)

@@ -62,7 +62,7 @@ def choose_where_masks_write(graph: fx.GraphModule) -> None:
 
 
 def begin_without_gradients(graph: fx.GraphModule) -> bool:
-    """Turn gradients off at the start of a graph that turns them on; return whether the graph does.
+    """Turn gradients off at the start of a graph that turns gradients on. Return whether the graph does so.
 
     Otherwise AOTAutograd would trace all of the graph with gradients on.
     """
@@ -77,10 +77,10 @@ def begin_without_gradients(graph: fx.GraphModule) -> bool:
 
 
 def outputs_without_history(graph: fx.GraphModule) -> frozenset[int]:
-    """Return the positions of outputs without a history: a graph computes them with gradients off.
+    """Return the indices of outputs without autograd history, since the graph computes them with gradients off.
 
-    So are outputs that depend only on values without a history. An in-place operator returns its input, with the
-    history of the input.
+    An output that depends only on values without history has no history, either. An in-place operator returns its
+    input, with the input's history.
     """
     enabled, detached = True, set[fx.Node]()
     for node in graph.graph.nodes:
@@ -96,9 +96,9 @@ def outputs_without_history(graph: fx.GraphModule) -> frozenset[int]:
 
 
 def copy_views_of_parameters(graph: fx.GraphModule, inputs: Sequence[Any], infos: Sequence[Any]) -> bool:
-    """Replace outputs that are views of parameters by copies; return whether there are such outputs.
+    """Replace outputs that are views of parameters by copies. Return whether any output was replaced.
 
-    AOTAutograd would recompute such a view from its input, which has this rank's rows only.
+    AOTAutograd would recompute the view from the parameter, whose placeholder has this rank's rows only.
 
     Args:
         graph: a graph of dynamo.
@@ -141,5 +141,5 @@ def mark_backward(graph: fx.GraphModule) -> None:
 
 
 def let_checkpoints_end(graph: fx.GraphModule) -> None:
-    """Let values that one checkpoint passes to the next be saved: remove the checkpoint's tag from them."""
+    """Remove the checkpoint's tag from values that one checkpoint passes to the next, so that they are saved."""
     cleanup_recompute_tags(graph, is_default_partition=False)

@@ -1,7 +1,7 @@
-"""needed while: AOTAutograd runs two functions as one under private names alone.
+"""needed while: torch has no public API to run two functions as forward and backward of a graph.
 
-In: a joint graph, and two functions that compute its phases. Out: a function of inputs, with PyTorch's own handling of
-autograd, of writes to inputs, and of outputs that are views of inputs. The calling conventions of the phases::
+In: a joint graph, and two functions that compute its phases. Out: a function of the inputs, for which PyTorch handles
+autograd, writes to inputs, and outputs that are views of inputs. The phases have these calling conventions::
 
     forward([inputs]) -> [outputs, saved tensors, saved numbers]
     backward([saved numbers, saved tensors, tangents]) -> [gradients of inputs]
@@ -92,7 +92,7 @@ def _copied_description(meta: Any) -> Any:
 
 
 def _boxed(function: Boxed) -> Boxed:
-    """Return a function with the mark by which AOTAutograd knows that it empties its list of arguments."""
+    """Return the function, marked for AOTAutograd as a function that empties its list of arguments."""
 
     def boxed(args: list[Any]) -> list[Any]:
         return function(args)
@@ -133,7 +133,7 @@ def _checked(check: Callable[[Node], None]) -> Iterator[None]:
 
 
 def _stubs(joint: Joint, saved: Sequence[Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return graphs with the calling conventions of the phases. AOTAutograd reads the saved values; no graph runs."""
+    """Return graphs with the calling conventions of the phases. AOTAutograd reads the saved values. No graph runs."""
     forward, backward = fx.Graph(), fx.Graph()
     inputs = [_copied(forward, node) for node in joint.all_placeholders() if output_of(node) is None]
     call = forward.call_function(_stub, tuple(inputs))
@@ -160,7 +160,7 @@ def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _result(graph: fx.Graph, call: fx.Node, like: Any) -> Any:
-    """Return a result of a stub with the metadata of a node or a value; return None or a number unchanged."""
+    """Return a result of a stub with the metadata of a node or a value. Return None or a number unchanged."""
     if like is None or isinstance(like, int | float):
         return like
     new = graph.call_function(_stub, (call,))

@@ -1,8 +1,8 @@
-"""Workarounds for Thunder's own front end, entered only while it traces a model of ours.
+"""Workarounds for Thunder's own front end, active only while it traces a model of ours.
 
-``thunder.jit`` with ZeroTransform and ``tz.trace(frontend="thunder")`` enter this room; ``tz.compile`` and a plain
-``thunder.jit`` do not. ``tracing.py`` puts lookasides and shortcuts into Thunder's tables (``patches.py``), and removes
-them afterwards. Repairs and checks of lines are functions of traces::
+``thunder.jit`` with ZeroTransform and ``tz.trace(frontend="thunder")`` apply these workarounds. ``tz.compile`` and a
+plain ``thunder.jit`` do not. ``tracing.py`` puts lookasides and shortcuts into Thunder's tables (``patches.py``), and
+removes them afterwards. Repairs and checks of lines are functions of traces::
 
     opaque_calls, reads, ...    guard values that Thunder would take for constants, or raise, during interpretation
     wrong_gradients             raises for some lines, before and after autodiff

@@ -1,8 +1,8 @@
 """needed while: Thunder's rematerialisation lets backward read parameters that forward gathered.
 
 In: the timeline of a fused trace. Out: a timeline in which backward reads its own gathers only. A fuser may let
-backward recompute from the inputs of a region of forward, and such an input may be a gathered parameter. Here backward
-reads its own gather: the wait of the gather moves up, or a new gather is added::
+backward recompute a region of forward from the region's inputs, which may be gathered parameters. Here backward reads
+its own gather: the wait of the gather moves up, or a new gather is added::
 
     wait    w  <- fut                      wait    w  <- fut
     ... backward ...                       ... backward ...
@@ -21,7 +21,7 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
 
 
 def repair_fusion(timeline: Timeline) -> Timeline:
-    """Return a timeline in which backward reads its own gathers only; return the argument if nothing changes."""
+    """Return a timeline in which backward reads its own gathers only, or the argument if nothing changes."""
     chain = regathered(timeline)
     if not any(name in chain for op in timeline.ops[:-1] if op.backward for name in op.reads):
         return timeline
@@ -38,11 +38,11 @@ class _Repair:
 
     Attributes:
         timeline: the timeline to repair.
-        chain: the position of the writer of each value of forward that derives from parameters.
-        waits: the wait of backward's own gather, by parameter.
+        chain: a mapping from forward's values that derive from parameters to the positions of their writers.
+        waits: a mapping from parameters to the waits of backward's own gathers.
         ops: the operations so far.
-        done: the names that these operations write.
-        names: the name of the copy that backward reads, by the name of forward's value.
+        done: the names that ``ops`` write.
+        names: a mapping from the names of forward's values to the names of backward's copies.
         values: the new values.
     """
 
@@ -55,7 +55,7 @@ class _Repair:
     values: dict[str, Value] = field(default_factory=dict)
 
     def add(self, op: Op) -> None:
-        """Add an operation, unless it was added early; backward gets copies of forward's derived values."""
+        """Add an operation that was not added early. In backward, replace forward's derived values by copies."""
         if op.writes and op.writes in self.done:
             return
         if op.backward:
@@ -64,14 +64,14 @@ class _Repair:
         self.done.add(op.writes)
 
     def copy(self, name: str) -> str:
-        """Return the name of backward's copy of a derived value of forward; add the copy at the first call."""
+        """Return the name of backward's copy of a derived value of forward. Add the copy at the first call."""
         if name not in self.names:
             op = self.timeline.ops[self.chain[name]]
             self.names[name] = self._gathered(name, op) if op.kind is Kind.WAIT else self._computed(name, op)
         return self.names[name]
 
     def _gathered(self, name: str, forward: Op) -> str:
-        """Return the result of backward's gather of a parameter; move the gather up, or add a new gather."""
+        """Return the result of backward's gather of a parameter. Move the gather up, or add a new gather."""
         index = forward.writes.index(name)
         path = forward.params[index]
         if path in self.waits:

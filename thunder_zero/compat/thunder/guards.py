@@ -45,7 +45,7 @@ Form = Any  # compared by == alone
 
 
 class Namespace(Protocol):
-    """A table of values by name, such as ``__dict__``."""
+    """A mapping from names to values, such as ``__dict__``."""
 
     def get(self, name: str, default: Any, /) -> Any:
         """Return the value, or the default."""
@@ -72,7 +72,7 @@ def _form_read(value: Any, exact: bool = False) -> Form:
 
 
 def _flat_form(value: Any) -> Form:
-    """Return the form of a plain collection of None and values that Thunder checks; None for other values. Fast."""
+    """Return the form of a plain collection of None and values that Thunder checks, or None for other values. Fast."""
     kind, items = type(value), value
     if kind is dict:
         items = value.values()
@@ -129,7 +129,7 @@ def _element(value: Any) -> Form:
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the parts of a collection or a function, with their names."""
+    """Return (name, part) tuples of a collection or a function."""
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, list | tuple | deque):
@@ -170,7 +170,7 @@ def changes_unseen(value: Any) -> bool:
 
 
 class _Same:
-    """The form of an object by identity. ``now`` returns the object, or None once it is gone."""
+    """The form of an object that is compared by identity. ``now`` returns it, or None after its end."""
 
     def __init__(self, value: Any) -> None:
         self._id = id(value)
@@ -187,7 +187,7 @@ class _Same:
 
 
 class _Items:
-    """The form of a large collection: its items by identity."""
+    """The form of a large collection, whose items are compared by identity."""
 
     def __init__(self, value: Any) -> None:
         self._kind, self._items = type(value), [*value, *(value.values() if isinstance(value, Mapping) else ())]
@@ -216,7 +216,7 @@ class Slotted:
 
 
 def namespaces_of(holder: Any, name: str) -> Iterator[tuple[Any, Namespace]]:
-    """Yield the namespaces that decide an attribute of an object, each with the object or class that owns it.
+    """Yield (owner, namespace) tuples for the namespaces that decide an attribute. The owner is an object or a class.
 
     Namespaces that nobody changes, or that other checks compare, are left out.
     """
@@ -257,7 +257,7 @@ class Lookup:
         namespace: the namespace of the name.
         name: the name that forward read.
         form: the form of the value.
-        exact: True if the form has the values of numbers and strings.
+        exact: True if the form includes the values of numbers and strings.
     """
 
     key: tuple[int, str]
@@ -287,7 +287,7 @@ class Lookups:
             self._read[key] = lookup, _form_read(value, exact=True), holder
 
     def changed(self) -> dict[str, Any]:
-        """Return the values that changed since forward first read them, by name."""
+        """Return the values that changed since forward first read them, keyed by name."""
         now = ((lookup, form, lookup.namespace.get(lookup.name, _ABSENT)) for lookup, form, _ in self._read.values())
         return {lookup.name: value for lookup, form, value in now if _form_read(value, exact=True) != form}
 
@@ -332,7 +332,7 @@ class Guards:
         self.form: tuple[tuple[int | str, Form], ...] = ()
 
     def add(self, lookups: Sequence[Lookup]) -> int:
-        """Add a guard for the program that is compiled for the current call; return its number."""
+        """Add a guard for the program that is compiled for the current call. Return the guard's number."""
         self._guards.append(Guard(self.form, lookups))
         self._warn()
         return len(self._guards) - 1
@@ -361,7 +361,7 @@ class Guards:
 
 
 def form_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[int | str, Form], ...]:
-    """Return the forms of the arguments of a call, by position or name."""
+    """Return the forms of a call's arguments, keyed by position or name."""
     forms = _Forms()
     named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     return tuple((key, forms.of(value)) for key, value in named)

@@ -1,7 +1,7 @@
 """needed while: Thunder takes the result of a C function for a constant.
 
-Thunder interprets Python functions, and calls C functions. Here a call raises if its result would change from call to
-call of forward. Random numbers that are drawn elsewhere change the state of a generator, which is compared::
+Thunder interprets Python functions, and calls C functions. Here a call raises if its result may differ in the next call
+of forward. A changed state of a random generator also raises::
 
     str(x)                  a text of a tensor             refused
     random.random()         a random number                refused
@@ -60,7 +60,7 @@ def _defaults(fn: FunctionType) -> tuple[Any, ...]:
 
 
 def _changes(fn: Any, args: Sequence[Any]) -> str | None:
-    """Return the reason why the result of a call may change from call to call of forward, or None."""
+    """Return the reason why the result of a call may differ in the next call of forward, or None."""
     values = [unwrap(arg) for arg in args]
     if any(fn is function for function in TEXT) and any(isinstance(value, TensorProxy) for value in values):
         return f"forward makes a text of a tensor ({fn.__name__}), whose values nobody knows before the program runs"
@@ -105,7 +105,7 @@ def moved(before: dict[str, Any]) -> str | None:
 
 @cache
 def _generator_of(kind: Any) -> str | None:
-    """Return the kind of a class of random generators; None for other classes."""
+    """Return the kind of a class of random generators, or None for other classes."""
     if issubclass(kind, random.Random):
         return "Python"
     return "NumPy" if str(kind.__module__).startswith("numpy.random") else None

@@ -3,11 +3,11 @@
 Replaces entries of Thunder's tables, and functions of its modules, while Thunder traces a model of ours::
 
     with replaced(PATCHES), reporting_to(findings):    # tracing.py
-        ...                                         # Thunder traces the model, and calls our functions
-                                                    # the old entries are restored
+        ...                                            # Thunder traces the model, and calls our functions
+                                                       # the old entries are restored
 
-A thread that traces another model meanwhile also calls our functions. So each function checks
-whether its own thread traces a model of ours. If not, it calls Thunder's function.
+A thread that traces another model meanwhile also calls our functions. So each function checks whether its own thread
+traces a model of ours. If not, the function calls Thunder's function.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Patch:
     value: Any
 
     def put(self) -> Callable[[], None]:
-        """Set the new value; return a function that restores the old value."""
+        """Set the new value. Return a function that restores the old value."""
         holder, key = self.holder, self.key
         entries: Mapping[Any, Any]
         write: Callable[[Any, Any, Any], None]
@@ -51,7 +51,7 @@ class Patch:
 
 @dataclass
 class _Inside:
-    """The number of active blocks of :func:`replaced`, in all threads; the last block to end calls ``undo``."""
+    """The number of active blocks of :func:`replaced`, in all threads. The last block to end calls ``undo``."""
 
     blocks: int = 0
     undo: list[Callable[[], None]] = field(default_factory=list)
@@ -63,7 +63,7 @@ _inside = _Inside()
 
 @contextmanager
 def replaced(patches: Sequence[Patch]) -> Iterator[None]:
-    """Replace entries inside the block. Blocks may overlap, also in threads; all must have equal patches."""
+    """Replace entries inside the block. Blocks may overlap, also in threads. All blocks must have equal patches."""
     with _inside.lock:
         if not _inside.blocks:
             _inside.undo += [patch.put() for patch in patches]
@@ -107,7 +107,7 @@ def is_ours() -> bool:
 
 
 def refuse(reason: str) -> Untraceable | None:
-    """Report why a trace would be wrong, and return the error to raise; None if the model is not ours."""
+    """Report why a trace would be wrong. Return the error to raise, or None if the model is not ours."""
     if (findings := _findings.get()) is None:
         return None
     findings.refusal = Untraceable(reason)

@@ -1,11 +1,11 @@
 """needed while: Thunder drops assignments to attributes, and fails on some checkpoints.
 
 Thunder silently drops an assignment to an attribute of the root module. Assignments to buffers, and to attributes of
-submodules, work. It raises a string for a reentrant checkpoint, ignores ``context_fn``, and passes no keyword
+submodules, work. Thunder raises a string for a reentrant checkpoint, ignores ``context_fn``, and passes no keyword
 arguments::
 
     self.name = value           ->   set_attribute          raises where the value would be lost
-    checkpoint(function, x)     ->   call_checkpoint        with keyword arguments; or raises
+    checkpoint(function, x)     ->   call_checkpoint        passes keyword arguments, or raises
 """
 
 from __future__ import annotations

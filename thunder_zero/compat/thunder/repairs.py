@@ -32,7 +32,7 @@ from thunder.core.module import ThunderModule
 
 
 def members(kind: str, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Yield names in torch's order, and tensors by Thunder's interpreter, which traces each read."""
+    """Yield (name, tensor) tuples in torch's order. Thunder's interpreter reads the tensors, and traces each read."""
     named, member = (getattr(unwrap(module), name) for name in (f"named_{kind}s", f"get_{kind}"))
     plain = [unwrap(arg) for arg in args]
     options = {unwrap(key): unwrap(value) for key, value in kwargs.items()}
@@ -52,7 +52,7 @@ def members(kind: str, module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def fields_as_constants(tree: Any) -> Any:
-    """Return the field names of a dataclass, which casts read, as a constant."""
+    """Return, as a constant, the field names of a dataclass, which casts read."""
     return wrap_const(fields_of(unwrap(tree)))
 
 

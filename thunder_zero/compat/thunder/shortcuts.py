@@ -1,7 +1,7 @@
-"""needed while: Thunder looks builtins up by interpreted code.
+"""needed while: Thunder looks builtins up in interpreted code.
 
-Shortens Thunder's work, and changes no trace and no guard. More than half of the time to interpret a module went into
-these lookups, since ``nn.Module.__call__`` alone reads eight collections of hooks::
+Shortens Thunder's work, and changes no trace and no guard. These lookups took more than half of the time to interpret a
+module, since ``nn.Module.__call__`` alone reads eight collections of hooks::
 
     len                     a builtin is found without interpreted code
     if self._hooks:         the truth of an empty collection is found without interpreted code
@@ -40,7 +40,7 @@ def globals_lookup(globals_dict: Any, name: Any) -> Any:
 
 
 def is_true(value: Any) -> Any:
-    """Return ``bool(value)``: False directly for an empty Python collection, or the result of Thunder's function."""
+    """Return ``bool(value)``. For an empty Python collection, return False without Thunder's function."""
     plain = interpreter.unwrap(value)
     if type(plain) in COLLECTIONS and not plain:
         return interpreter.wrap_const(False)

@@ -3,7 +3,7 @@
 In: a trace. Out: a trace whose lines compute torch's results, identical on all ranks. The functions run in this order::
 
     draw_once            the acquired trace, before autodiff           frontends/program_transform.py
-    broadcast_scalars    this trace, with parameters synchronised      frontends/program_transform.py
+    broadcast_scalars    the same trace, with parameters synchronised  frontends/program_transform.py
     sort_aliases         the lowered joint trace, before scheduling    frontends/program_transform.py
     fused_only           the scheduled trace, if a fuser saved too much  frontends/program_transform.py
 """
@@ -31,8 +31,8 @@ from thunder.extend import FusionExecutor
 def sort_aliases(trace: TraceCtx) -> TraceCtx:
     """Return a trace whose ``update_aliases`` lines list values in the order in which they were written.
 
-    Thunder inserts these lines around in-place operations, and lists values in the order of a set. That order differs
-    between ranks, and so would the places where values are freed.
+    Thunder inserts these lines around in-place operations, and lists values in the order of a set. The order of a set
+    differs between ranks, so ranks would free values at different lines.
     """
     new = from_trace(trace)
     written = {proxy.name: position for position, proxy in enumerate(trace.args)}
@@ -54,7 +54,7 @@ def sort_aliases(trace: TraceCtx) -> TraceCtx:
 #     t2 = ltorch.true_divide(t0, t1)         ->       t2 = ltorch.expand(t1, (3, 4))
 #                                                      t3 = ltorch.true_divide(t0, t2)
 #
-# All such operands are expanded, parameters too: the parts of a gradient that are added must have one shape.
+# All 0-dim operands are expanded, also parameters, since summands of a gradient must have one shape.
 
 _NAMES = (
     "add addcdiv addcmul clamp div lerp masked_fill maximum minimum mul pow sub true_divide where "
@@ -66,8 +66,8 @@ ELEMENTWISE = frozenset(_NAMES.split())
 def broadcast_scalars(computation: TraceCtx) -> TraceCtx:
     """Return a trace in which 0-dim operands of elementwise operations are expanded to the shape of the result.
 
-    Call it before autodiff, once parameters are synchronised. If any operand has another dtype than its result, as
-    under mixed precision, the trace is returned unchanged: an expanded operand would decide the dtype of the result.
+    Call this before autodiff, once parameters are synchronised. Return the trace unchanged if an operand and its result
+    differ in dtype, as under mixed precision: an expanded operand would decide the result's dtype.
     """
     scalars = [_scalars(line) for line in computation.bound_symbols]
     lines = list(zip(computation.bound_symbols, scalars, strict=True))
@@ -112,7 +112,7 @@ def _dtype(proxy: TensorProxy) -> dtypes.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """An argument that turns an operator's random numbers off by 0 or False: its position, names and default."""
+    """An operator's argument that turns random numbers off if it is 0 or False: its position, names and default."""
 
     position: int
     names: tuple[str, ...]
@@ -160,7 +160,7 @@ def draw_once(computation: TraceCtx, draws: Draws) -> TraceCtx:
 
 
 def _opened(bsym: BoundSymbol, draws: Draws) -> Iterator[BoundSymbol]:
-    """Yield a line, without its recomputation tag if it draws; for Thunder's checkpoint, yield the lines inside."""
+    """Yield a line, without its recomputation tag if it draws. For Thunder's checkpoint, yield the lines inside."""
     if not _is_random(bsym, draws):
         yield bsym
     elif bsym.sym == ltorch.checkpoint:

@@ -1,12 +1,12 @@
 """needed while: Thunder has no hook around the trace of a model.
 
-Enters this room while Thunder traces a model of ours: while it interprets forward, and while it transforms the trace.
-``thunder.jit`` creates two functions for each model, which are wrapped here::
+Applies this folder's workarounds while Thunder interprets forward of a model of ours, and while it transforms the
+trace. ``thunder.jit`` creates two functions for each model, which are wrapped here::
 
     acquire_initial_trace                      interprets forward; we raise if the trace would be wrong
     apply_transforms_and_build_cache_entry     autodiff, our passes, fusers
 
-Models of a plain ``thunder.jit`` have other functions, so this room does not change them.
+A plain ``thunder.jit`` creates other functions, so its models are not affected.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Tracing:
     findings: Findings = field(default_factory=Findings)
 
     def follow(self, model: ThunderModule) -> None:
-        """Enter this room whenever Thunder traces the model."""
+        """Apply this folder's workarounds whenever Thunder traces the model."""
         data = compile_data(model)
         wrappers = {"acquire_initial_trace": self._acquire, "apply_transforms_and_build_cache_entry": self._inside}
         for name, wrapper in wrappers.items():
@@ -66,7 +66,7 @@ class Tracing:
     def _acquire(self, acquire: Callable[..., Any], *args: Any) -> Any:
         """Call Thunder's front end, and raise if its trace would be wrong in the next call.
 
-        Trace twice if forward changes values that it reads, such as a cache that the first attempt fills.
+        Trace twice if forward changes values that it reads, such as a cache that the first trace fills.
 
         Raises:
             Untraceable: forward branches on values of tensors, draws random numbers, or changes values that it reads.
@@ -84,7 +84,7 @@ class Tracing:
         )
 
     def _attempt(self, front_end: Callable[[], Any]) -> Any:
-        """Call Thunder's front end; raise the reported refusal, even if forward caught the error."""
+        """Call Thunder's front end. Raise the reported refusal, even if forward caught the error."""
         self.findings.refusal, generator_states = None, opaque_calls.generators()
         try:
             result = front_end()

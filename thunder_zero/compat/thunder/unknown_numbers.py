@@ -1,7 +1,7 @@
 """needed while: Thunder takes a branch by a number that is unknown before the program runs.
 
-Thunder traces ``.item()`` as a number whose value is None, and takes the branch for None. Here such a number raises
-where Python reads its value::
+Thunder traces ``.item()`` as a number whose value is None, and takes the branch for None. Here the number raises where
+Python reads its value::
 
     if x.sum().item() > 0:      reads its bool    raises
     isinstance(n, int)          reads its type    returns a value
@@ -64,7 +64,7 @@ def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _isinstance(value: Any, cls: Any) -> Any:
-    """Return ``isinstance(value, cls)``; the class of a number is its Python type."""
+    """Return ``isinstance(value, cls)``. The class of a number is its Python type."""
     number = unwrap(value)
     if not isinstance(number, NumberProxy):
         return jit_ext._general_jit_isinstance_lookaside(value, cls)
@@ -72,13 +72,13 @@ def _isinstance(value: Any, cls: Any) -> Any:
 
 
 def _converted(a: Any, /, dtype: Any) -> Any:
-    """Convert a value by Thunder's function; keep an unknown number unknown."""
+    """Convert a value with Thunder's function. Keep an unknown number unknown."""
     is_known = not is_unknown(a) or not is_ours()  # Thunder would convert None
     return _convert(a, dtype) if is_known else numberproxy(dtype, None, constraint=a.constraint)
 
 
 def _is_same_object(inst: Any, /, stack: Any, **kwargs: Any) -> Any:
-    """Handle the instruction ``is``; raise inside forward if it compares an unknown number with True or False."""
+    """Handle the instruction ``is``. Raise inside forward if it compares an unknown number with True or False."""
     pair = [unwrap(stack.getitem_wrapped(index)) for index in (-2, -1)]
     decides = any(map(is_unknown, pair)) and any(isinstance(value, bool) for value in pair)
     if decides and (error := refuse(UNKNOWN)) is not None:

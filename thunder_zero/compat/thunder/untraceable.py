@@ -1,7 +1,7 @@
 """needed while: Thunder gets some submodules and outputs wrong, or fails without naming them.
 
-In: an error of Thunder. Out: the reason as a sentence (:func:`not_traced`, :func:`not_returned`). ``UNTRACEABLE`` has
-the kinds of submodules that Thunder silently traces wrong, or whose names its errors lack.
+In: an error of Thunder. Out: the reason as a sentence (:func:`not_traced`, :func:`not_returned`). ``UNTRACEABLE`` lists
+the kinds of submodules that Thunder silently traces wrong, or does not name in its errors.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def not_traced(error: Exception) -> str | None:
 
 def not_returned(error: Exception) -> str | None:
     """Return the kind of structure that Thunder failed to return, or None if the error came from elsewhere."""
-    # The place of the error decides, since a user's own errors pass through, too.
+    # The line that raised decides, since a user's own errors also get here.
     if isinstance(error, TypeError) and str(error).startswith("tree_flatten of type"):
         return f"another structure than tuples, lists, dicts and dataclasses ({error})"
     for frame, _ in walk_tb(error.__traceback__):

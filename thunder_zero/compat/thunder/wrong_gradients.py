@@ -73,9 +73,9 @@ def require_gradients(computation: TraceCtx, module: str) -> None:
 
     Raises:
         RuntimeError: an automatically registered operator gets a list of tensors, values with a gradient are put into a
-            tensor without a gradient, or complex numbers with a gradient are multiplied. It is also raised if
-            forward writes in place to an input with a gradient, to a view of a parameter, to a value whose memory it
-            reads later through another view, or, under no_grad, to a value with a gradient.
+            tensor without a gradient, or complex numbers with a gradient are multiplied. Forbidden in-place writes also
+            raise it: to an input with a gradient, to a view of a parameter, to memory that is later read through
+            another view, or, under no_grad, to a value with a gradient.
     """
     lines = computation.bound_symbols
     leaves = {proxy.name for proxy in computation.args if proxy.requires_grad}
@@ -129,7 +129,7 @@ def _require_known(line: BoundSymbol, trained: set[str], module: str) -> None:
 
 
 def _require_real(line: BoundSymbol, trained: set[str], module: str) -> None:
-    """Raise if the gradient of a line would lack a conjugate. ``trained`` has its inputs with a gradient."""
+    """Raise if the gradient of a line would lack a conjugate. ``trained`` has the inputs with a gradient."""
     if (
         trained
         and line.sym.name not in WITHOUT_CONJUGATE
@@ -168,7 +168,7 @@ def _require_fresh(read: set[str], stale: dict[str, BoundSymbol], module: str) -
 
 
 def _is_assigned_next(line: BoundSymbol, following: list[BoundSymbol], slices: dict[str, object]) -> bool:
-    """Return whether the next line assigns a written slice to its old place, as in h[:, :2] *= 2."""
+    """Return whether the next line assigns a written slice to its old position, as in h[:, :2] *= 2."""
     written = _names(line.output)
     for after in following:
         if after.sym.name == prims.update_aliases.name:
@@ -197,7 +197,7 @@ def _is_complex(proxy: Proxy) -> bool:
 
 
 def _lines(bsyms: list[BoundSymbol]) -> Iterator[BoundSymbol]:
-    """Yield lines; for a fused region, yield the lines inside."""
+    """Yield lines. For a fused region, yield the lines inside it."""
     for bsym in bsyms:
         yield from _lines(bsym.subsymbols) if bsym.sym.is_fusion else (bsym,)
 

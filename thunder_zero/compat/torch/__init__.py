@@ -1,7 +1,7 @@
-"""Typed wrappers of private functions of torch, and workarounds, by topic. Thunder is not needed.
+"""Typed wrappers of torch's private functions, and workarounds for torch, grouped by topic.
 
-Most functions only wrap a private function. Three functions change torch's behaviour, by torch's own registries, for
-the life of the process or of a module: ``on_failed_steps`` and ``share_found_inf`` (``optimizers.py``),
+Thunder is not needed. Most functions only wrap a private function. Three functions register code with torch, for the
+life of the process or of a module: ``on_failed_steps`` and ``share_found_inf`` (``optimizers.py``),
 ``refuse_fully_shard`` (``fully_shard.py``). They do not affect models of other packages::
 
     autograd.py            which backward runs, and when it ends; whether torch.func is active

@@ -1,4 +1,4 @@
-"""needed while: torch tells by private names alone which backward or function transform runs."""
+"""needed while: torch has no public API for the running backward or function transform."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def node_class(function: type[torch.autograd.Function]) -> type[Node]:
 
 
 def running_backward() -> int:
-    """Return the number of the backward that runs on this thread; -1 if none does."""
+    """Return the number of the backward that runs on this thread, or -1 if no backward runs."""
     number: int = current_graph_task_id()
     return number
 

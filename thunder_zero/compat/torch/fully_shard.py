@@ -1,4 +1,4 @@
-"""needed while: torch records by a private name alone that ``fully_shard`` was applied."""
+"""needed while: torch has no public API by which a module refuses ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thunder_zero.compat.private import REGISTRY_KEY
 
 
 class Composed(dict[str, Any]):
-    """A registry that raises when ``fully_shard`` reads it, before it changes a module. Copies of modules lack it."""
+    """A module's registry that makes ``fully_shard`` raise before any change. A copied module gets an empty dict."""
 
     def __init__(self, module: str) -> None:
         super().__init__()

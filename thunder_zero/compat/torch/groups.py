@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thunder_zero.compat.private import c10d_world, coalescing_manager, set_pg_timeout
 
-# needed while: torch groups collectives by private names alone, and leaves failed ones queued.
+# needed while: torch has no public API to group collectives, and leaves failed ones queued.
 
 
 @contextmanager
 def one_launch(group: ProcessGroup) -> Iterator[Any]:
-    """Launch the collectives inside the block as one. Yield an object that has ``wait()`` after the block.
+    """Launch the collectives inside the block as one. Yield an object whose ``wait()`` may be called after the block.
 
     After an exception inside the block, such as an interrupt, torch would leave collectives in the group's queue. Then
     later collectives of the group would never be launched.

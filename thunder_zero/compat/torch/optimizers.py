@@ -64,7 +64,7 @@ def step_alone(optimizer: Optimizer) -> None:
         hook(optimizer, (), {})
 
 
-# needed while: torch shares a scaler's found_inf by the first gradient alone.
+# needed while: the first gradient alone decides whether torch shares a scaler's found_inf.
 # A scaler skips a step, and lowers its scale, if gradients have NaN or Inf. ``torch.amp.GradScaler`` and its subclasses
 # check all gradients of a device and dtype with one operator, for which DTensor has a handler. If the first gradient is
 # replicated, torch's handler shares nothing: ranks would find 0 and 1, and their steps and scales would differ.

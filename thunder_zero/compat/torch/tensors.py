@@ -1,4 +1,4 @@
-"""needed while: torch marks parameters, and divides many tensors at once, by private names alone."""
+"""needed while: torch has no public API to mark parameters, or to divide many tensors at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Executors that keep an operator of torch one line, where Thunder would decompose it."""
+"""Executors that keep an operator of torch as one line, which Thunder would decompose."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """needed while: Thunder decomposes attention on the CPU.
 
-Thunder's executors for attention need CUDA. Elsewhere its autodiff decomposes ``scaled_dot_product_attention``, and
-saves three or four tensors of shape (batch, heads, query length, key length). Here forward and backward are one line
-each: torch's flash attention for CPUs::
+Thunder's executors for attention need CUDA. On other devices, Thunder's autodiff decomposes
+``scaled_dot_product_attention``, and saves three or four tensors of shape (batch, heads, query length, key length).
+Here forward and backward are one line each: torch's flash attention for CPUs::
 
     (y, l) = cpu_flash_attention(q, k, v, None, True, None)                      # l: logsumexp of each row of scores
     (gq, gk, gv) = cpu_flash_attention_backward(g, q, k, v, y, l, None, True, None)
@@ -68,7 +68,7 @@ class AttentionExecutor(ClaimingExecutor):
         saved = query, key, value, output, logsumexp, attn_mask
 
         def gradients(grad: TensorProxy) -> Iterator[tuple[TensorProxy, TensorProxy]]:
-            """Yield each input and its gradient, also for a mask: only autodiff knows whether a mask is learned.
+            """Yield (input, gradient) tuples, also for a mask, since only autodiff knows whether the mask is learned.
 
             Thunder drops the line of an unused gradient.
             """
@@ -91,8 +91,9 @@ def is_flash(
 ) -> bool:
     """Return whether eager torch takes flash attention for CPUs, as far as a trace shows.
 
-    The conditions are those of torch's ``use_flash_attention_cpp``, with two exceptions. A trace does not know strides,
-    so the lines copy tensors where necessary. A mask may also be learned, for which torch decomposes attention.
+    The conditions are those of torch's ``use_flash_attention_cpp``, with two exceptions. Strides are not checked, since
+    a trace does not know them: the lines copy tensors where necessary. Learned masks are allowed, for which torch
+    decomposes attention.
     """
     numbers = (dropout_p, is_causal, scale, *query.shape, *key.shape, *value.shape)
     if any(isinstance(number, Proxy) for number in numbers):  # the value may differ from call to call
@@ -114,7 +115,7 @@ def is_flash(
 
 
 def _fits(mask: TensorProxy, query: TensorProxy, key: TensorProxy) -> bool:
-    """Return whether torch's flash attention supports a mask's dtype, and the mask broadcasts to the scores."""
+    """Return whether a mask broadcasts to the scores, and has a dtype that torch's flash attention supports."""
     full = (*query.shape[:3], key.shape[2])
     return (
         to_torch_dtype(mask.dtype) in (torch.bool, torch.float32, to_torch_dtype(query.dtype))

@@ -1,15 +1,15 @@
 """needed while: Thunder writes a convolution's gradients as padded convolutions.
 
-Thunder's autodiff writes gradients as convolutions of other sizes, with padded copies of input and gradient. For
-a transposed convolution it runs forward again. Here each gradient is one line, which calls torch's
+Thunder's autodiff writes gradients as convolutions of other sizes, with padded copies of input and gradient. For a
+transposed convolution, autodiff also runs forward again. Here each gradient is one line, which calls torch's
 ``convolution_backward`` as eager mode does::
 
     y = torch.convolution(x, w, b, (1, 1), (1, 1), (1, 1), False, (0, 0), 1)
     gx = convolution_input_gradient(g, x, w, (1, 1), (1, 1), (1, 1), False, (0, 0), 1)
     (gw, gb) = convolution_weight_gradient(g, x, (8, 4, 3, 3), True, (1, 1), (1, 1), (1, 1), False, (0, 0), 1)
 
-Thunder drops an unused gradient: ``gx`` of images, ``gw`` and ``gb`` of frozen parameters. The line of ``gw``
-reads the shape of the weight only, so ZeRO-3 gathers no weight for it.
+Thunder drops an unused gradient: ``gx`` if the input is data, and ``gw`` and ``gb`` if the parameters are frozen. The
+line of ``gw`` reads the shape of the weight only, so ZeRO-3 gathers no weight for it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Numbers = int | Sequence[int]
 
 
 class ConvolutionExecutor(NeverFuses, OperatorExecutor):
-    """Claims the gradients of convolutions, transposed or not, on every device; it does not change forward.
+    """Claims the gradients of all convolutions, also transposed ones, on every device. Forward is unchanged.
 
     It leaves three kinds to later executors: dynamic sizes, complex numbers, and transposed convolutions without a
     batch dimension.
@@ -163,10 +163,10 @@ def _weight_gradient(
 
 
 def _empty_weight(grad: Tensor, images: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a weight whose shape and order of dimensions let torch choose its kernel as eager mode does.
+    """Return a weight whose shape and memory format let torch choose the kernel that eager mode uses.
 
-    The choice differs if only the weight has channels last, and a line after the convolution changes the order. Then
-    the bits of the gradient differ from those of eager mode.
+    The kernels differ if only the weight is in channels-last format, and a line after the convolution changes the
+    format. Then the gradient differs in some bits from the gradient of eager mode.
     """
     orders = {4: torch.channels_last, 5: torch.channels_last_3d}
     last = orders.get(grad.ndim)
