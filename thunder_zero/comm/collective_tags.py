@@ -135,7 +135,7 @@ def is_debugging() -> bool:
 
 
 def channel_of(group: ProcessGroup) -> ProcessGroup | None:
-    """Return the group that carries the tags of these ranks as messages: the default group, if possible; None without
+    """Return the group that carries the tags of these ranks as messages: the default group if possible, or None without
     gloo."""
     world = dist.group.WORLD
     if world is not None and speaks_gloo(world):

@@ -73,7 +73,7 @@ class Ranks:
 
 
 def _names_of(group: dist.ProcessGroup) -> frozenset[str]:
-    """Return the names of all groups with the ranks of ``group``: a DTensor may be on an equal mesh with other
+    """Return the names of all groups with the ranks of ``group``, since an equal mesh of a DTensor may have other
     groups."""
     ranks = dist.get_process_group_ranks(group)
     equal_groups = (candidate for candidate in all_groups() if dist.get_process_group_ranks(candidate) == ranks)

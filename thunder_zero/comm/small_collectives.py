@@ -44,7 +44,7 @@ def all_gather_object(value: T, group: ProcessGroup) -> list[T]:
 
 
 def gather_object_on_rank_0(value: T, group: ProcessGroup) -> list[T]:
-    """Return the value of each rank of the group, in rank order, on its rank 0; an empty list elsewhere. A small
+    """Return the value of each rank, in rank order, on rank 0 of the group, and an empty list on other ranks. A small
     collective."""
     values = [value] * group.size() if group.rank() == 0 else None
     if group.size() > 1:

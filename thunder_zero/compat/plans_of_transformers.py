@@ -4,7 +4,7 @@
 
 In the style ``replicated_with_grad_allreduce``, transformers replaces a module's forward. When the new forward first
 runs, it registers a hook on each parameter, which all-reduces the gradient over the mesh of slices. Our placeholders
-would get these hooks, but no gradients. So our programs all-reduce the gradient, and the old forward is restored::
+would get these hooks, but no gradients. So our programs all-reduce the gradient, and the original forward is restored::
 
     q_norm.forward   tp_forward of transformers          ->  Qwen3RMSNorm.forward
     q_norm.weight    a hook that all-reduces gradients   ->  zero_all_reduce(..., over='tensor') in the program

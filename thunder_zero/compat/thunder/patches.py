@@ -7,7 +7,7 @@ Replaces entries of Thunder's tables, and functions of its modules, while Thunde
                                                        # the old entries are restored
 
 A thread that traces another model meanwhile also calls our functions. So each function checks whether its own thread
-traces a model of ours. If not, the function calls Thunder's function.
+traces a model of ours. Otherwise our function calls Thunder's function.
 """
 
 from __future__ import annotations
