@@ -1,13 +1,13 @@
-"""``sharded``: Hugging Face trainers with a sharded model; ``parallelize``: a model's tensor plan.
+"""``sharded``: Hugging Face trainers with sharded models. ``parallelize``: tensor parallelism.
 
 In: a class of trainers, and the arguments of ``tz.compile``. Out: a subclass, whose instances shard their model in
-``__init__``. A trainer has two names for its model, so the code of any trainer finds what it expects::
+``__init__``. As under DistributedDataParallel, a trainer has two attributes for its model::
 
-    trainer.model            the plain module with DTensors: code reads its class, config, signature and adapters
-    trainer.model_wrapped    the sharded model, in place of DistributedDataParallel: steps call it
+    trainer.model            the plain module with DTensors, for its class, config, signature and adapters
+    trainer.model_wrapped    the sharded model, which steps call
 
-``parallelize`` slices a model by its own plan for tensor parallelism. Only ``parallelize`` imports transformers at run
-time: the user imports the class of trainers.
+``parallelize`` slices a model by the plan for tensor parallelism that the model brings along. Only ``parallelize``
+imports transformers at run time: the user imports the class of trainers.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ else:
     Trainer = object
 
 TrainerClass = TypeVar("TrainerClass", bound=type[Any])
-VERSIONS = "4.56 to 5.24"  # of transformers; docs/hugging-face.md has measurements
-RUN = "run"  # the folder inside a checkpoint from which training continues
+VERSIONS = "4.56 to 5.24"  # versions of transformers, as tested in docs/hugging-face.md
+RUN = "run"  # the folder in a checkpoint from which training resumes
 REFUSED = {  # unsupported arguments of a trainer, with alternatives
     "fsdp": "choose a stage of thunder_zero",
     "deepspeed": "choose a stage of thunder_zero",
@@ -60,8 +60,8 @@ def sharded(trainer: TrainerClass, policy: Policy | int | None = None, **argumen
 
     >>> trainer = sharded(Trainer, stage=3)(model=model, args=args, train_dataset=data)
 
-    ``trainer.model_wrapped`` is the sharded model. A checkpoint is a folder for ``from_pretrained``. The folder ``run``
-    inside it lets any number of ranks resume. Checkpoints of plain trainers can be resumed as well.
+    ``trainer.model_wrapped`` is the sharded model. A checkpoint is a folder for ``from_pretrained``. Its subfolder
+    ``run`` lets any number of ranks resume. A sharded trainer can also resume from a plain trainer's checkpoint.
 
     Args:
         trainer: ``transformers.Trainer``, or a class derived from it.
@@ -72,7 +72,8 @@ def sharded(trainer: TrainerClass, policy: Policy | int | None = None, **argumen
     Raises:
         TypeError: ``trainer`` lacks a method that the subclass overrides: it is not a trainer, or it comes from an
             unsupported version of transformers.
-        ValueError: raised by the subclass if the trainer has an argument that a sharded model does not support.
+        ValueError: an argument of a trainer does not work with a sharded model. The subclass raises this in
+            ``__init__``.
     """
     _require_methods(trainer)
     defaults = {} if isinstance(policy, Policy) else {"broadcast_from": 0}
@@ -82,34 +83,33 @@ def sharded(trainer: TrainerClass, policy: Policy | int | None = None, **argumen
 
 
 def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> None:
-    """Slice a model of transformers in place by its own plan for tensor parallelism.
+    """Slice a model of transformers in place for tensor parallelism, by default by the plan of its class.
 
-    ``from_pretrained`` with a ``DistributedConfig`` has the same effect. Afterwards pass the whole mesh to
+    ``from_pretrained`` with a ``DistributedConfig`` also slices a model so. Afterwards pass the whole mesh to
     :func:`thunder_zero.compile`.
 
     >>> parallelize(model, mesh["tp"])
     >>> sharded_model = tz.compile(model, stage=3, mesh=mesh)
 
-    Each rank keeps slices of its own values, and nothing is sent. So all ranks must build equal models.
+    Each rank slices its own values, and nothing is sent. So all ranks must build equal models.
 
     Args:
         model: a model that is built from a config, or loaded whole by ``from_pretrained``.
         mesh: a mesh of one dimension. Parameters are sliced over its ranks.
-        plan: a style for each path, with ``*`` for the number of a layer. These rules replace rules of the model's
-            plan, as ``DistributedConfig.tp_plan`` does.
+        plan: a mapping from paths, with ``*`` for the number of a layer, to styles. Its rules override rules of the
+            model's plan, as with ``DistributedConfig.tp_plan``.
 
     Raises:
         TypeError: ``model`` is not a model of transformers, or ``mesh`` has several dimensions.
-        ValueError: there is no plan, or the plan has a path that the model lacks or an untested style, such as the
-            styles of experts. It is also raised if the model is already sliced, or the number of ranks does not
-            divide a size.
+        ValueError: there is no plan, or the plan has an unknown path or an unsupported style, such as the styles of
+            experts. It is also raised if the model is already sliced, or the number of ranks does not divide a size.
         RuntimeError: the installed version of transformers has no plans for tensor parallelism.
     """
     apply_plan(model, mesh, plan)
 
 
 class ShardedTrainer(Trainer):
-    """A mixin that overrides methods of a trainer which do not work with a sharded model."""
+    """A mixin that overrides those methods of a trainer that do not work with a sharded model."""
 
     _for_compile: ClassVar[dict[str, Any]]  # arguments of compile; empty if the trainer gets a sharded model
 
@@ -164,12 +164,12 @@ class ShardedTrainer(Trainer):
     # Checkpoints
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Create an optimizer, and let the accelerator prepare it, which transformers 4 omits for wrapped models."""
+        """Create an optimizer, and let the accelerator prepare it. Transformers 4 omits this for wrapped models."""
         self.optimizer = self.accelerator.prepare(super().create_optimizer(*args, **kwargs))
         return self.optimizer
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a folder for ``from_pretrained``; a collective."""
+        """Write a folder for ``from_pretrained``. This is a collective."""
         folder = Path(output_dir or self.args.output_dir)
         save_pretrained(self.model_wrapped, folder)
         if self.args.should_save:
@@ -183,7 +183,7 @@ class ShardedTrainer(Trainer):
         save(Path(output_dir) / RUN, self.model_wrapped, self.optimizer.optimizer, extra=self._extra())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load the weights of a plain trainer's checkpoint; a sharded trainer's are loaded with the optimizer."""
+        """Load weights of a plain trainer's checkpoint. A sharded trainer loads weights later, with the optimizer."""
         if not _has_run(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, self.model_wrapped)
 
@@ -203,7 +203,7 @@ class ShardedTrainer(Trainer):
 def _require_methods(trainer: type[Any]) -> None:
     """Raise TypeError if a class lacks a method that :class:`ShardedTrainer` overrides.
 
-    Such a trainer would never call the override, and would save the rows of rank 0.
+    Otherwise the trainer would never call the override, and would save only the rows of rank 0.
     """
     overrides = vars(ShardedTrainer).keys() - {"_extra", "_precompute_ref_logps", *dir(object)}
     if missing := sorted(

@@ -1,6 +1,6 @@
 """Imports the public names of a package when they are first used (PEP 562).
 
-In: a package's table of names, by the module that defines them. Out: the package's ``__getattr__`` and ``__dir__``::
+In: a mapping from modules to the names that they define. Out: the package's ``__getattr__``, ``__dir__``, ``__all__``::
 
     NAMES = {"thunder_zero.plan.policy": ("Policy", "DDP")}      tz.Policy    ->  imports plan/policy.py
     look_up, list_names, __all__ = lazy(__name__, NAMES)         tz.Polcy     ->  AttributeError
@@ -17,14 +17,14 @@ from importlib.util import find_spec
 from typing import Any
 
 GetAttribute = Callable[[str], Any]
-PACKAGES = ("thunder_zero", "thunder_zero.tools", "thunder_zero.schedule")  # searched for a misplaced name
+PACKAGES = ("thunder_zero", "thunder_zero.tools", "thunder_zero.schedule")  # an error names the one that has a name
 ALWAYS = ("__all__", "__doc__", "__file__", "__name__", "__path__")
 
 
 def lazy(package: str, names: Mapping[str, tuple[str, ...]]) -> tuple[GetAttribute, Callable[[], list[str]], list[str]]:
     """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package.
 
-    ``names`` maps each module to the names that the package exports from it, and the package to its submodules.
+    ``names`` maps each module to the names that it exports, and maps the package itself to the names of its submodules.
     """
     homes = {name: module for module, exported in names.items() for name in exported}
 
@@ -40,7 +40,7 @@ def lazy(package: str, names: Mapping[str, tuple[str, ...]]) -> tuple[GetAttribu
 
 
 def _elsewhere(package: str, name: str) -> str:
-    """Return the end of an error message, with the public package that has a name; empty if there is none."""
+    """Return the end of an error message: the public package that has a name, or "" if no package has the name."""
     if name.startswith("_") or find_spec(f"{package}.{name}") is not None:  # as in ``from package import module``
         return ""
     others = (other for other in PACKAGES if other != package and name in import_module(other).__all__)

@@ -13,7 +13,7 @@ LaneBar = tuple[float, float, bool]  # start, end, whether the bar is a wait
 
 
 def small(title: str, facts: Mapping[str, str], picture: str) -> str:
-    """Return HTML with a title, figures by their names, and a picture."""
+    """Return HTML with a title, a list of named figures, and a picture."""
     cells = "".join(
         f"<td><small>{escape(name)}</small><br><b>{escape(value)}</b></td>" for name, value in facts.items()
     )
@@ -21,7 +21,7 @@ def small(title: str, facts: Mapping[str, str], picture: str) -> str:
 
 
 def curve(values: Sequence[float], label: str) -> str:
-    """Return an SVG step curve of ``values``, with a mark at the highest value; ``label`` is its description."""
+    """Return an SVG step curve of ``values``, with a mark at the highest value. ``label`` describes the picture."""
     highest = max(values, default=0) or 1
     step = WIDTH / max(len(values), 1)
     tops = [HEIGHT * (1 - value / highest) for value in values]
@@ -33,7 +33,7 @@ def curve(values: Sequence[float], label: str) -> str:
 
 
 def lanes(bars_by_name: Mapping[str, Iterable[LaneBar]], label: str) -> str:
-    """Return an SVG of lanes, each with a name and bars; adjacent bars are merged. ``label`` is its description."""
+    """Return an SVG of named lanes with bars. Adjacent bars are merged. ``label`` describes the picture."""
     merged = {name: _merge(list(bars)) for name, bars in bars_by_name.items()}
     scale = WIDTH / (max((end for bars in merged.values() for _, end, _ in bars), default=0) or 1)
     parts = []

@@ -1,12 +1,12 @@
-"""The arguments of ZeroTransform, ``zero`` and Zero: one signature, checked into one frozen value.
+"""The arguments of ZeroTransform, ``zero`` and Zero, and their checks.
 
 In: a policy or a stage, and keyword arguments. Out: :class:`CheckedArguments`. Arguments that are fields of Policy
-change the policy. The other arguments say where the model is, and give its initial values::
+change the policy. The other arguments set the ranks, the device and the initial values::
 
     ZeroTransform(tz.ZERO3, prefetch=2, device="cuda")   ->   policy = replace(tz.ZERO3, prefetch=2)
                                                               device = torch.device("cuda")
 
-No module is needed yet. When a module is sharded, the device is checked against the process group, and the names of
+These checks need no module. Sharding a module later checks the device against the process group, and the names of
 weights against the module.
 """
 
@@ -35,26 +35,26 @@ if TYPE_CHECKING:
 
 
 class Arguments(TypedDict, total=False):
-    """Keyword arguments. Arguments without a line here are fields of :class:`~thunder_zero.Policy`.
+    """Keyword arguments. Arguments that are not listed here are fields of :class:`~thunder_zero.Policy`.
 
     Attributes:
-        process_group: ranks that share the model; the default group if None.
-        mesh: a mesh instead of a group. One dimension shards the model over all ranks. Two dimensions (replicate,
-            shard) shard it over the second, with one replica for each rank of the first (hybrid sharding).
-            :func:`thunder_zero.compile` also takes a further dimension after ``"dp"``, or after ``"dp_replicate"``
-            and ``"dp_shard"``, along which torch's ``parallelize_module`` has sliced parameters.
-        dp_mesh_dims: other names for ``"dp"``, ``"dp_replicate"`` and ``"dp_shard"``, as FSDP2 takes them
+        process_group: the ranks that share the model (default: torch's default group).
+        mesh: a mesh instead of a group. A mesh of one dimension shards the model over all ranks. A mesh (replicate,
+            shard) has a replica for each rank of its first dimension (hybrid sharding). For
+            :func:`thunder_zero.compile`, a tensor-parallel dimension may follow ``"dp"``, or ``"dp_replicate"`` and
+            ``"dp_shard"``. Torch's ``parallelize_module`` has sliced parameters along this dimension.
+        dp_mesh_dims: other names for ``"dp"``, ``"dp_replicate"`` and ``"dp_shard"``, in FSDP2's form
             (``torch.distributed.fsdp.DataParallelMeshDims``).
-        device: the device of the shards. Default: the parameters' device; for a module on the meta device the CPU, or
-            the current device if the group carries no CPU tensors.
+        device: the device of the shards (default: the parameters' device). For a module on the meta device, the default
+            is the CPU, or the current device if the group carries no CPU tensors.
         init: a function that initialises parameters and buffers on the meta device. It is called with each submodule,
-            as ``module.apply(init)`` does, after the submodule's ``reset_parameters``. The submodule's own parameters
-            are full.
-        weights: full tensors by their names in the module's state dict, such as ``torch.load(..., mmap=True)``. They
-            become the values of parameters and buffers, and are read one at a time. A path is also accepted: a
-            safetensors file, or a folder of such files as ``save_pretrained`` writes it.
-        progress: rank 0 reports on standard error each compilation that took more than a second, with its shapes and
-            its duration (default: True).
+            as by ``module.apply(init)``, after the submodule's ``reset_parameters``. At that time the submodule's own
+            parameters are full.
+        weights: a full state dict, such as ``torch.load(..., mmap=True)``. Its tensors become the values of parameters
+            and buffers, and are read one at a time. A path is also accepted: a safetensors file, or a folder that
+            ``save_pretrained`` wrote.
+        progress: True if rank 0 reports each compilation of more than a second on standard error, with input shapes
+            and the duration (default: True).
     """
 
     process_group: dist.ProcessGroup | None
@@ -108,7 +108,7 @@ def check_arguments(policy: Policy | int | None, **arguments: Unpack[Arguments])
 
     Raises:
         TypeError: an argument has a wrong type, or does not exist.
-        ValueError: a value is out of range, torch does not know the device, or ``stage`` is not the policy's.
+        ValueError: a value is out of range, torch does not know the device, or ``policy`` has another stage.
     """
     changes: dict[str, Any] = dict(arguments)
     groups = {name: changes.pop(name, None) for name in ("process_group", "mesh", "dp_mesh_dims")}
@@ -142,7 +142,7 @@ def policy_of(policy: Policy | int | None, changes: Mapping[str, Any]) -> Policy
 
 
 def sources_of(init: object, weights: object) -> Sources:
-    """Return the sources of initial values; a path becomes a mapping that reads safetensors files."""
+    """Return the sources of initial values. A path becomes a mapping that reads safetensors files."""
     if init is not None and (not callable(init) or isinstance(init, torch.nn.Module)):
         raise TypeError(f"init is {init!r}; give a function of a module that writes its parameters, or None")
     if isinstance(weights, str | os.PathLike):

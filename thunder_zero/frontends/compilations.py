@@ -1,7 +1,7 @@
-"""Reports the shapes that a model is compiled for, and warns if shapes of inputs keep changing.
+"""Reports the shapes that a model is compiled for, and warns if input shapes keep changing.
 
-In: the arguments of each forward, and the number of programs before and after it. Out: lines on rank 0's standard
-error, and on every rank one warning after ``WARN_AFTER`` different shapes::
+In: the arguments of each forward, and the number of programs before and after the forward. Out: lines on rank 0's
+standard error, and one warning on every rank after ``WARN_AFTER`` different shapes::
 
     compiling Net for (8, 16) ...                                    only on a terminal, after a second
     compiled forward and backward of Net for (8, 16): 2.3 s          at the end, if compiling took a second
@@ -41,7 +41,7 @@ class Compilations:
         reports: True if compilations are reported on standard error.
         shapes: the input shapes of each forward that compiled a program.
         warned: True once the user was warned of changing shapes.
-        known_calls: the grad modes and input shapes of earlier forwards.
+        known_calls: pairs of grad mode and input shapes of earlier forwards.
     """
 
     name: str
@@ -53,9 +53,9 @@ class Compilations:
 
     @contextmanager
     def watched(self, count_programs: Callable[[], int], args: Any, kwargs: Any) -> Iterator[None]:
-        """Report a forward inside the block if it compiles, which the number of programs shows.
+        """Report a forward inside the block if it compiled a new program.
 
-        On a terminal, a thread reports a compilation that takes long.
+        On a terminal, a thread also reports a long compilation while it runs.
         """
         programs, start = count_programs(), time.monotonic()
         if self.reports and sys.stderr.isatty() and self._is_new(args, kwargs):
@@ -106,7 +106,7 @@ class Compilations:
 
 
 def shapes_of_arguments(forward: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, torch.Size]:
-    """Return the shapes of tensor arguments, by their names in the signature."""
+    """Return a mapping from the names of tensor arguments to their shapes."""
     try:
         bound = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
     except TypeError:  # a decorated forward may take arguments that its signature lacks
@@ -127,7 +127,7 @@ def _listed(shapes: Shapes) -> str:
 def changing_input(shapes: Sequence[Shapes]) -> str | None:
     """Return a sentence about an input whose shape changes from program to program, or None.
 
-    ``shapes`` has the input shapes of each program, by argument name or by dynamo's expression for the argument.
+    ``shapes`` has the input shapes of each program, keyed by argument name or by dynamo's expression for the argument.
     """
     for name in shapes[-1] if shapes else ():
         different = list(dict.fromkeys(tuple(program[name]) for program in shapes if name in program))
@@ -141,7 +141,7 @@ def changing_input(shapes: Sequence[Shapes]) -> str | None:
 
 
 def too_many(module: str, limit: int, shapes: Sequence[Shapes], cause: str | None) -> str:
-    """Return a warning that programs are dropped; ``cause`` says why dynamo compiled the last program."""
+    """Return a warning that programs are dropped. ``cause`` is the reason why dynamo compiled the last program."""
     action = changing_input(shapes) or "keep what changes from call to call constant"
     reason = f"; the last was compiled because {cause}" if cause else ""
     return (
@@ -188,7 +188,7 @@ def resident_bytes() -> int:
 def uncollected() -> Iterator[None]:
     """Disable garbage collection inside the block.
 
-    A compilation creates many objects that live on, and collections would take a quarter of its time.
+    A compilation creates many long-lived objects, and collections would take a quarter of its time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

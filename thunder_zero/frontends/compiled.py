@@ -1,7 +1,7 @@
-"""Traces: the traces of a compiled program and their timeline, as users and reports read them.
+"""Traces: the traces of a compiled program and their timeline, for users and reports.
 
-In: a program of ``traces/pipeline.py``. Out: :class:`Traces`, which ``tz.traces_of`` and ``tz.trace`` return, and which
-printing, reports and forecasts read. The timeline is lifted lazily, once, from the traces that run.
+In: a program of ``traces/pipeline.py``. Out: :class:`Traces`, the result of ``tz.traces_of`` and ``tz.trace``, for
+printing, reports and forecasts. The timeline is lifted lazily, once, from the traces that run.
 ``Traces.lifted`` is the timeline before the passes.
 """
 
@@ -25,9 +25,9 @@ from thunder.core.trace import TraceCtx
 
 @dataclass(frozen=True, repr=False)
 class Traces:
-    """The program for one kind of input: both traces, their timeline and the plan.
+    """The program for one kind of input: the traces of forward and backward, their timeline and the plan.
 
-    Its text is a few lines; :func:`thunder_zero.print_trace` prints all lines::
+    ``str`` gives a summary. :func:`thunder_zero.print_trace` prints all lines::
 
         Traces: ZeRO-3, rank 0 of 2, 12 parameters in 3 units, gradients are reduced
           forward: 61 lines, 3 gathers, 0 reductions, 12.3 KB sent
@@ -36,17 +36,17 @@ class Traces:
     Attributes:
         forward: the forward trace, as it runs.
         backward: the backward trace; None if nothing needs a gradient.
-        timeline: both phases, forward first; ``Op.source`` is the index of a line in its phase's trace.
-        plan: the plan of each parameter.
+        timeline: operations of forward, then of backward. ``Op.source`` is the index of a line in its phase's trace.
+        plan: a ``Param`` for each parameter, keyed by path.
         synced: True if gradients are reduced, False if they are deferred (``no_sync``).
-        sizes: the shapes of tensor inputs, by name. A dynamic size is the name of the input that holds the number.
-            Empty under ``thunder.jit``.
-        others: the paths of inputs that are buffers or ignored parameters, by the names of the inputs.
+        sizes: the shapes of tensor inputs, keyed by name. A dynamic size is the name of the input that holds the
+            number. Empty under ``thunder.jit``.
+        others: a mapping from inputs that are buffers or ignored parameters to their paths.
         epilogue: Thunder's trace that builds the model's result from the forward trace's outputs.
-        restored: a function that builds the model's result from the forward trace's outputs; None under
+        restored: a function that builds the model's result from the forward trace's outputs. None under
             ``thunder.jit``.
-        without: a function that takes names of output gradients, and returns the traces whose backward does not read
-            them. None if backward gets zeros for missing gradients.
+        without: a function that takes names of output gradients, and returns traces whose backward does not read these
+            gradients. None if backward gets zeros for missing gradients.
         lifted: the timeline before scheduling.
         fuses: True if the model's executors fuse pointwise lines on a GPU, as Thunder's default executors do.
     """
@@ -77,7 +77,7 @@ class Traces:
 
     @classmethod
     def of(cls, program: Program, **other_fields: Any) -> Traces:
-        """Return the traces of a program; ``other_fields`` sets the remaining fields."""
+        """Return the traces of a program, with ``other_fields`` as the remaining fields."""
         scheduled, facts = program.scheduled, program.scheduled.facts
         values = {
             "synced": facts.synced,
@@ -126,7 +126,7 @@ class Entry:
     Attributes:
         synced: True if the program reduces gradients.
         computation_fn: the function of forward.
-        traces: a function that returns the traces that ran last.
+        traces: a function that returns the traces of the last run.
     """
 
     synced: bool

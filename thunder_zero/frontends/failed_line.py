@@ -1,6 +1,6 @@
 """Names the user's line, the parameters and the unit where a compiled program raises.
 
-In: an error whose traceback ends in code that Thunder wrote. Out: the error, with a note::
+In: an error whose traceback ends in Thunder's generated code. Out: the error, with a note::
 
     IndexError: index out of range in self
     in t35 = torch.nn.functional.embedding(tokens, t6, ...)
@@ -26,7 +26,7 @@ WIDTH = 100
 
 
 def note_failed_line(error: BaseException, programs: Iterable[Entry]) -> None:
-    """Add a note to an error if the forward of one of ``programs`` raised it."""
+    """Add a note to an error if the forward of one of ``programs`` raised the error."""
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     filename, line_number = next((frame for frame in reversed(frames) if frame[0].startswith(WRITTEN)), ("", 0))
     for entry in programs:
@@ -40,7 +40,7 @@ def note_failed_line(error: BaseException, programs: Iterable[Entry]) -> None:
 
 
 def _op_of(code: str, timeline: Timeline) -> Op | None:
-    """Return the operation that writes a value that the line assigns, or None."""
+    """Return the operation of a line of code: the writer of a value that the line assigns; None if there is none."""
     names = {name.strip(" ()") for name in code.partition(" = ")[0].split(",")}
     return next((op for op in timeline.ops if not names.isdisjoint(op.writes)), None)
 

@@ -1,6 +1,6 @@
-"""A table of FSDP2's names and their replacements, which errors quote and pages show.
+"""A table of FSDP2's names and their replacements, for errors and pages.
 
-In: a method or an argument of FSDP2 that a user tries. Out: the sentence of its row::
+In: a method or an argument of FSDP2 that a user tries. Out: an error that quotes the table's row::
 
     model.unshard()     ->  AttributeError: Net has no unshard, which is a name of FSDP2; here: automatic (forward ...
     compile(mp_policy=) ->  TypeError: mp_policy is an argument of FSDP2; here: mixed_precision=tz.MixedPrecision(...)
@@ -16,8 +16,8 @@ class Replacement(NamedTuple):
 
     Attributes:
         text: the replacement, in Markdown.
-        names: methods and arguments of FSDP2; errors about them quote ``text``.
-        title: the feature of FSDP2, in Markdown; by default, the names.
+        names: methods and arguments of FSDP2. Errors about these names quote ``text``.
+        title: the feature of FSDP2, in Markdown (default: ``names``).
     """
 
     text: str
@@ -135,4 +135,4 @@ ROWS = (
         title="`dcp.save`, `dcp.load`",
     ),
 )
-INSTEAD = {name: row.text.replace("`", "") for row in ROWS for name in row.names}  # by FSDP2's name, for errors
+INSTEAD = {name: row.text.replace("`", "") for row in ROWS for name in row.names}  # FSDP2's name: text

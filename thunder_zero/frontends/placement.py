@@ -1,7 +1,7 @@
-"""Puts shards and buffers into a plain module; checks before each forward that they are unchanged.
+"""Puts shards and buffers into a plain module, and checks before each forward that nothing changed.
 
-In: a jitted module and its state. Out: the plain module with shards in it, and a list of checks. A check is a function
-that returns an error message or None. Checks are created right after sharding, and called before each forward::
+In: a jitted module and its state. Out: the plain module, which now has shards, and a list of checks. A check is a
+function that returns an error message or None. Checks are created right after sharding, and run before each forward::
 
     module.h[0].w = other      ->      "parameter 'h.0.w' was replaced after thunder_zero sharded it; copy new values
                                         into it (load_original_state_dict, or in place), or transform the new module"
@@ -56,7 +56,7 @@ def set_value(model: ThunderModule, unplanned: UnplannedValue) -> None:
 
 
 def place_parameters(model: ThunderModule, state: State) -> None:
-    """Put the shards into the plain module, and into the jitted module's table of parameters."""
+    """Put the shards into the plain module and into the jitted module's table of parameters."""
     for param in state.plan.params:
         for name in param.names:
             hold_parameter(model, name, state.shards[param.path])
@@ -64,7 +64,7 @@ def place_parameters(model: ThunderModule, state: State) -> None:
 
 
 def place_buffers(model: ThunderModule, state: State, device: torch.device | None) -> None:
-    """Cast the buffers to the policy's dtype, and move them to ``device``; programs read them in the plain module."""
+    """Cast the plain module's buffers, which programs read, to the policy's dtype, and move them to ``device``."""
     precision = state.plan.policy.mixed_precision
     for name, buffer in list(plain_of(model).named_buffers()):
         dtype = precision.of(name).buffer_dtype if buffer.is_floating_point() else None
@@ -75,15 +75,15 @@ def place_buffers(model: ThunderModule, state: State, device: torch.device | Non
 
 
 def hook_checks(plain: nn.Module) -> list[Check]:
-    """Return checks that hooks of submodules do not change; Thunder reads hooks only when it compiles."""
+    """Return checks that hooks of submodules do not change, since Thunder reads hooks only when it compiles."""
     return [_hooks_stay(module, path) for path, module in plain.named_modules()]
 
 
 def module_checks(model: ThunderModule, state: State) -> list[Check]:
     """Return quick checks that the jitted module and the plain module do not change.
 
-    Without these checks a change by ``.to()``, ``module.weight = ...``, ``load_state_dict(assign=True)``,
-    ``requires_grad_`` or ``.data = ...`` would be ignored, or would train something other than the plan.
+    Otherwise a change by ``.to()``, ``module.weight = ...``, ``load_state_dict(assign=True)``, ``requires_grad_`` or
+    ``.data = ...`` would be ignored, or would train other tensors than the shards.
     """
     plain: nn.Module = plain_of(model)
     modules = list(plain.named_modules())
@@ -100,7 +100,7 @@ def module_checks(model: ThunderModule, state: State) -> list[Check]:
 
 
 def none_buffer_checks(plain: nn.Module) -> list[Check]:
-    """Return checks that None buffers stay None; Thunder reads them only when it compiles."""
+    """Return checks that None buffers stay None, since Thunder reads None buffers only when it compiles."""
     slots = [(path, module._buffers) for path, module in plain.named_modules()]
     return [
         _stays_none(buffers, name, _joined(path, name))
@@ -139,10 +139,10 @@ def _hooks_stay(module: nn.Module, path: str) -> Check:
 
 
 def _all_stay(holders: Sequence[tuple[dict[str, Any], str, str]]) -> Check:
-    """Return a check that dicts of modules keep their objects, and the order of the objects.
+    """Return a check that dicts of modules keep their objects in order.
 
-    An item of ``holders`` has a dict, the kind of its objects, and its module's path. The check compares all dicts at
-    once, and one by one only after a change.
+    ``holders`` has (dict, kind of its objects, path of its module) tuples. The check compares all dicts at once, and
+    compares dicts one by one only after a change.
     """
     dicts = [holder for holder, _, _ in holders]
     counts = list(map(len, dicts))
@@ -159,7 +159,7 @@ def _all_stay(holders: Sequence[tuple[dict[str, Any], str, str]]) -> Check:
 
 
 def _stays(holder: Mapping[str, Any], kind: str, path: str) -> Check:
-    """Return a check that a dict of a module keeps its objects, and the order of the objects."""
+    """Return a check that a dict of a module keeps its objects in order."""
     expected = dict(holder)
 
     def check() -> str | None:
@@ -193,7 +193,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _adds_no_parameter(model: ThunderModule, plain: nn.Module) -> Check:
-    """Return a check that ``model.name = ...`` adds no parameter, which no step would train."""
+    """Return a check that ``model.name = ...`` adds no parameter, since no step would train the new parameter."""
     modules, parameters = model._modules, model._parameters
     counts = len(modules), len(parameters)
 
@@ -219,9 +219,9 @@ def _added(name: str) -> str:
 
 
 def _hides_nothing(holder: Mapping[str, Any], kinds: Mapping[str, str]) -> Check:
-    """Return a check that ``model.name = ...`` hides no attribute of the plain module, which programs read.
+    """Return a check that ``model.name = ...`` hides no attribute of the plain module, since programs read the latter.
 
-    ``kinds`` has the kind of each attribute of the plain module, such as "parameter", by name.
+    ``kinds`` maps each attribute of the plain module to its kind, such as "parameter".
     """
 
     def check() -> str | None:
@@ -234,7 +234,7 @@ def _hides_nothing(holder: Mapping[str, Any], kinds: Mapping[str, str]) -> Check
 
 
 def _all_as_planned(shards: Mapping[str, Tensor]) -> Check:
-    """Return a check that shards keep their properties; it compares them one by one only after a change."""
+    """Return a check that shards keep their properties. Shards are compared one by one only after a change."""
     tensors = list(shards.values())
     checks = [_as_planned(path, shard) for path, shard in shards.items()]
     shapes, memory = [shard.shape for shard in tensors], list(map(_memory_of, tensors))
@@ -283,7 +283,7 @@ def _as_planned(path: str, shard: Tensor) -> Check:
 def _memory_of(tensor: Tensor) -> Any:
     """Return an identifier of a tensor's storage.
 
-    A DTensor has a storage without memory. ``.data = ...`` replaces this storage, although the local tensor stays.
+    A DTensor has a storage without memory. ``.data = ...`` replaces this storage, but not the local tensor.
     """
     return tensor.untyped_storage()._cdata
 

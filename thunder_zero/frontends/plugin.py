@@ -1,10 +1,10 @@
 """Other entry points: ``tz.zero``, and the plugin and recipe for ``thunder.compile``.
 
-In one line each::
+Each takes a policy, such as ZERO1, ZERO2, ZERO3 or DDP, or a stage::
 
     tz.zero(thunder.jit(module), stage=3)                       a function that shards a jitted module
     thunder.compile(module, plugins=[tz.Zero(stage=3)], ...)    a plugin for thunder.compile
-    thunder.jit(module, transforms=[tz.ZeroTransform(tz.ZERO3)])  all take a policy, such as ZERO1, ZERO2, ZERO3, DDP
+    thunder.jit(module, transforms=[tz.ZeroTransform(tz.ZERO3)])  the transform that both of them use
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from thunder.extend import Executor
 
 
 def zero(model: ThunderModule, policy: Policy | int | None = None, **arguments: Unpack[Arguments]) -> ThunderModule:
-    """Shard a jitted module; takes the place of ``thunder.distributed.fsdp`` and ``ddp``.
+    """Shard a jitted module, in place of ``thunder.distributed.fsdp`` or ``ddp``.
 
     >>> model = tz.zero(thunder.jit(module), stage=3)
 
-    See :class:`ZeroTransform` for the arguments. Use the returned module instead of ``model``.
+    Use the returned module instead of ``model``. See :class:`ZeroTransform` for the arguments and for further errors.
 
     Raises:
         TypeError: ``model`` is not a jitted module.
-        RuntimeError: ``model`` was already called, or is already transformed. ZeroTransform has further errors.
+        RuntimeError: ``model`` was already called, or is already transformed.
     """
     if not isinstance(model, ThunderModule):
         raise TypeError(f"zero takes a jitted module, got {type(model).__name__}; call it on thunder.jit(module)")
@@ -68,7 +68,7 @@ class Zero(Plugin):
 
 
 class Recipe(ThunderRecipe):
-    """A recipe for any machine: our executors for attention and convolutions, then Thunder's default executors.
+    """A recipe for any machine: our executors for attention and convolutions come before Thunder's default executors.
 
     Raises:
         ValueError: ``interpreter`` is not ``"thunder.jit"``.
@@ -83,9 +83,9 @@ class Recipe(ThunderRecipe):
             )
 
     def setup_executors(self) -> list[Executor]:
-        """Return our executors for attention and convolutions, then Thunder's default executors."""
+        """Return the recipe's executors, in order of preference."""
         return room.default_executors()
 
     def add_plugins(self, plugins: list[Plugin]) -> None:
-        """Replace the plugins: a recipe that serves a second module must not keep the plugins of the first."""
+        """Replace the plugins, so that a recipe for a second module does not keep the plugins of the first module."""
         self.plugins = list(plugins)

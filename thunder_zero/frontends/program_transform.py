@@ -1,15 +1,15 @@
 """ProgramTransform: Thunder's hooks for traces, which call the steps of ``traces/pipeline.py``.
 
-For each program of a module that Thunder compiles, in this order::
+For each program, Thunder calls these hooks in order::
 
-    transform_traces_pre_prologue        acquired trace: shards, synchronised at first use; before autodiff
-    the first executor, _scheduled       lowered joint trace: scheduled, before Thunder's fusers
-    the last executor, _repaired         fused joint trace: what the fusers broke is repaired
+    transform_traces_pre_prologue        acquired trace, before autodiff: takes shards, synchronised at first use
+    the first executor, _scheduled       lowered joint trace, before Thunder's fusers: scheduled
+    the last executor, _repaired         fused joint trace: repaired where the fusers broke it
     transform_trace_post_optimization    forward, then backward: proved, compared between ranks, named by zero_enter
 
-In: Thunder's traces. Out: the traces that run; ``entry`` returns the program of an entry of Thunder's cache. Hooks hand
-results on in a :class:`Compilation`, which the first hook creates. If the first program of a kind cannot be proved, all
-ranks raise: all ranks learn of it when ranks compare schedules.
+In: Thunder's traces. Out: the traces that run. ``entry`` returns the program of an entry of Thunder's cache. The first
+hook creates a :class:`Compilation`, in which hooks pass results to later hooks. If a rank cannot prove the first
+program of a kind, all ranks raise: they learn of the failure when ranks compare schedules.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FUSERS = ("nvfuser", "torchcompile")  # executors that fuse all pointwise lines
 
 
 class JointPass(NeverFuses, FusionExecutor):
-    """An executor that Thunder calls as a fuser. It applies a function to the joint trace."""
+    """An executor that Thunder calls as a fuser, and that applies a function to the joint trace."""
 
     def __init__(self, name: str, run: Callable[[TraceCtx], TraceCtx]) -> None:
         super().__init__(name)
@@ -59,7 +59,7 @@ class JointPass(NeverFuses, FusionExecutor):
 
 @dataclass
 class Compilation:
-    """The program that Thunder compiles now. Earlier hooks set the fields that later hooks read."""
+    """The state of one compilation. Earlier hooks set the fields that later hooks read."""
 
     facts: Facts
     scheduled: Scheduled = field(init=False)
@@ -72,7 +72,7 @@ class ProgramTransform(Transform):
     Attributes:
         fusers: Thunder's executors that fuse.
         fuses: True if the fusers fuse pointwise lines on a GPU.
-        programs: the scheduled trace of each program, by the forward trace that runs.
+        programs: a mapping from the forward trace that runs to the scheduled trace of its program.
     """
 
     used = False  # True once this transform shards a module
@@ -104,11 +104,11 @@ class ProgramTransform(Transform):
         return self._executor
 
     def install(self, model: ThunderModule, plan: Plan, runtime: Runtime) -> None:
-        """Put our executors around Thunder's: symbols and schedule first, the repair of fused regions last.
+        """Put our executors around Thunder's executors: symbols and schedule first, repair of fused regions last.
 
         Args:
             model: the jitted module.
-            plan: the plan of each parameter.
+            plan: a ``Param`` for each parameter.
             runtime: the object whose methods the symbols call.
         """
         self._tracing = room.Tracing()
@@ -129,7 +129,7 @@ class ProgramTransform(Transform):
     def transform_traces_pre_prologue(
         self, prologue: TraceCtx, computation: TraceCtx, epilogue: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
-        """Rewrite the traces: they take rows, synchronise rows at first use, and draw random numbers once."""
+        """Rewrite the traces so that they take rows, synchronise rows at first use, and draw random numbers once."""
         executor = self.executor
         require_traceable(self._plain, self.parts())
         if torch.is_grad_enabled() and any(param.requires_grad for param in executor.plan.params):
@@ -182,10 +182,10 @@ class ProgramTransform(Transform):
 def repair_fused(trace: TraceCtx, scheduled: Scheduled, fusers: Sequence[FusionExecutor]) -> TraceCtx:
     """Return the fused joint trace, repaired after Thunder's rematerialisation.
 
-    Rematerialisation may let a region of backward recompute from an input of a region of forward. That input may be a
-    gathered parameter (``compat/thunder/fusion_repair.py``). Rematerialisation also weighs a tensor by its dtype alone,
-    so forward may save more bytes than were scheduled. In that case the fusers run again without rematerialisation, and
-    the trace that saves fewer bytes is taken.
+    Rematerialisation may let a region of backward recompute from an input of a region of forward, even from a gathered
+    parameter (``compat/thunder/fusion_repair.py``). It also weighs a tensor by its dtype alone, so forward may save
+    more bytes than were scheduled. In that case the fusers run again without rematerialisation, and the trace that
+    saves fewer bytes is returned.
     """
     if not any(bsym.sym.is_fusion for bsym in trace.bound_symbols):
         return trace
@@ -202,5 +202,5 @@ def repair_fused(trace: TraceCtx, scheduled: Scheduled, fusers: Sequence[FusionE
 
 
 def _saves_nothing(forward: TraceCtx) -> bool:
-    """Return whether a forward trace saves nothing for backward, so that it waits for all its collectives."""
+    """Return whether a forward trace saves nothing for backward, and therefore waits for all its collectives."""
     return TraceTag.AUGMENTED_FORWARD not in forward.tags or not any(forward.bound_symbols[-1].args[1])

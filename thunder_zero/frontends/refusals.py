@@ -1,12 +1,12 @@
 """Refuses modules that cannot be sharded, and tools of torch that cannot read a sharded model.
 
-In: a jitted module that is about to be sharded (:func:`require_untransformed`); a model that is called
-(:func:`refuse_tools`). Out: nothing, or an error that says what is wrong, why, and what to do::
+:func:`require_untransformed` checks a jitted module before sharding. :func:`refuse_tools` runs in calls of a sharded
+model. Both return nothing, or raise an error with the problem, its reason and an action::
 
     submodule 'emb' of Net (Embedding) has max_norm, and forward writes to the weight, which is sharded; normalise the
     rows in forward
 
-``PARTS`` has the kinds of submodules that are refused, before sharding and again before a program is compiled.
+``PARTS`` lists refused kinds of submodules. They are checked before sharding, and again before a program is compiled.
 Thunder's front end refuses more kinds (``compat/thunder/untraceable.py``).
 """
 
@@ -143,7 +143,7 @@ def _faults_of_tensors(module: nn.Module, name: str) -> Iterator[str]:
 
 
 def refuse_tools(name: str) -> None:
-    """Raise RuntimeError inside of torch's tools that look into a model or its backward."""
+    """Raise RuntimeError if one of torch's tools that inspect a model or its backward is active."""
     if is_inside_function_transform():  # its tensors have no memory that programs could read
         raise RuntimeError(
             f"{name} was called inside of torch.func or vmap, which cannot look into compiled programs; give it "

@@ -1,18 +1,17 @@
 """ZeroTransform: Thunder's hook that shards a module, and the hooks around each forward.
 
 In: a module that ``thunder.jit`` has wrapped, and the arguments of the transform. Out: the same object as a ZeroModule,
-whose parameters are shards. Thunder calls ``transform_module`` once; it is a collective::
+whose parameters are shards. Thunder calls ``transform_module`` once. This call is a collective::
 
     ranks_of            the process groups                            comm/group.py
-    make_plan           shape, shard, unit, lifetime of parameters    plan/make_plan.py
+    make_plan           a Param for each parameter: shard, unit, ...  plan/make_plan.py
     initial_values      full values, or this rank's rows              sharded/initial_values/
     State               shards, placeholders, transport               sharded/state.py
     place_parameters    shards into the plain module                  placement.py
-    install, adopt      our executors; its class becomes ZeroModule   program_transform.py, zero_module.py
+    install, adopt      our executors, the class ZeroModule           program_transform.py, zero_module.py
 
-Then a hook runs before each forward: ``_before_forward`` ends the collectives of a failed step, refuses a model that
-was changed, lets ranks agree on stale rows and casts inputs. ``_after_forward`` counts forwards. The base class,
-ProgramTransform, has the hooks for traces.
+``_before_forward`` ends the collectives of a failed step, refuses a changed model, lets ranks agree on stale rows, and
+casts inputs. ``_after_forward`` counts forwards. The base class, ProgramTransform, has the hooks for traces.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ from thunder.core.trace import is_tracing
 
 
 def transforming(module: nn.Module) -> AbstractContextManager[None]:
-    """Return a context whose collectives are tagged as the sharding of a module."""
+    """Return a context that tags collectives as the sharding of a module."""
     return doing(f"the transform of {type(module).__name__}")
 
 
@@ -73,8 +72,8 @@ class ZeroTransform(ProgramTransform):
 
     Args:
         policy: a :class:`~thunder_zero.Policy`, or a stage 0-3.
-        arguments: process group or mesh, device, initial values, and changes of the policy's fields, such as
-            ``stage=3`` or ``broadcast_from=0``: see :class:`~thunder_zero.frontends.arguments.Arguments`.
+        arguments: process group or mesh, device, initial values, and fields of the policy to change, such as
+            ``stage=3`` or ``broadcast_from=0``. See :class:`~thunder_zero.frontends.arguments.Arguments`.
 
     Raises:
         ValueError: a stage or a field is out of range, or the module has no parameters. It is also raised if ``device``
@@ -96,7 +95,7 @@ class ZeroTransform(ProgramTransform):
 
     @property
     def policy(self) -> Policy:
-        """The policy by which the model is sharded."""
+        """The policy of the transform."""
         return self._arguments.policy
 
     def parts(self) -> tuple[RefusedPart, ...]:
@@ -106,7 +105,7 @@ class ZeroTransform(ProgramTransform):
     # Thunder's hooks, in the order in which it calls them.
 
     def transform_module(self, model: ThunderModule) -> None:
-        """Shard the module, and put our executors in front of Thunder's."""
+        """Shard the module, and put our executors in front of Thunder's executors."""
         with transforming(plain_of(model)):
             self._shard(model)
 
@@ -179,7 +178,7 @@ class ZeroTransform(ProgramTransform):
     def _before_forward(self, model: ThunderModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Check the model, and return the arguments of forward in the dtypes of compute.
 
-        This runs before Thunder reads the model, since Thunder's errors would not name what was changed.
+        This runs before Thunder reads the model, since Thunder's errors would not name the change.
         """
         if is_tracing():
             raise TypeError(
@@ -196,9 +195,9 @@ class ZeroTransform(ProgramTransform):
         return cast_inputs(type(plain_of(model)).__name__, args, kwargs, self.policy.mixed_precision)
 
     def _after_forward(self, model: ThunderModule, args: Any, output: Any) -> None:
-        """Count the forward, and wait for copies of offloaded shards, so that the host may write to them.
+        """Count the forward, and wait for copies of offloaded shards, so that the host may write to the shards.
 
-        A backward would also wait for the copies, but forward may run without one.
+        Backward would also wait for the copies, but a forward may have no backward.
         """
         self._state.training_forwards += model.training and torch.is_grad_enabled()
         if self.policy.cpu_offload:

@@ -1,16 +1,16 @@
 """ZeroModule: the sharded model that ``thunder.jit`` with ZeroTransform makes.
 
-``transform.py`` calls :func:`adopt`, which changes a ThunderModule's class to this one. Names, tree and state dict are
-the plain module's, whose parameters are the shards. In a call::
+``transform.py`` calls :func:`adopt`, which changes the class of a ThunderModule to ZeroModule. Names, submodules and
+state dict come from the plain module, whose parameters are the shards. A call has these steps::
 
-    model(x)    _before_forward (transform.py)     checks that nothing was changed, casts inputs
-                ParameterSlots.traced              placeholders take the places of shards
-                _forward_fn                        Thunder looks a program up, or compiles it, and runs it
-                guard (sharded/accumulation.py)    its backward will raise where it would be wrong
-                                                   the shards are back
+    model(x)    _before_forward (transform.py)     check that nothing was changed, cast inputs
+                ParameterSlots.traced              replace shards by placeholders
+                _forward_fn                        let Thunder look up or compile a program, and run it
+                guard (sharded/accumulation.py)    make a wrong backward of the output raise
+                ParameterSlots.traced              put the shards back
 
-Calls that would move, cast, wrap or pickle the model, or compute with shards as full values, raise and name an
-alternative. :func:`traces_of` returns the program that ran last.
+Calls raise if they would move, cast, wrap or pickle the model, or compute with shards as full values. The errors name
+an alternative. :func:`traces_of` returns the program that ran last.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ NEED_FULL_PARAMETERS = {  # functions of Hugging Face's models, with their repla
 class ZeroModule(ShardedModel, ThunderModule):
     """A jitted module whose parameters are sharded; ``ZeroTransform`` turns a ThunderModule into one.
 
-    Thunder's own ``no_sync`` reduces gradients once more at its end; the ``no_sync`` of this class does not.
+    Thunder's ``no_sync`` reduces gradients once more at its end. ZeroModule's ``no_sync`` does not.
     """
 
     _forward_fn: Callable[..., Any]
@@ -70,9 +70,9 @@ class ZeroModule(ShardedModel, ThunderModule):
     _compilations: Compilations
 
     def graphs(self) -> Sequence[Sequence[Entry]]:
-        """Return the programs of each graph of forward; the program that ran last is at the end.
+        """Return the programs of each graph of forward. The last program of a graph is the one that ran last.
 
-        Thunder compiles forward as one graph. Programs are in the order in which Thunder compiled them.
+        Thunder compiles forward as one graph. The other programs are in the order of their compilation.
         """
         stats = compile_stats(self)
         entries = sorted(stats.interpreter_cache, key=lambda entry: entry.computation_traces is stats.last_traces)
@@ -83,10 +83,10 @@ class ZeroModule(ShardedModel, ThunderModule):
         guard(output, BACKWARD_NODES, type(self.plain).__name__, self.state.accumulation)
 
     def load_original_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load full tensors by the plain module's names; tensors whose names are missing keep their values.
+        """Load full tensors under the plain module's names. Tensors that ``state_dict`` lacks keep their values.
 
         Raises:
-            RuntimeError: the module lacks a name of ``state_dict``, or the call is inside ``EMA.applied``. Nothing has
+            RuntimeError: the module lacks a name of ``state_dict``, or the call is inside ``EMA.applied``. No value was
                 changed.
             ValueError: a tensor and its parameter have different shapes.
         """
@@ -103,7 +103,7 @@ class ZeroModule(ShardedModel, ThunderModule):
         """Return the full state dict, as :func:`thunder_zero.full_state_dict` does."""
         return full_state_dict(self)
 
-    # The tree, the names and the state dict are the plain module's, which torch's tools walk.
+    # Submodules, names and state dict come from the plain module, so that torch's tools see its tree.
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -129,36 +129,36 @@ class ZeroModule(ShardedModel, ThunderModule):
         self._model.register_buffer(*args, **kwargs)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Add a submodule to the plain module; the next forward refuses it."""
+        """Add a submodule to the plain module. The next forward raises because of the new submodule."""
         self._model.add_module(name, module)
 
     def train(self, mode: bool = True) -> Self:
-        """Call the plain module's ``train``, which its class may override."""
+        """Call ``train`` of the plain module, whose class may override ``train``."""
         self._model.train(mode)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the plain module's state dict of shards and buffers."""
+        """Return the state dict of the plain module, with shards and buffers."""
         if self.state.specs:
             refuse_model_file(type(self.plain).__name__)
         return self._model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load DTensors, full tensors and buffers; this rank takes its rows of a full tensor. Not a collective.
+        """Load DTensors, full tensors and buffers. This rank copies only its rows of a full tensor.
 
-        Values are always copied, even with ``assign=True``: the optimizer and the programs hold the parameters. Modules
-        may rename, split or join entries while they load, as in ``_load_from_state_dict``.
+        This is not a collective. Values are always copied, even with ``assign=True``, because the optimizer and the
+        programs hold the parameters. A module's ``_load_from_state_dict`` may rename, split or join entries.
 
         Raises:
             RuntimeError: ``strict`` is True and names are missing or unexpected, or the call is inside ``EMA.applied``.
-            ValueError: a full tensor and its parameter have different shapes. Nothing has changed.
+            ValueError: a full tensor and its parameter have different shapes. No value was changed.
         """
         self._state.require_own_values("load a state dict")
         return load_parts(self._model, encoded_values(self._model, state_dict), self.state_dict(), strict)
 
     @property
     def training(self) -> bool:
-        """The plain module's mode, which the traces read."""
+        """True if the plain module is in training mode. Traces read this flag."""
         return self._model.training
 
     @training.setter
@@ -171,7 +171,7 @@ class ZeroModule(ShardedModel, ThunderModule):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the programs of forward, in Accelerate's mixed precision if it asks for one."""
+        """Run the programs of forward, under Accelerate's autocast if Accelerate has set mixed precision."""
         device, precision = self.state.device, self.state.plan.policy.mixed_precision
         if (dtype := dtype_of_accelerate(type(self.plain).__name__, precision, device)) is None:
             return self._call_programs(*args, **kwargs)
@@ -221,15 +221,14 @@ class ZeroModule(ShardedModel, ThunderModule):
         return super().get_buffer(name) if buffer is None else buffer  # get_buffer raises
 
     def set_buffer(self, name: str, value: Tensor) -> None:
-        """Set a buffer of the plain module; Thunder calls this with the value that forward assigned.
+        """Set a buffer of the plain module to a value that forward assigned. Thunder calls this method.
 
-        Only the value is kept, as in eager mode. Thunder's value has a gradient function, which the next forward would
-        refuse.
+        The value is detached: Thunder's tensor has a gradient function, which the next forward would refuse.
         """
         set_tensor(self.plain, name.removeprefix("."), value.detach())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZeroModule:
-        """Raise RuntimeError if ``to``, ``half`` or ``cuda`` would move or cast a tensor, and do nothing otherwise."""
+        """Raise RuntimeError if a call such as ``to`` or ``half`` would move or cast a tensor, else do nothing."""
         ignored = ((name, param) for name, param in self.named_parameters() if name not in self.state.plan.by_name)
         for name, tensor in chain(self.state.rows.items(), ignored, self.named_buffers()):
             if place_of(fn(tensor)) != place_of(tensor):
@@ -241,11 +240,11 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     @torch.compiler.disable(reason=f"a sharded model has compiled programs of its own; {EXPORT}")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; ``torch.compile`` around it does not compile its programs again."""
+        """Call the model. An outer ``torch.compile`` does not compile the model's programs again."""
         return super().__call__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the plain module with its shards, which holds values but refuses to compute.
+        """Return a copy of the plain module with its shards. The copy holds values but refuses to compute.
 
         ``AveragedModel`` averages into such a copy, and state dicts load into it.
         """
@@ -271,7 +270,7 @@ class ZeroModule(ShardedModel, ThunderModule):
         return super().__getattr__(name)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse ``torch.save(model)``, ``pickle`` and ``copy``, which call this."""
+        """Raise in ``torch.save(model)``, ``pickle`` and ``copy``, which call this method."""
         raise TypeError(
             f"cannot pickle a {type(self.plain).__name__} that thunder_zero trains: it has process groups and compiled "
             f"programs; tz.save(path, model, optimizer) writes a checkpoint, and "
@@ -280,7 +279,7 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     @property
     def __jit_ignored_attributes__(self) -> NoReturn:
-        """Raise in ``torch.jit``, which reads this first, before it reads attributes for DistributedDataParallel."""
+        """Raise in ``torch.jit``, which reads this attribute before those for DistributedDataParallel."""
         raise RuntimeError(
             f"torch.jit cannot look into the compiled programs of {type(self._model).__name__}; give it the plain "
             f"module inside of: with tz.full_parameters(model) as module"
@@ -288,17 +287,17 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """True, since Accelerate would wrap any other model into DistributedDataParallel."""
+        """True, since otherwise Accelerate would wrap the model into DistributedDataParallel."""
         refuse_plain_trainer(type(self.plain).__name__)
         return True
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, prepared: bool) -> None:
-        """Do nothing: Accelerate sets this after it prepared a model."""
+        """Do nothing. Accelerate sets this attribute after it has prepared a model."""
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """Raise in DistributedDataParallel, which reads this before it sends rank 0's shards to all ranks."""
+        """Raise in DistributedDataParallel, which reads this before it would send rank 0's shards to all ranks."""
         raise RuntimeError(
             f"DistributedDataParallel was given a {type(self._model).__name__} that thunder_zero trains: its backward "
             f"already averages gradients, and from stage 1 on ranks hold different rows; train the model without it "
@@ -339,8 +338,8 @@ def traces_of(model: ThunderModule, synced: bool | None = None, graph: int | Non
     Args:
         model: a sharded model that was called.
         synced: True for the program that reduces gradients, False for the program under ``no_sync``, None for the
-            program that ran last. If several programs match, and none of them ran last, the newest is returned.
-        graph: the index of a graph of the last forward; None if there was one graph.
+            program that ran last. If several programs match, and none of these ran last, the newest is returned.
+        graph: the index of a graph of the last forward. None if there was one graph.
 
     Raises:
         TypeError: ``model`` is not a sharded model.

@@ -1,14 +1,14 @@
 """Strategies for Lightning's Fabric and Trainer.
 
-Only this room imports Lightning, and ``import thunder_zero`` does not import this room. The strategies are for the
-package ``lightning``, which LitGPT uses, and not for ``lightning_fabric`` or ``pytorch_lightning``: a Fabric and a
-Trainer accept only strategies of their own package.
+Only this package imports Lightning, and ``import thunder_zero`` does not import it. The strategies are for the
+package ``lightning``, which LitGPT uses, and not for ``lightning_fabric`` or ``pytorch_lightning``: a Fabric or a
+Trainer accepts only strategies of its own package. Calls take these ways::
 
-    script -> Fabric's wrapper -> Forward -> ZeroModule -> the plain module, with shards
-                       \\______________________________________/
-                        the wrapper refers to the plain module, too
+    Fabric    script -> Fabric's wrapper -> Forward -> ZeroModule -> the plain module, with shards
+                                 \\______________________________________/
+                                  the wrapper also refers to the plain module
 
-    training_step -> self.net, the plain module -> Redirect, its forward -> ZeroModule -> its own forward, in traces
+    Trainer   training_step -> self.net, the plain module -> Redirect, its new forward -> ZeroModule -> its old forward
 """
 
 from importlib import import_module

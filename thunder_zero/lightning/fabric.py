@@ -1,6 +1,6 @@
 """The strategy of Lightning Fabric.
 
-In: a plain or a jitted module that ``Fabric.setup`` is given. Out: :class:`Forward`, which Fabric wraps::
+In: a plain or jitted module from ``Fabric.setup``. Out: :class:`Forward`, which Fabric wraps::
 
     model(x), Fabric's wrapper  ->  Forward  ->  ZeroModule  ->  the module's forward, compiled
 """
@@ -42,10 +42,10 @@ class ZeroStrategy(DDPStrategy):
     >>> model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
 
     DDPStrategy provides the processes (with its launcher, or under torchrun), the process group and Fabric's own
-    collectives. An optimizer may be built before or after ``setup``. Once Fabric has set the optimizer up, it steps
-    this rank's rows. ``Fabric.save`` writes one file with full tensors of the model and the optimizers. Any number of
-    ranks can load the file, and so can plain torch. All ranks must call ``save`` and ``clip_gradients``. The
-    ``state_dict`` of Fabric's wrapper is the plain module's, which holds DTensors.
+    collectives. An optimizer may be built before or after ``setup``. After ``setup``, the optimizer steps this rank's
+    rows. ``Fabric.save`` writes one file with full tensors of the model and the optimizers. Any number of ranks can
+    load the file, and so can plain torch. All ranks must call ``save`` and ``clip_gradients``. The ``state_dict`` of
+    Fabric's wrapper has the plain module's names, and DTensors as values.
 
     Args:
         policy: a :class:`~thunder_zero.Policy`, or a stage 0-3.
@@ -57,9 +57,9 @@ class ZeroStrategy(DDPStrategy):
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: see DDPStrategy; Fabric sets them
             from its own arguments.
         process_group_backend, timeout, start_method: see DDPStrategy.
-        arguments: the arguments of ZeroTransform, such as ``stage=3``, ``init`` and ``weights``, except those that
-            Fabric sets: process group, mesh and device. ``broadcast_from`` is 0 by default, unless ``policy`` is a
-            Policy: as with DDP, ranks may have built the module with different seeds.
+        arguments: the arguments of ZeroTransform, such as ``stage=3``, ``init`` and ``weights``. Process group, mesh
+            and device are excluded, because Fabric sets them. ``broadcast_from`` is 0 by default, unless ``policy`` is
+            a Policy: as with DDP, ranks may have built the module with different seeds.
 
     Raises:
         ValueError: a stage or a field is out of range.
@@ -95,12 +95,12 @@ class ZeroStrategy(DDPStrategy):
             start_method=start_method,
         )
         self._sharding = check_sharding(policy, mesh_shape, jit_options, frontend, arguments)
-        # Fabric.no_backward_sync calls a method of this attribute, which each of Fabric's strategies has.
+        # Fabric.no_backward_sync calls a method of this attribute of a strategy.
         self._backward_sync_control = NoBackwardSync()
 
     @property
     def policy(self) -> Policy:
-        """The policy that the arguments define."""
+        """The policy, with the changes of the arguments."""
         return self._sharding.arguments.policy
 
     def setup_environment(self) -> None:
@@ -113,10 +113,10 @@ class ZeroStrategy(DDPStrategy):
         super().setup_environment()
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Return a context in which ``Fabric.init_module`` builds full modules on the CPU; only shards are moved later.
+        """Return a context in which ``Fabric.init_module`` builds full modules on the CPU. Only shards move later.
 
         Raises:
-            ValueError: ``empty_init`` is True, which leaves no values to shard.
+            ValueError: ``empty_init`` is True, so there would be no values to shard.
         """
         if empty_init:
             raise ValueError(
@@ -128,20 +128,20 @@ class ZeroStrategy(DDPStrategy):
         return stack
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Do nothing: the full module may not fit on the device, to which ``setup_module`` moves the shards."""
+        """Do nothing: the full module may not fit on the device. ``setup_module`` moves only shards to the device."""
 
     def setup_module(self, module: nn.Module) -> Forward:
-        """Compile and shard the module, or shard a jitted module; a collective.
+        """Compile and shard a plain module, or shard a jitted module. This is a collective.
 
         Raises:
-            TypeError: the strategy has ``jit_options``, and ``module`` is already jitted.
+            TypeError: the strategy has ``jit_options``, but ``module`` is already jitted.
             RuntimeError: ``module`` is already sharded.
             ValueError, RuntimeError: see ZeroTransform.
         """
         return Forward(self._sharding.shard(module, self.root_device), module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make the optimizer step the shards in place of its parameters, and load full state dicts."""
+        """Make the optimizer step shards in place of full parameters, and accept full state dicts."""
         optimizer.register_load_state_dict_pre_hook(shard_optimizer_state_dict, prepend=True)
         step_shards(optimizer)
         return optimizer
@@ -158,7 +158,7 @@ class ZeroStrategy(DDPStrategy):
         return clip_grad_norm_(zero_module(module), max_norm, float(norm_type), error_if_nonfinite)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the full state dict on rank 0, on the CPU, and an empty dict on other ranks; a collective."""
+        """Return the full state dict on rank 0's CPU, and an empty dict on other ranks. This is a collective."""
         if not isinstance(module, Forward):
             return super().get_module_state_dict(module)  # type: ignore[no-any-return]
         return full_model_state_dict(module.model)
@@ -176,7 +176,7 @@ class ZeroStrategy(DDPStrategy):
         module.model.load_state_dict(state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's full state dict on rank 0, on the CPU, an empty dict elsewhere; a collective."""
+        """Return the optimizer's full state dict on rank 0's CPU, and {} on other ranks. This is a collective."""
         return full_optimizer_state_dict(optimizer, wanted=self.is_global_zero)
 
 
@@ -191,13 +191,13 @@ class NoBackwardSync:
 class Forward(nn.Module):
     """The module inside Fabric's wrapper, which calls the sharded model.
 
-    To call another method of the user's module, Fabric sets the method as that module's ``forward``.
+    When the user calls another method of the module, Fabric temporarily sets this method as the module's ``forward``.
     """
 
     def __init__(self, model: ZeroModule, module: nn.Module) -> None:
         super().__init__()
         self.model = model
-        # The module itself cannot be an attribute here: it would become a submodule.
+        # The module cannot be an attribute of Forward: it would become a submodule.
         self._current_forward = partial(vars(module).get, "forward")
         self._first_forward = self._current_forward()
 
@@ -218,7 +218,7 @@ class Forward(nn.Module):
 
 
 def zero_module(model: nn.Module) -> ZeroModule:
-    """Return the sharded model in a module that ``Fabric.setup`` returned.
+    """Return the sharded model inside a module that ``Fabric.setup`` returned.
 
     >>> tz.print_trace(zero_module(model))
 

@@ -1,4 +1,4 @@
-"""Shards a module by the arguments of a strategy, for Fabric and the Trainer."""
+"""Shards a module as the arguments of a strategy ask, for Fabric and the Trainer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SUPPORTED = [  # these plugins do not wrap modules that Thunder compiles
 
 @dataclass(frozen=True)
 class Sharding:
-    """The checked arguments by which a strategy shards a module."""
+    """The checked arguments of a strategy. :meth:`shard` uses them to shard a module."""
 
     arguments: CheckedArguments
     mesh_shape: tuple[int, int] | None
@@ -46,7 +46,7 @@ class Sharding:
     frontend: str
 
     def shard(self, module: nn.Module, device: torch.device) -> ZeroModule:
-        """Return a sharded model: compile or jit a plain module, or shard a jitted module. A collective."""
+        """Compile or jit a plain module, or take a jitted module, and return it sharded. This is a collective."""
         if isinstance(module, ZeroModule):
             raise RuntimeError(
                 f"{type(module.plain).__name__} is already sharded; give Lightning the plain module, and the strategy "
@@ -78,7 +78,7 @@ def check_sharding(
     frontend: str,
     arguments: Arguments,
 ) -> Sharding:
-    """Check the arguments of a strategy; see :class:`~thunder_zero.lightning.ZeroStrategy` for errors."""
+    """Check the arguments of a strategy. See :class:`~thunder_zero.lightning.ZeroStrategy` for errors."""
     for name in SET_BY_LIGHTNING:
         if name in arguments:
             raise TypeError(
@@ -93,7 +93,7 @@ def check_sharding(
 
 
 def full_model_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return the full state dict on rank 0, on the CPU, and an empty dict on other ranks; a collective."""
+    """Return the full state dict on rank 0's CPU, and an empty dict on other ranks. This is a collective."""
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return decoded_values(model, full)
 

@@ -1,8 +1,8 @@
 """The strategy of Lightning's Trainer.
 
-In: a LightningModule with one submodule that has all parameters. Out: the submodule calls a sharded model::
+In: a LightningModule with one submodule that has all parameters. Out: a sharded model that the submodule calls::
 
-    self.net(batch)  ->  Redirect, set as self.net.forward  ->  ZeroModule  ->  self.net's own forward, compiled
+    self.net(batch)  ->  Redirect, set as self.net.forward  ->  ZeroModule  ->  original forward of self.net, compiled
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
     >>> trainer = Trainer(accelerator="cpu", devices=2, strategy=ZeroTrainerStrategy(stage=3))
     >>> trainer.fit(lightning_module, loader)
 
-    The strategy shards the one submodule of the LightningModule that has its parameters, such as ``self.net``, before
-    ``configure_optimizers``. Hooks such as ``training_step`` run as Python, and call ``self.net(batch)``, which is
+    One submodule of the LightningModule, such as ``self.net``, must have all parameters. The strategy shards it before
+    ``configure_optimizers``. Hooks such as ``training_step`` run as Python, and their calls of ``self.net(batch)`` are
     compiled. Checkpoints have full tensors under the plain module's names, as without a strategy.
 
     Args:
@@ -79,7 +79,7 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True, since checkpoints are loaded into shards, which ``setup`` creates."""
+        """True, since checkpoints are loaded into the shards that ``setup`` creates."""
         return True
 
     def setup_environment(self) -> None:
@@ -90,7 +90,7 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the model, then set up optimizers and precision; a collective."""
+        """Shard the model, then set up optimizers and precision. This is a collective."""
         for callback in trainer.callbacks:
             if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
                 raise ValueError(
@@ -119,7 +119,7 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
         model: LightningModule | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the closure (forward and backward), then the step, which needs gradients when it begins."""
+        """Run the closure (forward and backward) before the step, since the step needs gradients when it begins."""
         results = [closure()]
 
         def take_result() -> Any:
@@ -137,29 +137,29 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
         return self.sharded.no_sync()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the full state dict on rank 0, and an empty dict on other ranks; a collective."""
+        """Return the full state dict on rank 0, and an empty dict on other ranks. This is a collective."""
         return full_model_state_dict(self.lightning_module)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a checkpoint's full model into the shards."""
+        """Load a checkpoint's full tensors into the shards."""
         module = self.lightning_module
         load_parts(module, encoded_values(module, checkpoint["state_dict"]), module.state_dict(), strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's full state dict on rank 0, and an empty dict on other ranks; a collective."""
+        """Return an optimizer's full state dict on rank 0, and {} on other ranks. This is a collective."""
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return full_optimizer_state_dict(plain, wanted=self.is_global_zero)
 
     def teardown(self) -> None:
-        """Tear down, and leave the shards on their device."""
+        """Tear down the Trainer's state, and leave the shards on their device."""
         module = self.lightning_module
-        self._lightning_module = None  # or Lightning would move its tensors to the CPU
+        self._lightning_module = None  # otherwise Lightning would move its tensors to the CPU
         super().teardown()
         self._lightning_module = module
 
 
 class Redirect:
-    """The ``forward`` of a plain module: calls the sharded model, which traces the module's own forward."""
+    """A replacement for a plain module's ``forward``. It calls the sharded model, which traces the original forward."""
 
     def __init__(self, model: ZeroModule, forward: Callable[..., Any] | None) -> None:
         self.model = model

@@ -1,10 +1,10 @@
-"""``tz.compile``: dynamo captures graphs of a module, and PyTorch's joint graph of each is trained.
+"""``tz.compile``: trains the joint graphs (forward and backward) of a module that dynamo captures.
 
 In: a sharded module, and graphs of dynamo. Out: a program for each graph, choice of parameters, and mode. The entry
 point is ``compile.py``::
 
-    module.py     captured graphs, their numbers, their programs        compat/dynamo.py, compat/aot/
-    checkpoints   backward recomputes the lines that checkpoints tag
-    convert       joint graph -> joint trace: rows, gathers, reductions
-    programs      scheduled, split, proved, run
+    module        keep captured graphs and their programs              uses compat/dynamo.py, compat/aot/
+    checkpoints   let backward recompute lines under checkpoints
+    convert       turn a joint graph into a joint trace: rows, gathers, reductions
+    programs      schedule, split, prove and run a joint trace
 """

@@ -1,7 +1,7 @@
-"""Attention as a GPU computes it, in a graph of tensors on the CPU.
+"""Puts the GPU's attention kernels into a graph of CPU tensors.
 
-A plan for GPUs may be computed on a machine without a GPU. There torch would trace the CPU's kernel. With dropout,
-torch would trace the decomposed formula, whose saved values grow with the square of the sequence length.
+A plan for GPUs may be computed on a machine without a GPU. There torch would trace the CPU's kernel. For attention with
+dropout, it would trace the decomposed formula, whose saved values grow with the square of the sequence length.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def attention(
 ) -> Tensor:
     """Compute scaled_dot_product_attention as torch does on a GPU.
 
-    Half precision without a mask takes the flash kernel; other calls take the efficient kernel. Torch chooses in this
-    order (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``).
+    Calls in half precision without a mask use the flash kernel. Other calls use the efficient kernel. Torch chooses
+    likewise (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``).
     """
     if attn_mask is None and query.dtype in HALF and query.shape[-1] <= WIDEST:
         output: Tensor = FLASH(query, key, value, dropout_p, is_causal, False, scale=scale)[0]

@@ -1,7 +1,7 @@
 """Reads graphs of dynamo: which inputs are parameters, and when two graphs are equal.
 
-Dynamo makes parameters inputs of its graph. It guards their shapes and dtypes, not their identity. So it may call a
-graph that it captured in one submodule with the parameters of another submodule.
+Dynamo makes parameters inputs of its graph. It guards shapes and dtypes of parameters, not their identity. So dynamo
+may call a graph that it captured in one submodule with the parameters of another submodule.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.slices import path_of, slice_of
 
 GraphKey = tuple[str, str, tuple[Any, ...]]
-Paths = tuple[str | None, ...]  # for each input of a graph the parameter's path, or None
+Paths = tuple[str | None, ...]  # for each input of a graph, the path of a parameter or None
 
 
 def paths_of(inputs: Sequence[Any]) -> Paths:
@@ -28,11 +28,11 @@ def paths_of(inputs: Sequence[Any]) -> Paths:
 
 
 def with_slices(graph: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
-    """Change a graph to take slices in place of parameters that are DTensors; return the new inputs.
+    """Change a graph to take local slices in place of parameters that are DTensors, and return the new inputs.
 
     The graph's first lines convert the slices to DTensors. So parameters and gradients of the joint graph are plain
-    tensors. In backward torch redistributes each gradient to the placement of its parameter, even a gradient that is a
-    sum over part of a sequence.
+    tensors. In backward torch redistributes each gradient to the placement of its parameter, even a gradient that sums
+    over a part of the sequence.
     """
     nodes = graph.graph.find_nodes(op="placeholder")
     first_line = next(node for node in graph.graph.nodes if node.op != "placeholder")
@@ -49,7 +49,7 @@ def with_slices(graph: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def replaced_parameter(graph: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
-    """Return the path of a parameter whose memory the graph replaces, as ``param.data = value`` does, or None."""
+    """Return the path of a parameter whose memory the graph replaces (``param.data = value``), or None."""
     nodes = graph.graph.find_nodes(op="placeholder")
     for node, path in zip(nodes, paths_of(inputs), strict=True):
         if path is not None and any(user.target is Tensor.set_ for user in node.users):
@@ -58,9 +58,9 @@ def replaced_parameter(graph: fx.GraphModule, inputs: Sequence[Any]) -> str | No
 
 
 def key_of_graph(graph: fx.GraphModule) -> GraphKey | None:
-    """Return a key that is equal for graphs that compute equal values, with gradients on or off.
+    """Return a key that is equal for graphs that compute equal values, whether gradients are on or off.
 
-    Return None if a graph has tensors of its own, symbolic sizes, or inputs that are neither numbers nor plain tensors.
+    Return None for a graph with constant tensors, symbolic sizes, or inputs that are neither numbers nor plain tensors.
     """
     nodes = graph.graph.nodes
     if any(node.op == "get_attr" for node in nodes):
@@ -85,9 +85,9 @@ def _autocast(device: str) -> tuple[bool, torch.dtype]:
 
 
 def shared_memory(inputs: Sequence[Any]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return the groups of inputs that overlap in memory; a group has the position and the first byte of each input.
+    """Return groups of inputs that overlap in memory, as (position, first byte) pairs.
 
-    If a graph writes to inputs, PyTorch's trace holds only for the overlaps of the first call. Dynamo does not guard
+    If a graph writes to inputs, PyTorch's trace is valid only for the overlaps of the first call. Dynamo does not guard
     overlaps.
     """
     spans = []
@@ -109,7 +109,7 @@ def shared_memory(inputs: Sequence[Any]) -> tuple[tuple[tuple[int, int], ...], .
 
 
 def shapes_of_inputs(graph: fx.GraphModule) -> dict[str, torch.Size]:
-    """Return the shapes of forward's tensor arguments, by name."""
+    """Return a mapping from the names of forward's tensor arguments to their shapes."""
     named = ((argument_of(node), node.meta["example_value"]) for node in graph.graph.find_nodes(op="placeholder"))
     return {
         name: example.shape
@@ -121,15 +121,15 @@ def shapes_of_inputs(graph: fx.GraphModule) -> dict[str, torch.Size]:
 def restoring(returned: Any, markers: Sequence[object], positions: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
     """Return a function that builds the result of the module's forward from the outputs of the forward trace.
 
-    ``returned`` is that result with a marker in place of each output of the graph. ``positions`` has the place
-    of each marker's value among the trace's outputs.
+    ``returned`` is the result of forward with a marker in place of each output of the graph. ``positions`` has, for
+    each marker, the position of its value among the trace's outputs.
     """
     position_of = dict(zip(map(id, markers), positions, strict=True))
     return lambda outputs: rebuild(returned, {marker: outputs[position] for marker, position in position_of.items()})
 
 
 def rebuild(tree: Any, values: Mapping[int, Any]) -> Any:
-    """Return a structure in which ``values``, keyed by ids of leaves, replace the leaves."""
+    """Return a copy of a structure in which ``values`` replace leaves. ``values`` is keyed by the ids of leaves."""
     if is_dataclass(tree) and not isinstance(tree, type) and not isinstance(tree, Mapping):
         names = [field.name for field in fields(tree)]
         return replace(tree, **{name: rebuild(getattr(tree, name), values) for name in names})

@@ -2,12 +2,12 @@
 
 The pass changes the joint graph before gathers are inserted, so that each recomputed line gets the gathers it needs::
 
-    relu = aten.relu(mm)                    relu = aten.relu(mm)              # forward's; backward reads no line of it
-    ...                              ->     relu_again = aten.relu(mm_again)  # before the first line that reads it
+    relu = aten.relu(mm)                    relu = aten.relu(mm)              # only forward reads relu
+    ...                              ->     relu_again = aten.relu(mm_again)  # right before its first reader
     grad = threshold_backward(g, relu)      grad = threshold_backward(g, relu_again)
 
-Backward runs a random line again with the generator state that it had in forward. If that state takes more bytes than
-the line's result, the result is saved instead. Either way the masks are equal, as torch promises for checkpoints.
+Backward reruns a random line with the generator's state from forward. If the state takes more bytes than the line's
+result, the result is saved instead. Either way the random masks are equal, as torch promises for checkpoints.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from thunder_zero.traces.operators import draws_random_numbers, is_view
 
 
 def joint_of(graph: fx.GraphModule, inputs: Sequence[Any], paths: Sequence[str | None], plan: Plan) -> Joint:
-    """Return the joint graph of dynamo's graph; its backward recomputes the lines that checkpoints tag.
+    """Return the joint graph of dynamo's graph. Its backward recomputes the lines that checkpoints tag.
 
-    ``paths`` has the parameter's path for each input, None for other inputs.
+    ``paths`` has, for each input, the path of a parameter or None.
     """
     joint = aot.export(graph, inputs)
     if plan.mesh.tensor.size > 1:
@@ -58,7 +58,7 @@ def _recompute(joint: Joint) -> None:
     tagged = {node for node in nodes if is_checkpointed(node) and not is_backward(node)}
     for node in _readers_of_written_inputs(joint, nodes) & tagged:
         tagged -= {node, *(user for user in node.users if user.target is operator.getitem)}
-    draw_args: dict[fx.Node, tuple[Any, ...]] = {}  # the arguments that run a random line again, by its result
+    draw_args: dict[fx.Node, tuple[Any, ...]] = {}  # result of a random line: arguments that rerun the line
     for node in [node for node in nodes if node in tagged and _draws(node)]:
         tagged.remove(node)
         if (state := _state_of(node)) is not None:
@@ -71,7 +71,7 @@ def _recompute(joint: Joint) -> None:
     copies: dict[fx.Node, fx.Node] = {}
 
     def copy(node: fx.Node, before: fx.Node) -> fx.Node:
-        """Return the copy of a node, inserted after copies of its inputs; return a saved node unchanged."""
+        """Return a copy of a node, inserted after copies of its inputs, or the node itself if it is saved."""
         if node not in tagged:
             return node
         if node not in copies:
@@ -93,7 +93,7 @@ def _recompute(joint: Joint) -> None:
 def _readers_of_written_inputs(joint: Joint, nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Return the lines that read an input that forward writes to, as BatchNorm does with its statistics.
 
-    Backward cannot recompute them: it would read what forward wrote.
+    Backward cannot recompute these lines, because it would read the values that forward wrote.
     """
     written = {node for node in nodes if node.op == "placeholder" and input_of(node) in joint.mutated}
     readers = set()
@@ -123,7 +123,7 @@ def _bytes_of(value: Tensor) -> int:
 
 
 def _save_state(joint: Joint, node: fx.Node, state: Tensor) -> tuple[fx.Node, fx.Node]:
-    """Make a random line also return the state of its generator; return the nodes of its result and of the state."""
+    """Make a random line also return its generator's state, and return the nodes of the result and of the state."""
     value = node.meta["val"]
     items = []
     with joint.graph.graph.inserting_after(node):

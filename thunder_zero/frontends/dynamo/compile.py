@@ -25,7 +25,7 @@ Fuser = Literal["inductor"]
 
 
 class DynamoTransform(ZeroTransform):
-    """A ZeroTransform for a module whose forward dynamo captures; takes the arguments of :func:`compile`."""
+    """A ZeroTransform for a module whose forward dynamo captures, with the arguments of :func:`compile`."""
 
     def __init__(
         self, policy: Policy | int | None, *, fuse: Fuser | None, dynamic: bool | None, **arguments: Unpack[Arguments]
@@ -48,7 +48,7 @@ class DynamoTransform(ZeroTransform):
 
 
 def require_known(fuse: object) -> None:
-    """Raise ValueError for a fuser other than inductor."""
+    """Raise ValueError if ``fuse`` names another fuser than inductor."""
     if fuse not in (None, "inductor"):
         raise ValueError(
             f"fuse is {fuse!r}; choose 'inductor', which compiles the operators between two lines of the schedule, or "
@@ -68,18 +68,18 @@ def compile(
 
     >>> model = tz.compile(AutoModelForCausalLM.from_config(config), stage=3)
 
-    Dynamo (``torch.compile``) captures forward, and AOTAutograd traces its backward. This trains modules that
-    ``thunder.jit`` cannot trace, or traces slowly. Where dynamo breaks a graph, each part has a schedule of its own,
-    which is proved like any other. A parameter that two graphs read is gathered and reduced once for each graph.
+    Dynamo (``torch.compile``) captures forward, and AOTAutograd traces its backward. Use it for modules that
+    ``thunder.jit`` cannot trace, or traces slowly. If dynamo breaks forward into several graphs, each graph has its own
+    proved schedule. A parameter that two graphs read is gathered and reduced once for each graph.
 
     Args:
         module: a plain module.
         policy: a :class:`~thunder_zero.Policy`, or a stage 0-3.
-        fuse: "inductor" compiles the operators between two lines of the schedule into kernels. Equal regions are
+        fuse: "inductor" to compile the operators between two lines of the schedule into kernels. Equal regions are
             compiled once, and inductor keeps its kernels on disk for the next process. This needs a C++ compiler on the
-            CPU, and Triton on a GPU. By default torch computes each operator.
-        dynamic: see ``torch.compile``. None: a size or a number that changes in a later call becomes a symbol, and one
-            program serves all of its values; ``torch._dynamo.mark_dynamic`` makes it a symbol from the first call on.
+            CPU, and Triton on a GPU. By default torch runs each operator on its own.
+        dynamic: see ``torch.compile``. None: a size or number that changes in a later call becomes a symbol, and one
+            program serves all its values. ``torch._dynamo.mark_dynamic`` makes a size a symbol from the first call on.
             True: all sizes are symbols where possible. False: each shape has a program.
         arguments: see :class:`~thunder_zero.ZeroTransform`.
 
@@ -101,7 +101,7 @@ def compile(
 
 
 def _refuse_with_all(module: nn.Module, **arguments: Unpack[Arguments]) -> None:
-    """Raise the current error where the other ranks shard the module, so that all ranks raise."""
+    """Raise the current error inside the collective in which other ranks shard the module, so that all ranks raise."""
     ranks = ranks_of(*(arguments.get(name) for name in ("process_group", "mesh", "dp_mesh_dims")))
     with transforming(module), agree.all_or_none(ranks.world):
         raise

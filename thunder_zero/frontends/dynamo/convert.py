@@ -7,9 +7,9 @@
     tangents_1                       loss_grad = get_grad(loss)
     return (loss, mm_9)              p9 = zero_reduce_scatter(h_0_w_grad, 'h.0.w'); t_h_0_w_grad = zero_wait(p9); return
 
-A parameter is gathered before the first line that reads it. Its gradient is reduced right after it is computed.
-Values have the user's names where dynamo knows them. Parameters, their rows and gradients have the parameter's path.
-Thunder's autodiff and lowering give such a trace, too, so both front ends share all later steps.
+A parameter is gathered before the first line that reads it. Its gradient is reduced right after the gradient's line.
+Values have the user's names where dynamo knows them. Parameters, rows and gradients are named after a parameter's path.
+Thunder's autodiff and lowering also give a joint trace, so both front ends share all later steps.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from thunder.core.dtypes import to_dtype
 from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.core.trace import TraceCtx, get_tracectx, tracectx
 
-# Operators that may copy replace views: the strides of a kernel's result may differ from those in torch's trace, as
-# those of batch norm do for a transposed input.
+# Operators that may copy replace views, because the strides of a kernel's result may differ from the strides in torch's
+# trace. An example is batch norm of a transposed input.
 COPYING: dict[Any, Any] = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A graph as a joint trace, or as a trace of forward alone.
+    """A joint graph after conversion: a joint trace, or a trace of forward alone.
 
     Attributes:
-        joint: the trace; it takes rows in place of parameters.
-        values: the fake value of each value of the trace, by name.
-        parameters: the fake value of each gathered parameter, by path.
-        tangents: for each tangent, in the order of backward's inputs, the position of its output, and its name.
-        constants: tensors that the graph holds, and that the trace takes as inputs, by name.
-        outputs: the number of forward's outputs that AOTAutograd takes; the trace returns them first.
-        gradients: the number of gradients that AOTAutograd takes; the trace returns them first.
+        joint: the trace, with rows in place of parameters.
+        values: fake values of the trace's values, keyed by name.
+        parameters: fake values of gathered parameters, keyed by path.
+        tangents: (position of an output, name of its tangent) pairs, in the order of backward's inputs.
+        constants: the graph's constant tensors, keyed by the names of the trace's inputs for them.
+        outputs: the number of outputs that AOTAutograd takes. The trace's forward returns these outputs first.
+        gradients: the number of gradients that AOTAutograd takes. The trace's backward returns these gradients first.
     """
 
     joint: JointTrace
@@ -73,8 +73,8 @@ def convert(
     """Return the joint graph as a trace.
 
     Args:
-        paths: the parameter's path for each input of dynamo's graph, None for other inputs.
-        backward: False converts forward alone.
+        paths: for each input of dynamo's graph, the path of a parameter or None.
+        backward: False to convert forward alone.
         synced: True if the program reduces gradients.
 
     Raises:
@@ -94,12 +94,12 @@ class _Conversion:
     synced: bool
     proxies: Proxies = field(default_factory=Proxies)
     proxy_of: dict[fx.Node, Any] = field(default_factory=dict)
-    inputs: dict[int, Any] = field(default_factory=dict)  # proxies of dynamo's inputs, by position
-    rows: dict[fx.Node, TensorProxy] = field(default_factory=dict)  # rows, by the node of the full parameter
-    row_paths: dict[str, str] = field(default_factory=dict)  # the parameter's path, by the name of its rows
-    gathered: dict[str, TensorProxy] = field(default_factory=dict)  # full parameters, by path
+    inputs: dict[int, Any] = field(default_factory=dict)  # position of dynamo's input: proxy
+    rows: dict[fx.Node, TensorProxy] = field(default_factory=dict)  # node of a full parameter: its rows
+    row_paths: dict[str, str] = field(default_factory=dict)  # name of rows: path of their parameter
+    gathered: dict[str, TensorProxy] = field(default_factory=dict)  # path: full parameter
     constants: dict[str, Tensor] = field(default_factory=dict)
-    effects: list[Any] = field(default_factory=list)  # values that forward computes although no line reads them
+    effects: list[Any] = field(default_factory=list)  # values that forward computes for no reader
     view_bases: dict[fx.Node, str] = field(default_factory=dict)  # base names of views without a variable
     reduced_names: set[str] = field(default_factory=set)  # full gradients that a reduction reads
 
@@ -147,7 +147,7 @@ class _Conversion:
     def _write_lines(
         self, computed: Sequence[fx.Node], tangents: Mapping[fx.Node, int], outputs: Sequence[Any]
     ) -> dict[int, TensorProxy]:
-        """Write the lines of both phases; return the reduced gradients by their positions."""
+        """Write the lines of both phases, and return a mapping from positions to reduced gradients."""
         reduced: dict[int, TensorProxy] = {}
         late = self._read_by_backward_alone(computed, outputs)
         for node in computed:
@@ -173,7 +173,7 @@ class _Conversion:
         owners = [None if position is None else self.inputs.get(position) for _, position in self.gradients]
         other_args = [arg for arg in args if not any(arg is owner for owner in owners)]
         gradients = [self._gradient(node, position, reduced) for position, (node, _) in enumerate(self.gradients)]
-        # Backward takes all numbers: what it makes of missing tangents may have any size.
+        # Backward takes all numbers, since the zeros that it makes for missing tangents may have any size.
         gradients += [arg if isinstance(arg, NumberProxy) else None for arg in other_args]
         prims.python_return(
             {"flat_args": [*owners, *other_args], "output": tuple(gradients), "fw_flat_out": (*results, *self.effects)}
@@ -238,10 +238,10 @@ class _Conversion:
     # Lines
 
     def _read_by_backward_alone(self, computed: Sequence[fx.Node], outputs: Sequence[Any]) -> set[fx.Node]:
-        """Return the lines of forward that backward alone reads.
+        """Return the lines of forward that only backward reads.
 
-        Each line is written before its first reader in backward, where it may read recomputed values. Random
-        lines stay, since they draw in order. Numbers stay, since they take less memory than the tensors that they size.
+        They are written in backward instead, before their first readers, and may read recomputed values there. Random
+        lines stay in forward, since they draw in order. So do numbers, which take less memory than tensors.
         """
         needed = set()
         pending = [node for node in outputs if isinstance(node, fx.Node)]
@@ -257,7 +257,7 @@ class _Conversion:
         return not node.users or is_number or draws_random_numbers(node.target, node.args, node.kwargs)
 
     def _add_line(self, node: fx.Node) -> None:
-        """Write the line of a node, after the gathers and late lines that it reads."""
+        """Write the line of a node, after the gathers and delayed lines that the line reads."""
         for input_node in node.all_input_nodes:
             if input_node not in self.proxy_of:
                 if input_node in self.rows:
@@ -284,7 +284,7 @@ class _Conversion:
         append(line(COPYING.get(node.target, node.target), args, kwargs, output))
 
     def _name_view(self, node: fx.Node) -> str | None:
-        """Return a name for a view without a variable, after its base; None if forward does not have the view."""
+        """Return a name for a view without a variable, derived from its base; None if the view is not in forward."""
         if users_value(node) is None or not is_view(node.target):
             return None
         base, target = node.all_input_nodes[0], cast(OpOverload, node.target)
@@ -293,9 +293,9 @@ class _Conversion:
         return f"{self.view_bases[node]}_{target.overloadpacket.__name__.removeprefix('_unsafe_')}{again}"
 
     def _make_stand_ins(self, node: fx.Node) -> dict[fx.Node, TensorProxy]:
-        """Emit an empty tensor for each parameter whose shape alone a line of backward reads; return them by node.
+        """Emit an empty tensor for each parameter of which a line of backward reads only the shape.
 
-        Otherwise backward would gather a freed parameter again for its shape.
+        Return a mapping from nodes to these tensors. Otherwise backward would gather a freed parameter for its shape.
         """
         stand_ins: dict[fx.Node, TensorProxy] = {}
         for parameter in read_for_shape(node.target, node.args) if is_backward(node) else ():
@@ -311,8 +311,8 @@ class _Conversion:
     def _make_proxies(self, node: fx.Node | None, name: str, value: Any) -> Any:
         """Return a proxy for the value of a node, or a tuple of proxies for several values.
 
-        If only the first value is the user's, as with a layer norm, it has the node's name. Otherwise each name ends
-        with the position of its value.
+        If the user's code sees only the first value, as for a layer norm, this value has the node's name. Otherwise
+        each name ends with the position of its value.
         """
         if not isinstance(value, tuple | list):
             return self.proxies.make(name, value)
@@ -332,7 +332,7 @@ class _Conversion:
         )
 
     def _gather(self, node: fx.Node) -> TensorProxy:
-        """Return the full parameter; emit its gather once, even if several inputs are this parameter."""
+        """Return the full parameter, and emit its gather once, even if several inputs are this parameter."""
         path = self.row_paths[self.rows[node].name]
         if path not in self.gathered:
             self.gathered[path] = rename_last(self.executor.lower_synchronize(self.rows[node], path), path)
@@ -342,7 +342,7 @@ class _Conversion:
     # Results
 
     def _positions_of_gradients(self) -> dict[fx.Node, list[int]]:
-        """Return the positions of parameters' gradients, by the nodes that compute them."""
+        """Return a mapping from nodes to the positions of the parameters' gradients that they compute."""
         positions: dict[fx.Node, list[int]] = {}
         for position, (node, owner) in enumerate(self.gradients) if self.backward else ():
             if isinstance(node, fx.Node) and owner is not None and self.input_paths[owner] is not None:
@@ -350,9 +350,9 @@ class _Conversion:
         return positions
 
     def _reduce(self, node: fx.Node) -> dict[int, TensorProxy]:
-        """Emit the reductions of a node that is a parameter's gradient; return the reduced gradients by position.
+        """Emit the reductions of a parameter's gradient, and return a mapping from positions to reduced gradients.
 
-        A node may be the gradient of two parameters, or an input, so each reduction reads a value of its own.
+        A node may be the gradient of two parameters. Then the later reductions read a clone of the gradient.
         """
         return {position: self._reduce_at(node, position) for position in self.positions.get(node, ())}
 
@@ -385,8 +385,8 @@ class _Conversion:
     def _contiguous_gradient(self, node: fx.Node, owner: int | None) -> Any:
         """Return the gradient of an input, contiguous if the input is contiguous.
 
-        The gradient may reach the backward of another graph, which may need contiguous memory, as that of
-        ``all_gather`` with gloo does.
+        The backward of another graph may read the gradient, and may need contiguous memory. An example is the backward
+        of ``all_gather`` with gloo.
         """
         value = None if owner is None else self.proxies.values.get(self.inputs[owner].name)
         if not isinstance(value, Tensor) or not is_contiguous(value) or is_contiguous(node.meta["val"]):
@@ -397,7 +397,7 @@ class _Conversion:
         return copy
 
     def _output(self, node: Any) -> Any:
-        """Return the proxy of an output of forward; return an output that is not a node unchanged."""
+        """Return the proxy of an output of forward, or the output itself if it is not a node."""
         if node in self.rows:
             raise RuntimeError(returned_message(self.row_paths[self.rows[node].name]))
         return self.proxy_of[node] if isinstance(node, fx.Node) else node

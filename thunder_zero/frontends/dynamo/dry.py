@@ -1,7 +1,7 @@
-"""Captures the graph of a module that will not run, from tensors without memory.
+"""Captures the graph of a module that never runs, from tensors without memory.
 
-In: a module whose parameters are placeholders, and its inputs. Out: :class:`Exported`, the joint graph that
-``tz.compile`` would train, and a way to rebuild forward's result from the graph's outputs.
+In: a module whose parameters are placeholders, and its inputs. Out: :class:`Exported`. It has the joint graph that
+``tz.compile`` would train, and rebuilds forward's result from the graph's outputs.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Exported:
 
     Attributes:
         joint: the graph, with its backward.
-        paths: the parameter's path for each input, None for other inputs.
-        buffers: paths of the inputs that are buffers or unplanned parameters, by position.
+        paths: for each input, the path of a parameter or None.
+        buffers: a mapping from positions of inputs to paths, for buffers and unplanned parameters.
         markers: an object for each output of the graph.
         returned: the result of forward, with markers in place of the graph's outputs.
     """
@@ -43,7 +43,7 @@ class Exported:
     returned: Any
 
     def restored(self, outputs: Sequence[Any]) -> Any:
-        """Return the result of the module's forward, built from the outputs of the forward trace."""
+        """Build the result of the module's forward from the outputs of the forward trace."""
         return restoring(self.returned, self.markers, self.joint.plain_outputs())(outputs)
 
 
@@ -60,8 +60,8 @@ def export(
 
     Args:
         args, kwargs: the arguments of forward.
-        for_gpu: compute attention as on a GPU, even if tensors are on the CPU.
-        dynamic: make symbols of the arguments' sizes.
+        for_gpu: True to use the GPU's attention kernels even if tensors are on the CPU.
+        dynamic: True to make the arguments' sizes symbols.
 
     Raises:
         RuntimeError: dynamo captures no graph or several graphs, or forward reads a number from a tensor.
@@ -70,7 +70,7 @@ def export(
     captures: list[tuple[aot.Joint, Sequence[Any], Sequence[str | None], Sequence[Any]]] = []
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # Here dynamo captures a number that is read from a tensor; in training it breaks the graph there.
+        # Here dynamo captures a number that is read from a tensor. In training dynamo breaks the graph there.
         values = ((node, node.meta.get("example_value")) for node in graph.graph.nodes)
         numbers = [node for node, value in values if isinstance(value, py_sym_types) and aot.hint(value) is None]
         if numbers:

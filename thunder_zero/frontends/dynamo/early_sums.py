@@ -1,10 +1,10 @@
-"""Moves sums of gradients over tensor-parallel ranks to the lines that compute their parts.
+"""Moves all-reduces over tensor-parallel ranks right behind the lines of their gradients.
 
-Each tensor-parallel rank computes a part of a norm's gradient, and torch sums the parts over ranks. Forward creates the
-DTensors of parameters first, so autograd sums their gradients last, and ZeRO could reduce no gradient earlier::
+Each tensor-parallel rank computes a partial sum of a norm's gradient, and torch all-reduces it over ranks. Forward
+begins with the DTensors of parameters, so backward ends with all these all-reduces, and ZeRO would reduce late::
 
-    part_1; ..; part_0; ..; sum_1 = all_reduce(part_1); sum_0 = all_reduce(part_0); return sum_1, sum_0
-    part_1; sum_1 = all_reduce(part_1); ..; part_0; sum_0 = all_reduce(part_0); ..; return sum_1, sum_0
+    before    part_1; ..; part_0; ..; sum_1 = all_reduce(part_1); sum_0 = all_reduce(part_0); return sum_1, sum_0
+    after     part_1; sum_1 = all_reduce(part_1); ..; part_0; sum_0 = all_reduce(part_0); ..; return sum_1, sum_0
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from thunder_zero.traces.operators import is_collective, work_of_operator
 
 SUMS = (torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.reduce_scatter_tensor.default)
 
-CHEAP = (Work.VIEW, Work.POINTWISE)  # work between a gradient and its sum; no other line of backward moves
+CHEAP = (Work.VIEW, Work.POINTWISE)  # only such lines of backward move
 
 
 def with_early_sums(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Return the nodes of a joint graph, with sums of gradients as early as their inputs allow.
 
-    Lines that only a moved sum reads move with it. So do the lines from the sum to the returned gradient.
+    Lines that only a moved sum reads move with the sum. So do the lines from the sum to the returned gradient.
     """
     moving = _moving_nodes(nodes)
     if not moving:
@@ -45,8 +45,8 @@ def with_early_sums(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _moving_nodes(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that move: sums that only gradients depend on, and nodes that move with these sums."""
-    movable: set[fx.Node] = set()  # nodes that only returned gradients depend on
+    """Return the nodes that move: sums on which only gradients depend, and nodes that move with these sums."""
+    movable: set[fx.Node] = set()  # nodes on which only returned gradients depend
     for node in reversed(nodes):
         if _may_move(node) and all(user.op == "output" or user in movable for user in node.users):
             movable.add(node)
@@ -61,7 +61,7 @@ def _moving_nodes(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _may_move(node: fx.Node) -> bool:
-    """Return whether a node is a view, a collective or pointwise, reads a value of backward, and has no side effect."""
+    """Return whether a node reads a value of backward, has no side effect, and is a view, pointwise or a collective."""
     if node.op != "call_function" or not node.users or not any(map(is_backward, node.all_input_nodes)):
         return False
     return is_collective(node.target) or (work_of_operator(node.target) in CHEAP and not node.is_impure())

@@ -1,9 +1,9 @@
-"""Keeps the graphs that dynamo captured of one model, up to a limit.
+"""Keeps the graphs that dynamo captured for one model, up to a limit.
 
-Dynamo captures a function again when its guards fail. If shapes change, it makes sizes symbols, so that one graph
+Dynamo captures a function again when its guards fail. If shapes change, dynamo makes sizes symbols, so that one graph
 serves all shapes. A function that branches on a size or a string has a graph for each value. At most ``MOST`` graphs
-are kept for a function and a choice of parameters. Beyond that the least recently used graph is dropped with its
-programs, and dynamo forgets it. A later call that needs the graph captures and compiles it again.
+are kept for a function and a choice of parameters. Beyond this limit the least recently used graph is dropped with its
+programs, and dynamo forgets the graph. A later call that needs the graph captures and compiles it again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST = 32  # graphs of one function with the same parameters
 
 @dataclass(frozen=True)
 class GradMode:
-    """A grad mode of torch: whether autograd records, and whether inference mode is on."""
+    """A grad mode of torch: two flags, for gradients and for inference mode."""
 
     enabled: bool = True
     inference: bool = False
@@ -47,15 +47,15 @@ class Captured:
     """A graph as dynamo captured it.
 
     Attributes:
-        joint: the graph with its backward; its parameters are inputs.
+        joint: the graph with its backward. Parameters are inputs of the graph.
         frame: the function that dynamo compiled.
         name: the function's name, such as "graph 0".
-        paths: the parameter's path for each input in the captured call, None for other inputs.
+        paths: for each input of the captured call, the path of a parameter or None.
         key: a key that is equal for graphs that compute equal values; None if unknown.
         overlaps: the groups of inputs that overlapped in memory in the captured call.
-        shapes: the shapes of its inputs; dynamo drops their names once it has compiled the graph.
+        shapes: a mapping from names of inputs to shapes. Dynamo drops the names once it has compiled the graph.
         spent: the cost of tracing the graph.
-        programs: the compiled programs, by the paths of the parameters in a call.
+        programs: the compiled programs, keyed by the paths of a call's parameters.
     """
 
     joint: aot.Joint
@@ -74,13 +74,13 @@ class Graphs:
     """The graphs of one model.
 
     Attributes:
-        captured: the graphs that are kept, by number, least recently used first.
-        names: the names of functions, by dynamo's number of the function, in the order of their first compilation.
+        captured: the kept graphs, keyed by number, least recently used first.
+        names: a mapping from dynamo's numbers of functions to names, in the order of first compilations.
         ran: the programs that the last forward ran, in order.
-        breaks: where dynamo broke graphs of the model, and why, in sentences.
-        for_all_modes: True if one graph, captured with gradients on, is all of forward in all grad modes; None before
+        breaks: a sentence for each graph break, with the position and the reason.
+        for_all_modes: True if a single graph, captured with gradients on, serves forward in all grad modes. None before
             there is a graph.
-        user_mode: the user's grad mode while dynamo looks a graph up in another mode; None at other times.
+        user_mode: the user's grad mode while dynamo looks a graph up in another mode. None at other times.
         warned: True once the user was warned that graphs are dropped.
         graph_count: the number of graphs captured so far.
         program_count: the number of programs compiled so far.
@@ -97,11 +97,11 @@ class Graphs:
     program_count: int = 0
 
     def name_of(self, frame: CompiledFrame) -> str:
-        """Return a function's name, such as "graph 0", by the order of first compilations; ranks compare names."""
+        """Return a function's name, such as "graph 0". First compilations are numbered, and ranks compare names."""
         return self.names.setdefault(frame.function, f"graph {len(self.names)}")
 
     def keep(self, captured: Captured) -> int:
-        """Keep a graph; return its number."""
+        """Keep a graph, and return its number."""
         self.captured[self.graph_count] = captured
         self.graph_count += 1
         return self.graph_count - 1
@@ -112,7 +112,7 @@ class Graphs:
         return captured
 
     def drop_oldest(self) -> Iterator[list[Captured]]:
-        """Drop the least recently used graphs of each function that has too many; yield its graphs before each drop."""
+        """Drop the oldest graphs of each function that has too many. Before each drop, yield the function's graphs."""
         if len(self.captured) <= MOST:  # as in nearly every forward
             return
         kinds: dict[tuple[str, Paths], list[int]] = {}

@@ -1,11 +1,11 @@
-"""Compiles the fused regions of a phase by inductor; equal regions are compiled once.
+"""Compiles the fused regions of a phase with inductor, and equal regions once.
 
 ::
 
     (t, mm) = inductor_3(x, w)    ->    its lines as a graph, shapes and strides of x and w    ->    a function
 
-Inductor must know sizes, which may be symbols, and strides. They are computed from the inputs of the phase, line by
-line, as fake values. Inductor chooses the layout of a region's outputs, unless the phase returns the output.
+Inductor needs the sizes (which may be symbols) and strides of a region's inputs. They come from fake values, computed
+line by line from the inputs of the phase. Inductor chooses the layout of an output unless the phase returns it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DRAWS = (RUN_AND_SAVE_STATE, RUN_WITH_STATE)  # operators that run a random oper
 
 @dataclass(frozen=True)
 class Fakes:
-    """The fake values of a program: values as AOTAutograd traced them, by name, and parameters by path."""
+    """The fake values of a program: AOTAutograd's values, keyed by name, and parameters, keyed by path."""
 
     traced: Mapping[str, Any]
     parameters: Mapping[str, Any]
@@ -48,12 +48,12 @@ class Fakes:
 def with_kernels(
     trace: TraceCtx, fakes: Fakes, forward_values: Mapping[str, Any], module: str
 ) -> tuple[TraceCtx, Mapping[str, Any]]:
-    """Return a phase whose regions call inductor's kernels, and the fake values of the phase by name.
+    """Return a phase whose regions call inductor's kernels, and a mapping from its values' names to fake values.
 
     Args:
         trace: the phase.
         fakes: the fake values of the program.
-        forward_values: the fake values that forward saves; empty for forward itself.
+        forward_values: the fakes of values that forward saves for this phase; empty if the phase is forward.
         module: the name of the model's class.
 
     Raises:
@@ -82,7 +82,7 @@ def with_kernels(
 
 
 def _returned_names(trace: TraceCtx) -> set[str]:
-    """Return the names of a phase's results, without the values that forward saves."""
+    """Return the names of a phase's results, except values saved for backward."""
     result = trace.bound_symbols[-1].args[0]
     return {proxy.name for proxy in proxies_in(result["output"] if isinstance(result, dict) else result)}
 
@@ -127,13 +127,13 @@ def _layout_key(value: Any) -> str:
 
 
 class _FakeValues:
-    """The fake values of a phase, by name; :meth:`add` takes the lines of the phase in order."""
+    """The fake values of a phase, keyed by name. :meth:`add` takes the lines of the phase in order."""
 
     def __init__(self, trace: TraceCtx, fakes: Fakes, forward_values: Mapping[str, Any]) -> None:
         self.mode = detect_fake_mode(list(fakes.traced.values()))
         self.values: dict[str, Any] = {}
         self._fakes = fakes
-        self._paths: dict[str, Sequence[str]] = {}  # paths of gathered parameters, by the name of the gather's handle
+        self._paths: dict[str, Sequence[str]] = {}  # handle of a gather: paths of its parameters
         for proxy in proxies_in(trace.args):
             value = forward_values.get(proxy.name, fakes.traced.get(proxy.name))
             is_real = isinstance(value, Tensor) and detect_fake_mode([value]) is None
@@ -170,7 +170,7 @@ class _FakeValues:
             self.values.update({name: self._contiguous(value) for name, value in traced.items()})
 
     def _contiguous(self, value: Any) -> Any:
-        """Return a contiguous fake for the zeros of a missing tangent; return a number unchanged."""
+        """Return a contiguous fake for the zeros of a missing tangent, or the value itself if it is a number."""
         if not isinstance(value, Tensor):
             return value
         with self.mode:

@@ -1,16 +1,16 @@
 """DynamoModule: the sharded model that ``tz.compile`` returns, with its graphs.
 
-In: calls of the model. Out: the results of forward. Dynamo captures forward in the first call, and gives each graph to
-``_capture``. When forward reaches a graph, ``_call`` runs the graph by its number::
+In: calls of the model. Out: the results of forward. Dynamo captures forward in the first call, and passes each graph to
+``_capture``, which gives it a number. When forward reaches a graph, ``_call(number, inputs)`` runs the graph::
 
     forward    | graph | Python without a graph | graph |  ->  output
                    |                                |
-               _call(0, inputs)                 _call(1, inputs)         inputs that are placeholders have paths
+               _call(0, inputs)                 _call(1, inputs)         parameters among inputs are placeholders
                    |
                captured[0].programs[paths].run(other inputs)             Programs (programs.py), created at first use
 
-Dynamo guards shapes and dtypes of parameters, not their identity. So one graph may run for several submodules, and has
-Programs for each choice of paths. Reading a parameter between graphs raises, since nothing gathers it there.
+Dynamo guards shapes and dtypes of parameters, not their identity. So one graph may run for several submodules. It has
+Programs for each choice of parameters' paths. Reading a parameter between graphs raises, since no graph gathers it.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class DynamoModule(ZeroModule):
     _fuses: bool
 
     def capture(self, *, dynamic: bool | None, fuses: bool) -> None:
-        """Let dynamo capture forward when the model is called.
+        """Prepare the model so that dynamo captures forward in the first call.
 
         ``dynamic`` is the argument of ``torch.compile``. If ``fuses`` is True, inductor compiles the regions
-        between our lines.
+        between lines of the schedule.
         """
         self._fuses = fuses
         self._runtime, self._graphs = GraphRuntime(self.state), Graphs()
@@ -77,7 +77,7 @@ class DynamoModule(ZeroModule):
         self._forward_fn = lambda *args, **kwargs: captured(*args, **kwargs)  # a module would become a submodule
 
     def graphs(self) -> Sequence[Sequence[Entry]]:
-        """Return the programs of each graph of the last forward; the program that ran last is at the end."""
+        """Return the programs of each graph of the last forward. A graph's program that ran last is its last one."""
         return [[*programs.entries.values()] for programs in self._graphs.ran]
 
     def _count_programs(self) -> int:
@@ -85,7 +85,7 @@ class DynamoModule(ZeroModule):
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
-        """Change dynamo's settings, and disable garbage collection, while dynamo captures inside the block."""
+        """Change dynamo's settings and disable garbage collection while dynamo captures inside the block."""
         with dynamo.capturing(self._graphs.breaks, (Placeholder,)), uncollected():
             yield
 
@@ -106,7 +106,7 @@ class DynamoModule(ZeroModule):
         if self.state.plan.mesh.is_sliced:
             require_unhooked(self.state.placeholders)
         for tensor in tensors_in(output):
-            if (path := path_of(tensor)) is not None:  # dynamo returns what it was given without a graph
+            if (path := path_of(tensor)) is not None:  # dynamo captured no graph, and returned an input
                 raise RuntimeError(returned_message(path))
         if len(self._graphs.ran) == 1:
             self._graphs.ran[0].note_returned(output)
@@ -124,8 +124,8 @@ class DynamoModule(ZeroModule):
     def _captured(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function that dynamo captured.
 
-        A call without gradients uses the training graph if the graph is valid in all grad modes. Dynamo guards the
-        mode, so gradients are on while dynamo looks a graph up. The program runs in the user's mode.
+        A call without gradients uses the training graph if this graph is valid in all grad modes. Dynamo guards the
+        grad mode, so gradients are on while dynamo looks up a graph. The program runs in the user's mode.
         """
         user_mode, graphs = GradMode.now(), self._graphs
         if user_mode == GradMode() or not graphs.for_all_modes or any(map(_is_inference, tree_leaves((args, kwargs)))):
@@ -140,14 +140,14 @@ class DynamoModule(ZeroModule):
         finally:
             graphs.user_mode = None
         graphs.user_mode = user_mode
-        try:  # dynamo has no graph for training: it captures one for the two modes without gradients
+        try:  # dynamo has no training graph: it captures one graph for no_grad and inference mode
             with GradMode(enabled=False).entered():
                 return self._forward_fn(*args, **kwargs)
         finally:
             graphs.user_mode = None
 
     def _capture(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> int:
-        """Trace the backward of a graph, unless an equal graph was captured before; return the graph's number."""
+        """Trace the backward of a graph, unless an equal graph was captured before, and return the graph's number."""
         is_for_all = dynamo.is_for_all_modes(graph, type(self.plain).forward)
         if GradMode.now() == GradMode() or not is_for_all:
             self._graphs.for_all_modes = is_for_all and self._graphs.for_all_modes is not False

@@ -1,4 +1,4 @@
-"""Names values of a trace after the user's code, for people: no code depends on a name.
+"""Names values of a trace after the user's code, for readers: no code depends on a name.
 
 ::
 
@@ -6,9 +6,9 @@
     y = F.silu(q.view(4, 2, 4))       ->    (q, k) = aten.split(h_0_qk, 8, -1); q_view = aten.view(q, [4, 2, 4])
     heads = self.out(y * 2).view(8, 4)      y = aten.silu(q_view); mul = aten.mul(y, 2); heads = aten.addmm(...)
 
-A value has the name of the user's variable, if there is one. Otherwise, the first of these names it:
+A value has the name of the user's variable, if there is one. Otherwise it has the first available name of this list:
 
-- the variable of a view of the value, if a single line reads the view: printing folds the view into that line
+- the variable of a view of the value, if a single line reads the view, since printing folds the view into its reader
 - the path of the torch module whose call returns it
 - the function that computes it
 """
@@ -26,18 +26,18 @@ from torch import fx
 from thunder_zero.compat.aot import Joint, is_backward, module_of, sequence_number, users_value, variable_of
 from thunder_zero.traces.operators import is_view
 
-UsersValue = tuple[int, str, int | None]  # dynamo's graph, the value's name there, and its position if it is a part
-SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # return their input: a graph has no history
+UsersValue = tuple[int, str, int | None]  # dynamo's graph, name of a value, index of an item if it is a tuple
+SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # operators that return their input
 TAKEN = frozenset(  # names that Thunder's traces use
     ("torch", "thunder", "Tensor", "C0", "C1", "saved_for_backward", "cotangents", "slice", "float", "complex")
 )
 
 
 def names_of(joint: Joint) -> dict[fx.Node, str]:
-    """Return the names of values; a name that occurs again has a number. Views without a variable have no name.
+    """Return the names of values. Repeated names are numbered. Views without a variable have no name.
 
-    A value that a checkpoint recomputes in backward is named after its original. Any other line of backward has a name
-    only if it returns several values: it is named after the line whose gradient it computes.
+    A value that a checkpoint recomputes in backward is named after its original. Another line of backward has a name
+    only if it returns several values. It is named after the line of forward whose gradient it computes.
     """
     nodes = [node for node in joint.graph.graph.nodes if node.op == "call_function"]
     forward = _producers([node for node in nodes if not is_backward(node)])
@@ -62,8 +62,8 @@ def names_of(joint: Joint) -> dict[fx.Node, str]:
 def _producers(nodes: Sequence[fx.Node]) -> dict[UsersValue, fx.Node]:
     """Return the node that computes each value that dynamo names.
 
-    If a function has several lines, the last line computes its value. If a single line reads a view, the name goes to
-    the base of the view.
+    If a function becomes several lines, the last line computes its value. If a single line reads a view, the view's
+    base gets the name.
     """
     producers: dict[UsersValue, fx.Node] = {}
     for node in nodes:
@@ -100,7 +100,7 @@ def _unnumbered_names(joint: Joint, producers: Mapping[UsersValue, fx.Node]) -> 
 
 
 def _modules(producers: Mapping[UsersValue, fx.Node]) -> Iterator[tuple[UsersValue, str]]:
-    """Yield the last value of each call of a torch module, with the module's path."""
+    """Yield (last value of a call, path of the module) for each call of a torch module."""
     whole = [(value, module_of(node)) for value, node in producers.items() if value[2] is None]
     for path, values in groupby(whole, key=lambda pair: pair[1]):
         if path:
@@ -108,7 +108,7 @@ def _modules(producers: Mapping[UsersValue, fx.Node]) -> Iterator[tuple[UsersVal
 
 
 def _view_with_name(node: fx.Node, producers: Mapping[UsersValue, fx.Node]) -> UsersValue | None:
-    """Return the user's variable that is a view of a value, is its only reader, and is folded into its own reader."""
+    """Return the user's variable of the first view that has one, along the folded views of a node, or None."""
     while len(readers := _readers(node)) == 1 and _is_folded(readers[0]):
         node = readers[0]
         name = users_value(node)
@@ -122,7 +122,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_folded(node: fx.Node) -> bool:
-    """Return whether a node is a view that a single line of its phase reads, so that printing folds it."""
+    """Return whether printing folds a node: a view that a single line of its phase reads."""
     return is_view(node.target) and len(_readers(node)) == 1 and not is_output(node)
 
 
@@ -132,6 +132,6 @@ def is_output(node: fx.Node) -> bool:
 
 
 def first_free(name: str, names: Collection[str]) -> str:
-    """Return the name, with a number if it is in ``names``, a keyword, or a name that Thunder's traces use."""
+    """Return the name, with a number if it is in ``names``, is a keyword, or is used by Thunder's traces."""
     candidates = (name if number == 0 else f"{name}_{number}" for number in count())
     return next(free for free in candidates if free not in names and free not in TAKEN and not iskeyword(free))

@@ -1,14 +1,14 @@
-"""Compiles the programs of a graph, whose joint graph PyTorch traces once.
+"""Compiles the programs of a graph from the joint graph that PyTorch traced.
 
 ::
 
-    joint graph        compat/aot/               forward and backward of torch's operators
-      convert          convert.py                a joint trace: parameters are rows, gathered and reduced
-      scheduled        traces/pipeline.py        the passes, and their proof
-      compiled         traces/pipeline.py        two traces, proved and compared between ranks
-      compiled         compat/aot/               one function, with PyTorch's own autograd, writes and aliases
+    trace              compat/aot/               a joint graph: forward and backward of torch's operators
+    convert            convert.py                a joint trace: takes rows, gathers them, reduces gradients
+    schedule           traces/pipeline.py        a scheduled trace, whose passes are proved
+    split              traces/pipeline.py        two traces, proved and compared between ranks
+    compile            compat/aot/               a function with PyTorch's autograd, writes and aliases
 
-A graph has up to three programs: one reduces gradients, one defers them (``no_sync``), one has no backward.
+A graph has up to three programs: for training steps, for ``no_sync`` (gradients are deferred), and without a backward.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from thunder.core.trace import TraceCtx
 
 @dataclass(frozen=True)
 class Mode:
-    """A key of a graph's programs: whether a program has a backward, and whether it reduces gradients."""
+    """A key of a graph's programs: flags for programs with a backward, and for programs that reduce gradients."""
 
     differentiates: bool
     synced: bool
@@ -55,7 +55,7 @@ class Mode:
 
 @dataclass(frozen=True, eq=False)
 class GraphEntry(Entry):
-    """A compiled program of a graph; ``run`` takes a list of inputs, with rows in place of parameters."""
+    """A compiled program of a graph. ``run`` takes a list of inputs, with rows in place of parameters."""
 
     run: Callable[[list[Any]], Sequence[Any]]
     spent: Callable[[], Spent]
@@ -63,9 +63,9 @@ class GraphEntry(Entry):
 
 @dataclass(eq=False)
 class Programs:
-    """The programs of one graph with one choice of parameters; the program that ran last is the last entry.
+    """The programs of one graph with one choice of parameters. The last entry is the program that ran last.
 
-    ``paths`` has the parameter's path for each input of the graph, None for other inputs.
+    ``paths`` has, for each input of the graph, the path of a parameter or None.
     """
 
     joint: aot.Joint
@@ -84,7 +84,7 @@ class Programs:
         self.draws = draws(self.joint)
 
     def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Run the program of this call's mode, compiled at its first use; return the graph's outputs."""
+        """Run the program of this call's mode, compiled at its first use, and return the graph's outputs."""
         is_recording = torch.is_grad_enabled() or self.joint.turns_on
         mode = Mode(self.joint.differentiates and is_recording, self.runtime.synced)
         entry = self.entries.pop(mode, None) or self._compile(mode)
@@ -105,9 +105,9 @@ class Programs:
         return outputs
 
     def note_returned(self, returned: Any) -> None:
-        """Note, once, how the result of forward is built from the outputs of its only graph.
+        """Record, once, how the result of forward is built from the outputs of its only graph.
 
-        Outputs that are tensor subclasses are not noted.
+        Nothing is recorded if an output is a tensor subclass.
         """
         if self.restored is not None or self.joint.returns_subclasses:
             return
@@ -146,7 +146,7 @@ def program_of(
 
 
 def program_without(program: pipeline.Program, missing: Sequence[str], *, fuses: bool) -> pipeline.Program:
-    """Return the program whose backward takes no tangents for ``missing``, the names of output gradients."""
+    """Return the program whose backward takes no gradients of some outputs. ``missing`` names these gradients."""
     with thunder_context():
         pruned = pipeline.compile_program(drop_tangents(program.scheduled, missing), phases_of(fuses=fuses))
     return replace(pruned, forward=program.forward)
@@ -162,7 +162,7 @@ def traces_without(program: pipeline.Program, *, fuses: bool, **other_fields: An
 
 
 def phases_of(*, fuses: bool) -> Callable[[TraceCtx], pipeline.TwoTraces]:
-    """Return the function that divides a scheduled trace into phases; if ``fuses``, it also fuses regions."""
+    """Return a function that splits a scheduled trace into phases. If ``fuses``, the function also fuses regions."""
     return (lambda trace: pipeline.make_phases(fuse_regions(trace))) if fuses else pipeline.make_phases
 
 
@@ -176,7 +176,7 @@ def _nothing() -> None:
 
 
 class _Backward(NamedTuple):
-    """A backward as a function, and the positions of the saved tensors and saved numbers that it takes."""
+    """A backward: its function, and the positions of the saved tensors and saved numbers that the function takes."""
 
     program: pipeline.Program
     run: Callable[..., Any]
@@ -186,11 +186,11 @@ class _Backward(NamedTuple):
 class TracedPhases:
     """The traces of a program as the functions that AOTAutograd calls (:class:`thunder_zero.compat.aot.Phases`).
 
-    Each set of missing tangents has a backward, compiled lazily.
+    Each set of missing tangents has its own backward, compiled lazily.
 
     Attributes:
         saved: the fakes of the values that forward saves.
-        ran: the program with the backward that ran last.
+        ran: the program whose backward ran last.
         computation_fn: the function of forward.
         spent: the cost of compiling backwards.
     """
@@ -210,10 +210,10 @@ class TracedPhases:
         self._saved_values = {name: values[name] for name in names if name in values}
         self.computation_fn = function_of(transform_to_torch_types(forward))
         self.spent = Spent()
-        self._backward: dict[frozenset[int], _Backward] = {}  # by the positions of missing tangents
+        self._backward: dict[frozenset[int], _Backward] = {}  # positions of missing tangents: backward
 
     def forward(self, args: list[Any]) -> list[Any]:
-        """Compute the outputs, and the values that backward reads; clear ``args``."""
+        """Return the outputs and the values that backward reads, and clear ``args``."""
         inputs = (*args, *self._constants)
         args.clear()
         result = self.computation_fn(*inputs)
@@ -223,7 +223,7 @@ class TracedPhases:
         return [*data["output"][: self._plain_outputs], *tensors, *numbers]
 
     def backward(self, args: list[Any]) -> list[Any]:
-        """Compute the gradients of the inputs; clear ``args``."""
+        """Return the gradients of the inputs, and clear ``args``."""
         count, saved = len(self._saved[1]), len(self.saved)
         numbers, tensors, tangents = args[:count], args[count:saved], args[saved:]
         args.clear()
@@ -233,7 +233,7 @@ class TracedPhases:
         self.ran, run, (tensor_positions, number_positions) = self._backward[missing]
         cotangents: list[Any] = [None] * self._outputs
         for position, _ in reversed(self._tangents):
-            cotangents[position] = tangents.pop()  # held nowhere else: backward frees it after its last use
+            cotangents[position] = tangents.pop()  # the only reference: backward frees the tangent after its last use
         saved_values = [[tensors[index] for index in tensor_positions], [numbers[index] for index in number_positions]]
         tensors.clear()
         gradients = run(saved_values, cotangents)
@@ -256,7 +256,7 @@ class TracedPhases:
     def _compile_regions(
         self, trace: TraceCtx, forward_values: Mapping[str, Any]
     ) -> tuple[TraceCtx, Mapping[str, Any]]:
-        """Return a phase with its regions compiled, and its fake values; without fusing, the phase and no values."""
+        """Return a phase with compiled regions, and its fake values. If nothing is fused, there are no fake values."""
         return (trace, {}) if self._fakes is None else with_kernels(trace, self._fakes, forward_values, self._module)
 
 
@@ -283,12 +283,12 @@ class GraphRuntime(ModelRuntime):
 
     def __init__(self, state: State) -> None:
         super().__init__(state)
-        self._at_end_of = -1  # autograd's number of the last backward that reduces at its end
+        self._at_end_of = -1  # autograd's number of the last backward with a reduction at its end
 
     def reduce_deferred(self, paths: Sequence[str]) -> None:
         """Reduce the deferred gradients of all parameters at the end of this backward.
 
-        Which parameters the graphs of this backward reach is known only then.
+        Only at the end is it known which parameters this backward has reached.
         """
         backward = running_backward()
         if backward != self._at_end_of:

@@ -30,17 +30,17 @@ from thunder.core.proxies import CONSTRAINT, FloatProxy, IntegerProxy, NumberPro
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import get_tracectx
 
-device_of = cache(to_device)  # it parses a device's name, and is called for each value
+device_of = cache(to_device)  # cached, because it parses a device's name for each value
 
 
 @dataclass
 class Proxies:
-    """The proxies of the trace that is being written; ``values`` has the fake value of each, by name."""
+    """The proxies of the trace that is being written. ``values`` maps their names to fake values."""
 
     values: dict[str, Any] = field(default_factory=dict)
 
     def make(self, name: str, value: Any) -> Any:
-        """Return a proxy of a tensor or a symbol, with the sizes of the captured call, or any other value unchanged."""
+        """Return a proxy of a tensor or symbol, with sizes from the captured call, or another value unchanged."""
         if not isinstance(value, (Tensor, *py_sym_types)):
             return value
         proxy: Proxy
@@ -59,11 +59,11 @@ class Proxies:
         return proxy
 
     def numbers(self, args: Sequence[Any]) -> dict[str, NumberProxy]:
-        """Return the arguments that are numbers, by their symbols."""
+        """Return a mapping from symbols to the arguments that are numbers."""
         return {str(self.values[arg.name]): arg for arg in args if isinstance(arg, NumberProxy)}
 
     def sizes(self, tensors: Sequence[str], numbers: Mapping[str, NumberProxy]) -> dict[str, tuple[int | str, ...]]:
-        """Return the shapes of inputs, by name; a size that is a symbol becomes the name of the input number."""
+        """Return a mapping from inputs to shapes. A symbolic size becomes the name of the input that is this number."""
         names = {symbol: number.name for symbol, number in numbers.items()}
         return {
             tensor: tuple(
@@ -73,7 +73,7 @@ class Proxies:
         }
 
     def symbolic_shapes(self, numbers: Mapping[str, NumberProxy]) -> dict[str, SymbolicShape]:
-        """Return the shapes that have symbols, by the names of values."""
+        """Return a mapping from the names of values to their shapes, for shapes with symbols."""
         return {
             name: SymbolicShape(tuple(map(str, value.shape)), numbers)
             for name, value in self.values.items()
@@ -82,7 +82,7 @@ class Proxies:
 
 
 def free_name(name: str) -> str:
-    """Return an identifier for a name or a path that differs from the names of values and of our symbols."""
+    """Return an identifier for a name or path, different from the names of values and of our symbols."""
     name = re.sub(r"\W", "_", name)
     name = name if name.isidentifier() and not name.startswith("zero_") else f"_{name}"
     return first_free(name, get_tracectx().names)
@@ -94,7 +94,7 @@ def append(line: BoundSymbol) -> None:
 
 
 def rename_last(proxy: TensorProxy, name: str) -> TensorProxy:
-    """Give the output of the last line another name, and return the new proxy."""
+    """Rename the output of the last line, and return its new proxy."""
     trace = get_tracectx()
     trace.names.discard(proxy.name)
     renamed = proxy.replace_name(free_name(name))
@@ -105,7 +105,7 @@ def rename_last(proxy: TensorProxy, name: str) -> TensorProxy:
 def fill(tree: Any, proxies: Mapping[fx.Node, Any]) -> Any:
     """Return the arguments of a node with proxies in place of nodes.
 
-    Collections become plain Python collections, since Thunder can print only these.
+    Collections become plain Python collections, since Thunder can print no other collections.
     """
     match tree:
         case fx.Node():
@@ -122,7 +122,7 @@ def fill(tree: Any, proxies: Mapping[fx.Node, Any]) -> Any:
 
 
 def source_of(node: fx.Node) -> tuple[str | None, dis.Positions | None]:
-    """Return the user's file and line that a node comes from, or None and None."""
+    """Return the user's file and position from which a node comes, or (None, None)."""
     if (line := users_line(node.stack_trace or "")) is None:
         return None, None
     return line[0], dis.Positions(line[1], line[1])

@@ -9,9 +9,9 @@ Different slices need different masks, or their elements would always be dropped
     y = aten.native_dropout(y, 0.1, True)   ->    state = thunder_zero.generator_of_slice(1, cpu)
                                                   y = run_with_rng_state(state, aten.native_dropout, y, 0.1, True)
 
-A slice's generator is seeded with the slice's number and with a number that all ranks draw, so that ranks stay in step.
-A value is a slice if DTensor's placements in dynamo's graph say so. In the joint graph, values that are computed from
-slices of parameters are slices, up to the collective that joins them.
+A slice's generator is seeded with the slice's number and a number that all ranks draw, so that ranks stay in step.
+In dynamo's graph, DTensor's placements tell which values are slices. In the joint graph, values computed from slices of
+parameters are slices, up to the collective that joins them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ JOINS = ("all_reduce", "all_gather", "broadcast")  # collectives after which all
 
 
 def draw_by_slices(joint: Joint, graph: fx.GraphModule, paths: Sequence[str | None], plan: Plan) -> None:
-    """Rewrite random lines of a joint graph whose values are slices, so that they draw for this rank's slice.
+    """Rewrite the random lines of a joint graph whose values are slices: they draw for this rank's slice.
 
-    ``graph`` is the graph of dynamo. ``paths`` has the parameter's path for each input, None for other inputs.
+    ``graph`` is dynamo's graph. ``paths`` has, for each of its inputs, the path of a parameter or None.
     """
     sliced = {
         position for position, path in enumerate(paths) if path is not None and plan.by_name[path].sliced is not None
@@ -67,9 +67,9 @@ def draws(joint: Joint) -> bool:
 
 
 def _is_slice(node: fx.Node, slices: Collection[fx.Node], sliced: Collection[int], fake: object, mesh: Mesh) -> bool:
-    """Return whether each rank has a different part of a node's value.
+    """Return whether each tensor-parallel rank has a different part of a node's value.
 
-    ``fake`` is dynamo's fake value of the node. A user's own collective over other ranks joins no slices.
+    ``fake`` is dynamo's fake value of the node. A user's collective over other ranks does not join slices.
     """
     if node.op == "placeholder":
         return input_of(node) in sliced

@@ -2,14 +2,14 @@
 
 ::
 
-    t = aten.t(w)                               t = aten.t(w)              # forward's product reads it
+    t = aten.t(w)                               t = aten.t(w)              # read by forward's product
     ...
     t_1 = aten.t(t)                       ->    mm = aten.mm(grad, w)
     mm = aten.mm(grad, t_1)
     view = aten.view(mm, [8, 16])
     view_1 = aten.view(view, [8, 4, 4])         view_1 = aten.view(mm, [8, 4, 4])
 
-On a GPU's host a view takes as long as launching a small product, so a view that nobody needs slows every step.
+On the host, a view takes as long as the launch of a small product, so an unnecessary view slows every step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)  #
 
 
 def shorten_view_chains(graph: fx.Graph) -> None:
-    """Let lines read the root of a chain of views where the shapes are equal; drop views without readers."""
+    """Let lines read the root of a chain of views where the shapes are equal, and drop views without readers."""
     views = [node for node in graph.nodes if node.target in (*TRANSPOSES, *RESHAPES)]
     for node in views:
         source, root = node.args[0], None
@@ -42,15 +42,14 @@ def shorten_view_chains(graph: fx.Graph) -> None:
 
 
 def _shape(node: fx.Node) -> tuple[int | str, ...]:
-    """Return a shape to compare: comparing symbols would add a guard to the graph."""
+    """Return the shape of a node with symbols as strings, since comparing symbols would add a guard to the graph."""
     return tuple(size if type(size) is int else str(size) for size in node.meta["val"].shape)
 
 
 def _is_replaceable(node: fx.Node, root: fx.Node) -> bool:
     """Return whether all readers of a node can read the root of its chain instead.
 
-    An output of the graph must not share a tensor with another value, unless the root is a gradient that the graph does
-    not return.
+    An output of the graph must be a tensor of its own, unless the root is a gradient that the graph does not return.
     """
     is_output = any(user.op == "output" for user in node.users)
     is_returned = any(user.op == "output" for user in root.users)

@@ -2,16 +2,16 @@
 
 ::
 
-    compute  y <- x, w        FLOPs of a product; bytes of x, w and y        seconds on the compute lane
-    gather   fut0 <- t_w      a ring: 7 steps of 8 ranks, bytes sent         seconds on the wire inside a node
+    compute  y <- x, w        FLOPs of the product, bytes of x, w and y      seconds on the compute lane
+    gather   fut0 <- t_w      a ring of 8 ranks: 7 steps, bytes sent         seconds on the wire inside a node
 
-All ranks form one ring, unless sharding is hybrid. An all-reduce between replicas then runs over ranks that are
-``world_size`` apart. Tensor-parallel ranks are neighbours, so they multiply these distances by their number.
+All ranks form one ring, unless sharding is hybrid. In hybrid sharding, an all-reduce between replicas runs over ranks
+that are ``world_size`` apart. Tensor-parallel ranks are neighbours, so distances are multiplied by their number.
 
 Traces for CPUs have each pointwise operator on its own line. If lines count as fused, all lines between two matrix
-products, attentions or collectives are one kernel, as with nvFuser or inductor. A kernel reads each outside value once,
-and writes the values that are read outside. The depth of a line is the number of kernels that must run before it. A
-line that may run later gets the depth of its first reader. Losses and optimizers run operator by operator.
+products, attentions or collectives are one kernel, as with nvFuser or inductor. A kernel reads each input once, and
+writes the values that are read outside the kernel. The depth of a line is the number of kernels that must run before
+the line. A line that may run later gets the depth of its first reader. Losses and optimizers are never fused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CollectiveKind(StrEnum):
     GATHER = "gather"
     SCATTER = "scatter"
     ALL_REDUCE = "all_reduce"
-    ALL_TO_ALL = "all_to_all"  # not a ring, but it has the bytes and steps of a scatter
+    ALL_TO_ALL = "all_to_all"  # not a ring, but with the bytes and steps of a scatter
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Ring:
         lane: the wire.
         ranks: number of ranks in the ring.
         stride: distance between neighbours, in ranks.
-        nbytes: bytes that the busiest rank sends, and receives.
+        nbytes: bytes that the busiest rank sends. It receives as many.
         steps: number of messages from each rank to its neighbour.
         sends: the kind of the collective.
         tensors: number of tensors in the bucket.
@@ -69,7 +69,7 @@ class Ring:
 
 
 def ring(op: Op, timeline: Timeline) -> Ring | None:
-    """Return the ring of a launch; None if no bytes are sent."""
+    """Return the ring of a launch, or None if no bytes are sent."""
     nbytes = timeline.wire_bytes(op) if op.kind in LAUNCHES else op.sends
     if not nbytes:
         return None
@@ -89,10 +89,10 @@ def ring(op: Op, timeline: Timeline) -> Ring | None:
 
 
 def traffic_bytes(op: Op, timeline: Timeline) -> int:
-    """Return the bytes that a computation reads and writes; 0 for a view, and for an operation of another kind.
+    """Return the bytes that a computation reads and writes, or 0 for a view and for an operation of another kind.
 
-    Each tensor is read once. An expanded tensor counts as the memory that it views. An indexed tensor, such as an
-    embedding table, counts at most the bytes that are written. A fused region counts only its inputs and outputs.
+    Each tensor counts once, an expanded tensor as the memory that it views. An indexed tensor, such as an embedding
+    table, counts at most as many bytes as are written. Only the inputs and outputs of a fused region count.
     """
     if op.kind is not Kind.COMPUTE or op.is_torchs or op.work in (Work.NONE, Work.VIEW):
         return 0
@@ -104,12 +104,12 @@ def traffic_bytes(op: Op, timeline: Timeline) -> int:
 
 
 def _read_bytes(name: str, timeline: Timeline) -> int:
-    """Return the bytes to read a value once, at most the size of the memory that it views."""
+    """Return the bytes of a value, at most the bytes of the memory that the value views."""
     return min(timeline.nbytes(name), timeline.nbytes(timeline.memory(name)) or timeline.nbytes(name))
 
 
 def _coding(op: Op, timeline: Timeline) -> tuple[int, int]:
-    """Return the bytes of memory traffic to encode the payload of a launch, and to decode its result."""
+    """Return two numbers of bytes: the memory traffic to encode a launch's payload, and to decode its result."""
     plan = timeline.plan
     work = [
         plan.gather_work(param) if op.kind is Kind.GATHER else plan.reduce_work(param, op.over)
@@ -121,7 +121,7 @@ def _coding(op: Op, timeline: Timeline) -> tuple[int, int]:
 def compute_dtype(op: Op, timeline: Timeline) -> str:
     """Return the dtype of the first floating-point tensor that an operation reads.
 
-    The first tensor decides if no tensor is floating-point. The result is "" for an operation without tensors.
+    If it reads no such tensor, return the dtype of the first tensor. If it reads no tensor, return "".
     """
     dtypes = [timeline.values[name].dtype for name in op.reads if name in timeline.values]
     return next((dtype for dtype in dtypes if "float" in dtype), next(iter(dtypes), ""))
@@ -134,8 +134,8 @@ FUSED = FREE | {Work.POINTWISE, Work.REDUCTION}
 def fused_traffic(timeline: Timeline) -> tuple[int, ...]:
     """Return the bytes that each operation reads and writes if pointwise lines are fused.
 
-    The last line of a fused kernel has all bytes of the kernel: values from outside, and values with readers outside.
-    Views are free.
+    The last line of a fused kernel has all bytes of the kernel: its inputs, and the values that are read outside the
+    kernel. Views have 0 bytes.
     """
     kernels, stored, readers = _kernels(timeline), _stored_in(timeline), _readers(timeline)
     fused = {position for kernel in kernels for position in kernel}
@@ -152,7 +152,7 @@ def fused_traffic(timeline: Timeline) -> tuple[int, ...]:
 
 
 def _stored_in(timeline: Timeline) -> dict[str, str]:
-    """Return the value whose memory holds each value. The memory of a view is that of its input."""
+    """Return a mapping from values to the value whose memory they use. A view uses the memory of its input."""
     stored: dict[str, str] = {}
     for op in timeline.ops:
         for name in op.writes:
@@ -167,7 +167,7 @@ def _is_fused(op: Op) -> bool:
 
 
 def _readers(timeline: Timeline) -> defaultdict[str, list[int]]:
-    """Return the positions of the operations that read each value, except frees."""
+    """Return a mapping from values to the positions of their readers, except frees."""
     readers: defaultdict[str, list[int]] = defaultdict(list)
     for position, op in enumerate(timeline.ops):
         for name in op.reads if op.kind is not Kind.FREE else ():
@@ -176,7 +176,7 @@ def _readers(timeline: Timeline) -> defaultdict[str, list[int]]:
 
 
 def _kernels(timeline: Timeline) -> list[list[int]]:
-    """Return the positions of the lines of each fused kernel. Values connect the lines, in one phase and depth."""
+    """Return the positions of lines for each fused kernel: lines of one phase and depth that share values."""
     depths, graph, written = _depths(timeline), nx.Graph(), dict[str, int]()
     for position, op in enumerate(timeline.ops[:-1]):
         if _is_fused(op):
@@ -213,7 +213,7 @@ def _depths(timeline: Timeline) -> list[int]:
 
 
 def _latest(reader: Op, depth: int) -> int:
-    """Return the greatest depth of a line that a reader of depth ``depth`` may read from."""
+    """Return the greatest depth that a line may have if ``reader``, which has ``depth``, reads its value."""
     return depth if _is_fused(reader) or reader.kind is not Kind.COMPUTE else depth - 1
 
 
@@ -222,11 +222,11 @@ class Cost:
     """The cost of one operation.
 
     Attributes:
-        flops: FLOPs of its matrix products, attention and convolutions.
-        traffic_bytes: bytes read from memory and written to it; for a launch, bytes of encoding and decoding.
+        flops: FLOPs of matrix products, attention and convolutions in the operation.
+        traffic_bytes: bytes of reads and writes of memory. For a launch, these are reads and writes of encodings.
         sent_bytes: bytes that the busiest rank sends.
         seconds: time on the compute lane.
-        wire: the wire of a launch, and its time on the wire; None if no bytes are sent.
+        wire: (wire, time on the wire) of a launch, or None if no bytes are sent.
         load: share of the CPU core that a launch in flight takes from compute.
         launch_seconds: time on the compute lane before a launch begins.
         finish_seconds: time on the compute lane after all messages of a launch have arrived.
@@ -243,7 +243,7 @@ class Cost:
 
 
 def costs_of(timeline: Timeline, device: Device, *, fused: bool = False) -> tuple[Cost, ...]:
-    """Return the cost of each operation. With ``fused``, the last line of a fused kernel has the kernel's cost."""
+    """Return the cost of each operation. If ``fused``, the last line of a fused kernel has the kernel's cost."""
     traffic = fused_traffic(timeline) if fused else [traffic_bytes(op, timeline) for op in timeline.ops]
     return tuple(
         _cost(op, nbytes, timeline, device, runs=bool(nbytes or op.flops) if fused else op.work is not Work.NONE)
@@ -252,7 +252,7 @@ def costs_of(timeline: Timeline, device: Device, *, fused: bool = False) -> tupl
 
 
 def _cost(op: Op, nbytes: int, timeline: Timeline, device: Device, *, runs: bool) -> Cost:
-    """Return the cost of an operation with ``nbytes`` of traffic. ``runs`` is False if another line runs its kernel."""
+    """Return the cost of an operation with ``nbytes`` of traffic. ``runs`` is True for the last line of a kernel."""
     if op.is_torchs:
         return _cost_of_launch(ring(op, timeline), device, one_wire=False)
     if op.kind in LAUNCHES:
@@ -280,7 +280,7 @@ def in_node(mesh: Mesh, device: Device) -> bool:
 
 
 def _cost_of_launch(ring: Ring | None, device: Device, *, one_wire: bool) -> Cost:
-    """Return the cost of a collective. With ``one_wire`` all rings share the network cards of a node."""
+    """Return the cost of a collective. If ``one_wire``, all rings share the network cards of a node."""
     if ring is None:
         return Cost()
     sent = device.collective(ring.sends, ring.ranks, ring.stride, ring.nbytes, ring.steps, ring.tensors)

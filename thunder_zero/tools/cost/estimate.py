@@ -4,13 +4,13 @@
 
     compute   | x | x      |wait| x     | x |
     shard         | gather a    | gather b |
-                  ^ launch      ^ one wire carries one launch at a time
+                  ^ launch      ^ a wire carries one collective at a time
 
 Collectives of torch's tensor parallelism have their own wire, ``tensor``. If a replica is inside one node, the wires
 ``shard`` and ``tensor`` share the node's links.
 
-A launch starts when earlier operations have ended and its wire is free. A wait ends with its launch. On a calibrated
-device, launches and waits also take time from compute, and launches in flight may slow compute down.
+A collective starts when operations before its launch have ended and its wire is free. A wait ends with its collective.
+On a calibrated device, launches and waits also take time from compute, and collectives may slow compute down.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def estimate(
 ) -> Estimate:
     """Forecast the time of a step's forward and backward, before anything runs.
 
-    A line takes the time of its FLOPs at the device's peak, or the time of its memory traffic if that is longer. A ring
-    collective takes the latency of its steps, and its bytes at the link's speed. The time is a lower bound for real
-    kernels and networks, and leaves out the host's time. On a calibrated device, lines and collectives take the
-    measured time.
+    A line takes the longer of two times: its FLOPs at the device's peak, and its memory traffic at full bandwidth. A
+    ring collective takes the latency of its steps, plus its bytes at the link's speed. The forecast is a lower bound
+    for real kernels and networks, and leaves out the host's time. On a calibrated device, lines and collectives take
+    measured times.
 
     Args:
         traces: the result of :func:`thunder_zero.trace` or :func:`thunder_zero.traces_of`.
@@ -58,17 +58,17 @@ def estimate(
         loss: a function from the result of forward to the loss (default: no loss).
         optimizer: a class of optimizers, or a function from parameters to an optimizer (default: no optimizer). Losses
             and optimizers are counted operator by operator.
-        fused: True if pointwise lines are fused on the device, as nvFuser or torch.compile fuses them (default: True if
-            the model's executors fuse there). Thunder's default executors fuse on a GPU. Lines of ``compile`` are fused
-            only with its argument ``fuse``.
+        fused: True if pointwise lines count as fused, as by nvFuser or torch.compile (default: True if the model's
+            executors fuse on the device). Thunder's default executors fuse on a GPU. A model of ``compile`` is fused
+            only if its argument ``fuse`` was given.
 
     Returns:
-        The seconds of the step, of its compute and of exposed communication, the critical path, MFU, and the times of
-        all operations.
+        The seconds of the step, of compute and of exposed communication, the critical path, MFU, and the times of all
+        operations.
 
     Raises:
-        TypeError: ``traces`` or ``device`` has another type, or :func:`thunder_zero.tools.memory` raises for the loss
-            or the optimizer.
+        TypeError: ``traces`` or ``device`` has another type, or :func:`thunder_zero.tools.memory` raises TypeError for
+            the loss or the optimizer.
         ValueError: the device lacks FLOP/s for a dtype or a needed link, or was calibrated with another number of
             ranks.
         RuntimeError: the loss or the optimizer reads a value.
@@ -83,14 +83,14 @@ def estimate(
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """The time of forward and backward in a step, and of the loss and the optimizer if they were given.
+    """The time of forward and backward in a step, and of the loss and the optimizer if :func:`estimate` got them.
 
     Attributes:
         timeline: the operations.
         device: the device that runs the operations.
         costs: the cost of each operation.
-        model_seconds: time of the model's FLOPs at the device's peak, without recomputed work.
-        measured: the measured times of operations; () for a forecast.
+        model_seconds: time of the model's FLOPs at the device's peak, without recomputation.
+        measured: the measured times of operations, or () for a forecast.
     """
 
     timeline: Timeline
@@ -101,7 +101,7 @@ class Estimate:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The times of computations, of rings, and of waits that take time."""
+        """The spans of computations, of rings, and of waits that take time."""
         return self.measured or simulate(self.timeline, self.costs, self.device)
 
     @cached_property
@@ -144,7 +144,7 @@ class Estimate:
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """The chain of computations and rings up to the end of the step. Each span starts when its predecessor ends."""
+        """The chain of spans that ends with the step. Each span starts when its predecessor in the chain ends."""
         on_compute = [index for index, span in enumerate(self.spans) if span.lane is Lane.COMPUTE and not span.waits]
         index = max(on_compute, key=lambda number: self.spans[number].end, default=None)
         path: list[Span] = []
@@ -169,7 +169,7 @@ class Estimate:
         return self.model_seconds / self.seconds if self.seconds else 0.0
 
     def tokens_per_second(self, tokens: int) -> float:
-        """Return the tokens that a rank trains in a second. ``tokens`` is its number of tokens in a step."""
+        """Return the tokens that a rank trains per second. ``tokens`` is the rank's number of tokens in a step."""
         return tokens / self.seconds
 
     def __repr__(self) -> str:
@@ -198,7 +198,7 @@ class Estimate:
         )
 
     def table(self) -> str:
-        """Return a table with a line for each span that takes time. ``save_timeline`` writes the spans as a picture."""
+        """Return a table with a line for each span that takes time. ``save_timeline`` draws the spans."""
         rows = [(span, self.timeline.ops[span.op]) for span in self.spans if span.seconds]
         cells = [
             (
@@ -217,8 +217,8 @@ class Estimate:
 def step_time(timeline: Timeline, device: Device, *, fused: bool = False, model: Timeline | None = None) -> Estimate:
     """Forecast the time of a scheduled timeline on a device.
 
-    With ``fused``, pointwise lines count as fused. ``model`` is a timeline without recomputation, for the model's FLOPs
-    (default: the operations of ``timeline`` that are not ``repeated``).
+    If ``fused``, pointwise lines count as fused. ``model`` is a timeline without recomputation, whose FLOPs count for
+    MFU (default: the operations of ``timeline`` that are not ``repeated``).
     """
     costs = costs_of(timeline, device, fused=fused)
     return Estimate(timeline, device, costs, sum(model_seconds(model or timeline, device)))
@@ -227,8 +227,8 @@ def step_time(timeline: Timeline, device: Device, *, fused: bool = False, model:
 def counts_fused(traces: Traces, device: Device, fused: bool | None = None) -> bool:
     """Return whether pointwise lines of the traces count as fused on the device.
 
-    Traces with fused regions need no further fusion. Otherwise ``fused`` decides. By default lines count as fused if
-    the model's executors fuse on the device: on a described GPU, but not on a measured CPU.
+    Traces with fused regions need no further fusion. For other traces ``fused`` decides. By default lines count as
+    fused if the model's executors fuse on the device: on a described GPU, but not on a measured CPU.
     """
     if traces.has_regions:
         return False
@@ -236,7 +236,7 @@ def counts_fused(traces: Traces, device: Device, fused: bool | None = None) -> b
 
 
 def model_seconds(timeline: Timeline, device: Device) -> list[float]:
-    """Return the time of each operation's FLOPs at the device's peak; 0 for recomputed work."""
+    """Return the time of each operation's FLOPs at the device's peak, or 0 for a recomputed operation."""
     return [
         op.flops / device.peak(compute_dtype(op, timeline)) if op.flops and not op.repeated else 0.0
         for op in timeline.ops
@@ -244,7 +244,7 @@ def model_seconds(timeline: Timeline, device: Device) -> list[float]:
 
 
 def simulate(timeline: Timeline, costs: Sequence[Cost], device: Device) -> tuple[Span, ...]:
-    """Return the spans of the operations. Without ``Device.overlaps``, compute waits for each launch at once."""
+    """Return the spans of the operations. If ``Device.overlaps`` is False, compute waits for each launch at once."""
     shared = (Lane.SHARD, Lane.TENSOR) if in_node(timeline.plan.mesh, device) else ()
     lanes = Lanes(frozenset(shared))
     finishing: dict[str, float] = {}

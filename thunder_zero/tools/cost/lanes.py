@@ -1,14 +1,14 @@
-"""The lanes of a simulated step: compute, and the wires, whose rings may share its core.
+"""The lanes of a simulated step: compute, and the wires. Rings may take CPU time from compute.
 
 ::
 
-    compute   | x         | y      |wait| z |       x is longer while a ring takes a share of its core
+    compute   | x         | y      |wait| z |       x takes longer, since a ring uses part of the CPU core
     shard         | ring    | ring      |           a wire carries one ring at a time
     replicate               | ring  |
 
-A ring with a load needs that share of compute's core. While compute runs, rings get at most half of the core, as from
-the system's scheduler, and compute gets the remaining share. Rings that need more than half take longer in proportion.
-Two rings that run at once on wires of one link run at half speed.
+The load of a ring is the share of the CPU core that the ring needs. While compute runs, rings get at most half of the
+core, as from the system's scheduler, and compute gets the remaining share. Rings that need more than half take
+proportionally longer. Two concurrent rings on wires of one link run at half speed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ HALF = 0.5  # the largest share of the core for rings while compute runs
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A piece of time on a lane.
+    """An interval of time on a lane.
 
     Attributes:
         op: index of the operation in the timeline.
-        lane: its lane.
+        lane: the lane.
         start, end: seconds since the step began.
-        after: index of the span whose end starts this span; None at the beginning of the step.
+        after: index of the span whose end starts this span, or None at the beginning of the step.
         waits: True if compute waits for a wire.
     """
 
@@ -47,7 +47,7 @@ class Span:
         return self.end - self.start
 
 
-SpanEnd = tuple[float, int | None]  # seconds, and the index of the span that ends then
+SpanEnd = tuple[float, int | None]  # seconds, and the index of the span that ends at this time
 
 
 @dataclass(slots=True, eq=False)
@@ -55,12 +55,12 @@ class _Ring:
     """A ring that was launched.
 
     Attributes:
-        op, lane, start, after: as in its span.
-        index: index of its span.
-        seconds: its time if it gets the share ``load`` of the core.
-        load: the share of the core that it needs.
-        launched: the time of its launch.
-        end: the time of its end, if it gets its share from now on.
+        op, lane, start, after: the fields of the ring's span.
+        index: index of the ring's span.
+        seconds: the ring's time if it gets the share ``load`` of the core.
+        load: the share of the CPU core that the ring needs.
+        launched: the time of the launch.
+        end: the time when the ring ends if it gets its share from now on.
         ended: True if ``end`` is final.
     """
 
@@ -86,7 +86,7 @@ class Lanes:
     _free: dict[Lane, SpanEnd] = field(default_factory=dict)  # the end of the last ring on each lane
     _queues: dict[Lane, deque[_Ring]] = field(default_factory=dict)
     _launched: dict[str, _Ring] = field(default_factory=dict)  # rings by handle
-    _quiet: float = 0.0  # before this time no ring ends, has a load or shares a link
+    _quiet: float = 0.0  # before this time, no ring ends, and none slows compute or another ring
 
     def spans(self) -> tuple[Span, ...]:
         """End all rings, and return all spans."""
@@ -106,7 +106,7 @@ class Lanes:
             self._queues.setdefault(lane, deque()).append(ring)
 
     def compute(self, op: int, seconds: float, *, always: bool = False) -> None:
-        """Advance compute by some seconds. A span of 0 seconds is recorded only with ``always``."""
+        """Advance compute by ``seconds``, and record a span. A span of 0 seconds is recorded only if ``always``."""
         if not seconds and not always:
             return
         start, after = self._now
@@ -122,7 +122,7 @@ class Lanes:
         self._now = end, len(self._spans) - 1
 
     def wait(self, op: int, handle: str) -> None:
-        """Advance compute to the end of a launch."""
+        """Advance compute to the end of a ring."""
         ring, (start, after) = self._launched.get(handle), self._now
         if ring is None:
             return
@@ -135,14 +135,14 @@ class Lanes:
             self._now = ring.end, ring.index
 
     def _next_end(self) -> float:
-        """Return the time of the next end of a ring while compute waits."""
+        """Return the time when the next ring ends if compute waits until then."""
         self._begin_rings()
         running = self._running()
         speed = 1 / max(sum(ring.load for ring in running), 1.0)
         return min(_end_at(ring.end, self._now[0], speed / self._sharing(ring, running)) for ring in running)
 
     def _advance(self, until: float, *, computes: bool = False) -> None:
-        """Advance the simulation to a time. With ``computes``, compute runs until then, longer if rings have loads."""
+        """Advance the simulation to a time. If ``computes``, compute runs meanwhile, and longer if rings slow it."""
         while True:
             self._begin_rings()
             now, running = self._now[0], self._running()
@@ -172,11 +172,11 @@ class Lanes:
         return [queue[0] for queue in self._queues.values() if queue and queue[0].start <= self._now[0]]
 
     def _sharing(self, ring: _Ring, running: list[_Ring]) -> int:
-        """Return how many of the running rings use the ring's link."""
+        """Return the number of running rings that use the link of ``ring``."""
         return sum(other.lane in self._shared for other in running) if ring.lane in self._shared else 1
 
     def _begin_rings(self) -> None:
-        """Start the first ring in each lane's queue, if it does not run yet."""
+        """Start the first ring in each lane's queue, unless it already runs."""
         for lane, queue in self._queues.items():
             if not queue or queue[0].start < inf:
                 continue
@@ -186,5 +186,5 @@ class Lanes:
 
 
 def _end_at(end: float, now: float, speed: float) -> float:
-    """Return the new end of work that runs at a lower speed from now on."""
+    """Return the new end of work that runs at ``speed`` from now on."""
     return end if speed == 1 else now + (end - now) / speed

@@ -1,4 +1,4 @@
-"""Closed forms: bytes of collectives, tokens to hide them, memory of the state, FLOPs of a GPT."""
+"""Closed forms: bytes of collectives, tokens that hide collectives, memory, FLOPs."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from thunder_zero.plan.policy import STAGES
 from thunder_zero.tools.devices.device import Device
 
 FORWARD, BACKWARD = 2, 4  # FLOPs for each parameter and token
-GATHER, SCATTER = 1, 1  # bytes sent, as multiples of the model, with many ranks
+GATHER, SCATTER = 1, 1  # bytes sent by one of many ranks, as multiples of the model's bytes
 
 
 def all_reduce_bytes(nbytes: float, ranks: float = inf) -> float:
-    """Return the bytes that each rank sends to all-reduce ``nbytes``: 2 (N - 1) / N of them."""
+    """Return the bytes that each of N ranks sends to all-reduce ``nbytes``: 2 (N - 1) / N times ``nbytes``."""
     return 2 * (1 - 1 / ranks) * nbytes
 
 
 def gather_bytes(nbytes: float, ranks: float = inf) -> float:
-    """Return the bytes that each rank sends to all-gather or reduce-scatter ``nbytes``: (N - 1) / N of them."""
+    """Return the bytes that each of N ranks sends to all-gather or reduce-scatter: (N - 1) / N times ``nbytes``."""
     return (1 - 1 / ranks) * nbytes
 
 
 def tokens_to_hide(device: Device, stage: int, dtype: str = "bfloat16", itemsize: int = 2) -> float:
-    """Return the least tokens of a rank's batch for which compute hides communication, with many ranks.
+    """Return the smallest number of tokens per rank with which compute hides communication, for many ranks.
 
-    A parameter takes 2 FLOPs a token in forward and 4 in backward. Each all-gather and each reduce-scatter sends it
-    once, in elements of ``itemsize`` bytes, over the device's links inside a node.
+    A parameter takes 2 FLOPs per token in forward and 4 in backward. Each all-gather and each reduce-scatter sends the
+    parameter once, in elements of ``itemsize`` bytes, over the device's links inside a node.
     """
     intensity = device.peak(dtype) / device.intra_node.bytes_per_second  # FLOPs in the time to send a byte
     return max(times * itemsize * intensity / flops for flops, times in _phases(stage))
 
 
 def _phases(stage: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return FLOPs for each parameter and token, and bytes sent as a multiple of the model, by phase."""
+    """Return (FLOPs per parameter and token, bytes sent as a multiple of the model) for forward and for backward."""
     row = STAGES[stage]
     if not row.sharded:
         return (FORWARD, 0), (BACKWARD, GATHER + SCATTER)  # an all-reduce is a reduce-scatter and an all-gather
@@ -43,8 +43,8 @@ def _phases(stage: int) -> tuple[tuple[int, int], tuple[int, int]]:
 def state_bytes(parameters: float, stage: int = 0, ranks: int = 1, *, resident: int = 2, optimizer: int = 12) -> float:
     """Return the bytes of parameters, gradients and optimizer state of a rank, in mixed precision with Adam.
 
-    An element takes ``resident`` bytes, and ``resident`` bytes for its gradient. Its optimizer state takes
-    ``optimizer`` bytes: a float32 copy of the parameter, and two averages. The stage decides about their sharding.
+    A parameter element takes ``resident`` bytes, and so does its gradient. Its optimizer state takes ``optimizer``
+    bytes: a float32 copy of the parameter, and two averages. The stage decides which of them are sharded.
     """
     row = STAGES[stage]
     shares = {
@@ -62,8 +62,8 @@ def tensor_bytes(*shape: int, itemsize: int = 4) -> int:
 
 @dataclass(frozen=True)
 class GptShape:
-    """The sizes of a decoder-only transformer with a tied embedding, without biases and norms. ``hidden`` is the width
-    of its MLPs' hidden layer."""
+    """The sizes of a decoder-only transformer without biases and norms, whose embedding is tied to the head. The MLPs'
+    hidden layers have the width ``hidden``."""
 
     layers: int
     width: int
@@ -78,19 +78,19 @@ class GptShape:
         return self.layers * block + self.vocabulary * self.width
 
     def flops_6n(self, tokens: float) -> float:
-        """Return the FLOPs of a step: 6 for each parameter and token (Kaplan et al., 2020)."""
+        """Return the FLOPs of a step: 6 per parameter and token (Kaplan et al., 2020)."""
         return (FORWARD + BACKWARD) * self.parameters * tokens
 
     def flops_with_attention(self, tokens: float) -> float:
-        """Return the FLOPs of a step with attention, all scores included (PaLM, appendix B)."""
+        """Return the FLOPs of a step with attention, including masked scores (PaLM, appendix B)."""
         attention = 3 * 2 * 2 * self.layers * self.width * self.length  # each token has two products with all tokens
         return self.flops_6n(tokens) + attention * tokens
 
     def flops_megatron(self, tokens: float, passes: int = 3) -> float:
         """Return the FLOPs of a step by the formula of Narayanan et al., 2021.
 
-        ``passes`` is 4 if backward recomputes forward, otherwise 3. The formula's bracket was derived for 4 passes.
-        Scripts also use it with 3 passes, which undercounts the head.
+        ``passes`` is 4 if backward recomputes forward, otherwise 3. The formula was derived for 4 passes. Scripts also
+        use it with 3 passes, which undercounts the head.
         """
         bracket = 1 + self.length / (6 * self.width) + self.vocabulary / (16 * self.layers * self.width)
         return 24 * passes * tokens * self.layers * self.width**2 * bracket

@@ -4,8 +4,8 @@
 
     tokens (batch, length)  -> embedding -> blocks: x + attention(norm(x)), x + mlp(norm(x)) -> norm -> head -> logits
 
-    Llama   rotary positions, RMSNorm, a gated MLP, grouped queries, a head
-    Gpt2    learned positions, LayerNorm, an MLP with biases, the embedding is the head
+    Llama   rotary positions, RMSNorm, a gated MLP, grouped queries, a separate head
+    Gpt2    learned positions, LayerNorm, an MLP with biases, a head tied to the embedding
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Return the attention of ``x`` (batch, length, width), in the shape of ``x``."""
         batch, length, _ = x.shape
-        # -1: under tensor parallelism a rank has a part of the heads.
+        # -1, because under tensor parallelism a rank has only a part of the heads.
         query, key, value = (
             linear(x).view(batch, length, -1, self.head).transpose(1, 2)
             for linear in (self.query, self.key, self.value)

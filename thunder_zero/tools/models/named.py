@@ -5,9 +5,9 @@
     attention.query, key, value    columns: each rank has some heads           mlp.gate, up    columns
     attention.out                  rows: the outputs of all ranks are summed   mlp.down        rows
 
-Between the layers of a Llama, each rank has a part of the sequence (sequence parallelism). So norms and their saved
-tensors are also sharded. Logits are sharded over the vocabulary, for torch's ``loss_parallel``. Between the layers of a
-GPT-2, each rank has the whole activations, since the embedding is also the head.
+Between the layers of a Llama, each rank has a part of the sequence (sequence parallelism). So the inputs of norms and
+the tensors that norms save are also sharded. Logits are sharded over the vocabulary, for torch's ``loss_parallel``.
+Between the layers of a GPT-2, each rank has whole activations, since the embedding is also the head.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from thunder_zero.tools.models.decoder import DecoderSizes, Gpt2, Llama
 
 
 def cross_entropy(logits: Tensor) -> Tensor:
-    """Return the mean cross entropy of tokens, in float32. All targets are 0, since a plan has no data."""
+    """Return the mean cross entropy over tokens, in float32. All targets are 0, since a plan has no data."""
     targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
@@ -44,10 +44,10 @@ class NamedModel:
 
     Attributes:
         name: a name for tables and messages.
-        make: a function from the length of a sequence to a module, whose forward takes tokens (batch, length).
+        make: a function from the length of a sequence to a module. Its forward takes tokens (batch, length).
         sequence_length: the default number of tokens of a sequence.
         loss: a function from the result of forward to the loss (default: cross entropy of logits).
-        tp_plan: styles of torch's ``parallelize_module``, by names of submodules; None if the model is never sliced.
+        tp_plan: a plan for torch's ``parallelize_module``, or None if the model cannot be sliced.
     """
 
     name: str
@@ -59,7 +59,7 @@ class NamedModel:
 
 COLUMNS = tuple(f"blocks.*.{name}" for name in ("attention.query", "attention.key", "attention.value"))
 UP, GATE, DOWN, OUT = (f"blocks.*.{name}" for name in ("mlp.up", "mlp.gate", "mlp.down", "attention.out"))
-PART, WHOLE = Shard(1), Replicate()  # a part of the sequence; whole activations
+PART, WHOLE = Shard(1), Replicate()  # activations: a part of the sequence, or the whole
 LLAMA_STYLES: dict[str, ParallelStyle] = {
     "embedding": RowwiseParallel(input_layouts=WHOLE, output_layouts=PART),
     **{f"blocks.*.{name}": SequenceParallel() for name in ("attention_norm", "mlp_norm")},

@@ -9,11 +9,11 @@ from thunder_zero.plan.params import Plan
 MiB, GiB = 1 << 20, 1 << 30
 
 # CUDA's context, the code of kernels and the workspaces of cuBLAS took 723 MiB with the first tensor
-# (https://discuss.pytorch.org/t/73021, 2020). This is a round number above it.
+# (https://discuss.pytorch.org/t/73021, 2020), here rounded up.
 CONTEXT = GiB
-# An NCCL communicator has buffers for each channel and direction: 4 MiB, 512 KiB and about 4.7 MiB for the protocols
-# simple, LL and LL128 (DEFAULT_BUFFSIZE and others, https://github.com/NVIDIA/nccl/blob/master/src/init.cc). It has 32
-# channels and 2 directions.
+# An NCCL communicator has 32 channels and 2 directions. Each channel and direction has buffers for the protocols simple
+# (4 MiB), LL (512 KiB) and LL128 (about 4.7 MiB; DEFAULT_BUFFSIZE and others in
+# https://github.com/NVIDIA/nccl/blob/master/src/init.cc).
 COMMUNICATOR = 32 * 2 * int(9.2 * MiB)
 # Torch's allocator has a segment of small blocks and one of large blocks that are not full. It rounds each block up to
 # a multiple of BLOCK (https://github.com/pytorch/pytorch/blob/main/c10/core/AllocatorConfig.h: kSmallBuffer,
@@ -26,15 +26,15 @@ OVERHEAD = (
     f"{BLOCK} B for each tensor; fragments are not counted"
 )
 
-TRAFFIC = 7  # times a shard: AdamW reads parameter, gradient and two averages, and writes all but the gradient
-STATE = 3  # times a shard: parameter and two averages
+TRAFFIC = 7  # times a shard's bytes: AdamW reads parameter, gradient and two averages, and writes all but the gradient
+STATE = 3  # times a shard's bytes: parameter and two averages
 
 
 def overhead_bytes(copies: int, storages: int, slices: int = 1) -> int:
-    """Return the bytes of a rank that belong to no tensor.
+    """Return the bytes of device memory on a rank that belong to no tensor.
 
-    ``copies`` is the number of replicas, ``slices`` the number of tensor-parallel ranks. The allocator rounds each of
-    ``storages`` up by less than a block.
+    ``copies`` is the number of replicas, ``slices`` the number of tensor-parallel ranks. ``storages`` is the number of
+    storages, whose sizes the allocator rounds up to blocks.
     """
     communicators = (1 if copies == 1 else 3) + (slices > 1)
     return CONTEXT + communicators * COMMUNICATOR + SEGMENTS + storages * BLOCK
@@ -48,7 +48,7 @@ def adamw_traffic(plan: Plan) -> int:
 def shard_and_adamw_bytes(plan: Plan) -> int:
     """Return the bytes of trained parameters and AdamW's averages that a rank holds between steps.
 
-    A forecast also has gradients, frozen parameters and buffers.
+    Gradients, frozen parameters and buffers are not included.
     """
     return STATE * _trained_bytes(plan)
 

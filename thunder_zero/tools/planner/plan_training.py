@@ -1,7 +1,7 @@
 """``tz.tools.plan_training``: compares stages and meshes, and recommends one.
 
-In: a model, a world and a device. A few of the model's blocks are compiled for each stage, and repeated. Each mesh gets
-the bytes and seconds of a step, with the least recompute that fits. Out: a table, a recommendation and code.
+In: a model, a number of ranks and a device. Out: a table, a recommendation and code. For each stage, few of the model's
+blocks are compiled, and their figures repeated. A row has a mesh, the lowest recompute level that fits, bytes, seconds.
 """
 
 from __future__ import annotations
@@ -69,20 +69,20 @@ def plan_training(
     >>> tz.tools.plan_training(module, tokens, world_size=16).chosen
 
     Args:
-        model: a key of ``tz.tools.MODELS`` (llama3-8b, llama3-70b, llama3-405b, gpt-1.3b), a ``tz.tools.NamedModel``, a
-            plain module, or ``FILE.py:function``. A module may be on the meta device. The function returns ``(module,
+        model: a key of ``tz.tools.MODELS`` (llama3-8b, llama3-70b, llama3-405b, gpt-1.3b), a ``tz.tools.NamedModel``,
+            a plain module (also on the meta device), or ``FILE.py:function``. The function must return ``(module,
             input, ...)``.
         args, kwargs: the arguments of a module's forward, for one rank's share of a batch.
         world_size: number of ranks that train, such as 128 for 16 nodes of 8.
         device: as for :func:`thunder_zero.tools.estimate`.
-        memory_bytes: memory of a device, as a number or such as ``"80GiB"`` (default: the device's).
+        memory_bytes: memory of a device, a number or a string such as ``"80GiB"`` (default: ``device``'s memory).
         loss: a function from a module's outputs to the loss (default: forward returns the loss).
-        devices_per_node: number of devices of a node (default: the device's).
+        devices_per_node: number of devices of a node (default: from ``device``).
         sequence_length: tokens of a sequence, for a named model (default: the model's).
-        micro_batch: sequences of a rank in a step, for a named model.
-        global_batch: sequences of all ranks in a step, in place of ``micro_batch``. The batch of all ranks is then
-            equal for every ``tp``. With ``micro_batch``, doubling ``tp`` halves it.
-        precision: dtypes of compute and of gradients on the wire (default: bfloat16, float32). Parameters and the
+        micro_batch: sequences of a rank in a step, for a named model. Doubling ``tp`` then halves the batch of all
+            ranks.
+        global_batch: sequences of all ranks in a step, in place of ``micro_batch``, equal for every ``tp``.
+        precision: dtypes of compute and of reduced gradients (default: bfloat16, float32). Parameters and the
             optimizer's state keep their dtypes.
         gather_format, reduce_format: as in :class:`thunder_zero.Policy`, for stages 1 to 3 (default: None).
         frozen_format: as in :class:`thunder_zero.Policy`, for stages 2 and 3 (default: None).
@@ -92,8 +92,8 @@ def plan_training(
             over a mesh (default: a named model's own plan).
 
     Raises:
-        ValueError: ``model`` or ``device`` is unknown, an option does not fit the model, or no parameter is trained. Or
-            a number is invalid: ranks do not fill nodes, ``tp`` does not divide nodes or has no plan, or
+        ValueError: ``model`` or ``device`` is unknown, an option does not fit the model, or no parameter is trained. It
+            is also raised if ranks do not fill nodes, ``tp`` does not divide the devices of a node or has no plan, or
             ``global_batch`` is not a multiple of the data-parallel ranks.
         TypeError: ``model`` or ``device`` is of another type.
         RuntimeError: ``tp`` is more than 1 and there is a process group.
@@ -139,7 +139,7 @@ def _known_slices(tp: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def _slicing(model: nn.Module | NamedModel | str, tp_plan: Slicing | None) -> Slicing | None:
-    """Return the tensor-parallel plan of a model; None without a plan."""
+    """Return the tensor-parallel plan of a model, or None if it has no plan."""
     named = named_model(model)
     return named.tp_plan if tp_plan is None and named is not None else tp_plan
 
@@ -152,7 +152,7 @@ def _slicing_code(model: nn.Module | NamedModel | str, tp_plan: Slicing | None) 
 
 
 def _shares(global_batch: int, world_size: int, sizes: Sequence[int]) -> dict[int, int]:
-    """Return the sequences of a data-parallel rank, for each number of tensor-parallel ranks."""
+    """Return a mapping from numbers of tensor-parallel ranks to the sequences of a data-parallel rank."""
     if not is_count(global_batch) or not global_batch:
         raise ValueError(f"global_batch is {global_batch!r}; give a number of sequences, at least 1")
     if wrong := [size for size in sizes if global_batch % (world_size // size)]:
@@ -165,7 +165,7 @@ def _shares(global_batch: int, world_size: int, sizes: Sequence[int]) -> dict[in
 
 
 def _with_nodes(device: Device, devices_per_node: int | None) -> Device:
-    """Return the device with another number of devices in a node, if it is given."""
+    """Return the device with ``devices_per_node`` devices in a node, or unchanged if this is None."""
     if devices_per_node is None:
         return device
     if not is_count(devices_per_node) or not devices_per_node:
@@ -175,16 +175,16 @@ def _with_nodes(device: Device, devices_per_node: int | None) -> Device:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """The arguments and the compiled programs that all rows of a table share."""
+    """The arguments and compiled programs that the rows of a table share."""
 
-    subjects: Mapping[int, Subject]  # by number of tensor-parallel ranks, whose batches differ
+    subjects: Mapping[int, Subject]  # number of tensor-parallel ranks: subject with its batch
     world_size: int
     device: Device
     memory_bytes: int
-    asked: Policy  # a policy with the precision and the formats
+    asked: Policy  # a policy with the user's precision and formats
     steps: Steps
     slicing: Slicing
-    programs: dict[int, SubjectPrograms] = field(default_factory=dict)  # by number of tensor-parallel ranks
+    programs: dict[int, SubjectPrograms] = field(default_factory=dict)  # number of tensor-parallel ranks: programs
 
     def plan(self, stages: Sequence[int], sizes: Sequence[int], global_batch: int | None, slicing: str) -> TrainingPlan:
         subject = self.subjects[sizes[0]]
@@ -193,7 +193,7 @@ class _Comparison:
             levels: Sequence[str] = RECOMPUTE
             for stage in sorted(stages, reverse=True):
                 rows_of_stage = by_stage[stage, slices] = self._rows(stage, slices, levels)
-                # A level that does not fit on all ranks in one stage does not fit in a lower stage.
+                # A recompute level that does not fit on all ranks in one stage does not fit in a lower stage.
                 levels = levels[levels.index(rows_of_stage[-1].recompute) :]
         rows = tuple(row for stage in stages for slices in sizes for row in by_stage[stage, slices])
         chosen, code = best_of(rows), ""
@@ -231,10 +231,10 @@ class _Comparison:
         return self.programs[slices]
 
     def _rows(self, stage: int, slices: int, levels: Sequence[str]) -> list[PlanRow]:
-        """Return a row for each mesh of a stage, with the first recompute level that fits, or else the last level."""
+        """Return a row for each mesh of a stage. A row has the first recompute level that fits, or the last level."""
         rows: list[PlanRow] = []
         programs = self._programs(slices)
-        # From most shards to fewest: a level that does not fit on a mesh does not fit on a mesh of fewer shards.
+        # From most shards to fewest, since a level that does not fit on a mesh does not fit on one of fewer shards.
         for mesh in reversed(meshes(stage, self.world_size, self.device.devices_per_node, slices)):
             plan = programs.plan(programs.policy(stage, "none"), mesh)
             resident = sum(param.full_bytes for param in plan.params if param.resident)
@@ -294,7 +294,7 @@ OF_SLICES = (
 
 
 def best_of(rows: Sequence[PlanRow]) -> PlanRow | None:
-    """Return the row with the least memory among the fitting rows that are nearly as fast as the fastest."""
+    """Return the row with the least memory among fitting rows that are nearly as fast as the fastest fitting row."""
     fitting = [row for row in rows if row.fits]
     fastest = max((row.tokens_per_second for row in fitting), default=0.0)
     return min(
@@ -313,8 +313,7 @@ DESCRIBED = (
 
 
 def assumed(subject: Subject, asked: Policy, device: Device, *, returns_loss: bool) -> tuple[str, ...]:
-    """Return the assumptions behind the figures, as sentences. ``returns_loss`` means that forward returns one
-    number."""
+    """Return the assumptions behind the figures, as sentences. ``returns_loss`` is True if forward returns the loss."""
     compute, reduce = (
         "the parameters' dtype" if dtype is None else name_of(dtype)
         for dtype in (asked.mixed_precision.param_dtype, asked.mixed_precision.reduce_dtype)

@@ -1,4 +1,4 @@
-"""Compiles a model with few of its blocks for each stage, and evaluates the programs on meshes."""
+"""Compiles few blocks of a model for each stage, and forecasts time and memory on meshes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from thunder_zero.tools.planner.slicing import Slicing, sliced_copy
 from thunder_zero.tools.planner.subject import Subject
 from thunder_zero.tools.planner.training_plan import MeshShape
 
-TRACED = (5, 6, 8)  # numbers of blocks to trace, until the blocks repeat
+TRACED = (5, 6, 8)  # numbers of blocks to try, until the blocks repeat
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class SubjectPrograms:
 
     Attributes:
         subject: the module to plan for.
-        asked: a policy with the precision and the formats.
-        shards: number of ranks of a replica at compilation. Schedules do not depend on it.
+        asked: a policy with the user's precision and formats.
+        shards: number of ranks of a replica at compilation. Schedules do not depend on this number.
         device: the device of the estimates.
         tell: a function that shows the current work.
         slices: number of tensor-parallel ranks.
         how: the tensor-parallel plan.
-        captured: captured modules, by the number of blocks.
+        captured: captured modules, keyed by number of blocks.
         compiled: traces, keyed by policy, presence of replicas, and number of blocks.
-        enough: the number of blocks that repeat, by policy.
+        enough: a mapping from policies to the number of traced blocks with which the blocks repeat.
     """
 
     subject: Subject
@@ -68,7 +68,7 @@ class SubjectPrograms:
 
     @cached_property
     def block_bytes(self) -> int:
-        """The bytes of the largest block, which are equal under all policies of the table."""
+        """The bytes of the largest block. The policies of a table do not change this number."""
         policy = Policy(mixed_precision=self.asked.mixed_precision)
         return self.plan(policy, MeshShape(1, self.shards, self.slices)).largest_block_bytes
 
@@ -78,7 +78,7 @@ class SubjectPrograms:
 
     @cached_property
     def _sliced(self) -> tuple[Mapping[str, int], frozenset[str]]:
-        """The dimension of each sliced parameter, and the parameters whose gradients are summed over ``tensor``."""
+        """The dimensions of sliced parameters, and the parameters whose gradients tensor-parallel ranks sum."""
         if self.slices == 1:
             return {}, frozenset()
         self.tell(f"slices {self.subject.name} for {self.slices} ranks")
@@ -87,10 +87,10 @@ class SubjectPrograms:
             return slices, partial
 
     def policy(self, stage: int, recompute: str) -> Policy:
-        """Return a policy whose sizes are equal on all meshes.
+        """Return a policy that leads to equal schedules on all meshes.
 
-        A bucket holds a block. One block is gathered ahead, and one reduction is in flight while backward computes the
-        next block.
+        A bucket holds a block. One block is prefetched, and one reduction is in flight while backward computes the next
+        block.
         """
         asked = self.asked if stage else Policy(mixed_precision=self.asked.mixed_precision)
         asked = replace(asked, frozen_format=None) if stage == 1 else asked
@@ -125,11 +125,11 @@ class SubjectPrograms:
 
     @cached_property
     def loss_bytes(self) -> int:
-        """The bytes that ``Subject.loss`` and its gradient read and write; 0 without a loss."""
+        """The bytes that ``Subject.loss`` and its gradient read and write. 0 if there is no loss."""
         return loss_traffic(next(iter(self.compiled.values())), self.subject.loss) if self.subject.loss else 0
 
     def returns_loss(self) -> bool:
-        """Return whether forward returns one number, such as a loss."""
+        """Return whether forward returns a single number, such as a loss."""
         traces = next(iter(self.compiled.values()))
         flat = traces.forward.output[0]["flat_output"]
         return len(flat) == 1 and tuple(flat[0].shape) == ()
@@ -137,7 +137,7 @@ class SubjectPrograms:
     def _compile(self, policy: Policy, mesh: MeshShape, traced: int) -> Traces:
         """Return the traces for a mesh.
 
-        All meshes share the schedule of a small mesh, since schedules depend only on the presence of replicas.
+        All meshes with replicas share one schedule. So do all meshes without replicas.
         """
         has_copies = mesh.replicas > 1
         if (policy, has_copies, traced) not in self.compiled:
@@ -150,7 +150,7 @@ class SubjectPrograms:
         return _on_mesh(traces, replace(traces.plan, mesh=mesh.at_rank_0()))
 
     def _capture(self, traced: int) -> ProgramSource:
-        """Return the module with few blocks, captured once for all policies and meshes."""
+        """Return the module with ``traced`` blocks, captured once for all policies and meshes."""
         if traced not in self.captured:
             self.tell(f"captures {self.subject.name} with {traced} of {self.subject.blocks} blocks")
             policy, small = self.policy(3, "none"), MeshShape(1, self.shards, self.slices).at_rank_0()
@@ -184,5 +184,5 @@ def _on_mesh(traces: Traces, plan: Plan) -> Traces:
 
 
 def adamw(params: object) -> torch.optim.Optimizer:
-    """Return an AdamW without ``foreach``, whose temporaries a fused AdamW does not have either."""
+    """Return an AdamW without the temporaries of ``foreach``, which a fused AdamW does not need either."""
     return torch.optim.AdamW(params, foreach=False)  # type: ignore[arg-type]

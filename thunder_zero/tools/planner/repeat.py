@@ -1,13 +1,13 @@
-"""Extends the time and the memory of a step from a model with fewer blocks to the whole model.
+"""Extends the time and memory of a step with few traced blocks to the whole model.
 
-A model with few identical blocks was traced, and the whole model has more blocks. Operations with equal keys do equal
-work. If a period of keys occurs twice in a row in a phase, the longer phase repeats the period more often::
+Operations with equal keys do equal work. A period is a range of keys that occurs twice in a row in a phase. The whole
+model has more blocks, so its phase repeats the period more often::
 
-    keys     a b | c d e | c d e | c d f g
-    marks          ^       ^                     where blocks begin to compute
-    longer   a b | c d e | c d e | c d e | c d f g
+    traced keys     a b | c d e | c d e | c d f g
+    marks                 ^       ^                     positions where blocks begin to compute
+    longer phase    a b | c d e | c d e | c d e | c d f g
 
-Each further block also adds its bytes at rest to every figure of memory.
+Each additional block also adds its bytes at rest to every figure of memory.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Period:
 
     @property
     def end(self) -> int:
-        """The position where further periods are inserted."""
+        """The position where additional periods are inserted."""
         return self.start + self.length
 
 
 def find_period(keys: Sequence[Hashable], marks: Sequence[int]) -> Period | None:
-    """Return the first period that occurs at least twice in a row; None without such a period.
+    """Return the first period that occurs at least twice in a row, or None if no period does.
 
     ``marks`` are the ascending positions where identical blocks begin. The length of a period is the distance between
     two successive marks.
@@ -49,7 +49,7 @@ def find_period(keys: Sequence[Hashable], marks: Sequence[int]) -> Period | None
 
 
 def _period_around(keys: Sequence[Hashable], position: int, length: int) -> Period | None:
-    """Return the period of the longest run around a position in which each key equals the key ``length`` later."""
+    """Return the first period of ``length`` in the run of repeating keys around a position, or None."""
     if length <= 0 or keys[position] != keys[position + length]:
         return None
     start = stop = position
@@ -61,7 +61,7 @@ def _period_around(keys: Sequence[Hashable], position: int, length: int) -> Peri
 
 
 def positions(length: int, period: Period | None, copies: int) -> list[int]:
-    """Return the source of each position of the longer sequence, a position in the sequence of ``length``."""
+    """Return, for each position of the longer sequence, the position that it copies in the sequence of ``length``."""
     if period is None or not copies:
         return list(range(length))
     middle = list(range(period.start, period.end)) * copies
@@ -69,9 +69,9 @@ def positions(length: int, period: Period | None, copies: int) -> list[int]:
 
 
 def moved_link(position: int, source: int, link: int, period: Period | None, copies: int) -> int:
-    """Return the target of an operation's reference in the longer sequence, such as the launch of a wait.
+    """Return the position in the longer sequence to which an operation refers, as a wait refers to its launch.
 
-    The operation at ``position`` copies the operation at ``source``, which refers to ``link``.
+    The operation at ``position`` copies the traced operation at ``source``, which refers to ``link``.
     """
     if period is not None and copies and source >= period.end and link < period.start:
         return link
@@ -79,7 +79,7 @@ def moved_link(position: int, source: int, link: int, period: Period | None, cop
 
 
 class NotPeriodic(Exception):
-    """Raised if the traced blocks do not do equal work, so that more blocks must be traced."""
+    """Raised if the traced blocks do unequal work, so that more blocks must be traced."""
 
 
 def lengthen(keys: Sequence[Hashable], marks: Sequence[int], copies: int) -> tuple[list[int], Period | None]:
@@ -95,7 +95,7 @@ def lengthen(keys: Sequence[Hashable], marks: Sequence[int], copies: int) -> tup
 
 
 def _marks_of(timeline: Timeline, units: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Return the positions in forward and in backward where data first meets each unit's parameters."""
+    """Return the positions in forward and in backward where computation with each unit's parameters begins."""
     unit_of = {path: unit for path in timeline.plan.by_name for unit in units if path.startswith(f"{unit}.")}
     owner = {name: unit_of[path] for name, path in timeline.inputs.items() if path in unit_of}
     for op in timeline.ops:
@@ -116,7 +116,7 @@ def _marks_of(timeline: Timeline, units: Sequence[str]) -> tuple[list[int], list
 
 
 def _phases(timeline: Timeline, units: Sequence[str]) -> Iterator[tuple[range, list[int]]]:
-    """Yield the positions of each phase, and the positions in the phase where identical blocks begin to compute."""
+    """Yield (positions of a phase, marks in the phase) pairs. A mark is where an identical block begins to compute."""
     forward, backward = _marks_of(timeline, units)
     yield range(timeline.backward_start), forward
     marks = [position - timeline.backward_start for position in backward]
@@ -124,7 +124,7 @@ def _phases(timeline: Timeline, units: Sequence[str]) -> Iterator[tuple[range, l
 
 
 def estimate_whole(traces: Traces, device: Device, units: Sequence[str], copies: int) -> Estimate:
-    """Return the estimate of a step with ``copies`` more blocks than the ``units`` that were traced.
+    """Return the estimate of a step with ``copies`` blocks in addition to the traced ``units``.
 
     Raises:
         NotPeriodic: the units do not repeat.
@@ -141,14 +141,14 @@ def estimate_whole(traces: Traces, device: Device, units: Sequence[str], copies:
 def _lengthen_ops(
     timeline: Timeline, costs: Sequence[Cost], units: Sequence[str], copies: int
 ) -> tuple[tuple[Op, ...], tuple[Cost, ...]]:
-    """Return the operations of a step with more blocks, and their costs, as input of a simulation."""
+    """Return the operations of a step with more blocks, and their costs, as input for a simulation."""
     launched = {op.writes[0]: position for position, op in enumerate(timeline.ops) if op.launches}
     links = [launched[op.reads[0]] if op.waits else position for position, op in enumerate(timeline.ops)]
     longer_ops: list[Op] = []
     longer_costs: list[Cost] = []
     phase_start = 0
     for phase, marks in _phases(timeline, units):
-        for position in phase:  # backward may wait again for a collective of forward, which has ended
+        for position in phase:  # backward may wait again for an ended collective of forward
             links[position] = links[position] if links[position] in phase else position
         keys = [(timeline.ops[position].kind, costs[position], position - links[position]) for position in phase]
         order, period = lengthen(keys, marks, copies)
@@ -184,7 +184,7 @@ def _require_balance(period: Sequence[Op]) -> None:
         raise NotPeriodic
 
 
-STEPPED = (*AT_REST, Holds.REDUCED_GRADIENT)  # kinds of a block that are alive in the optimizer's step
+STEPPED = (*AT_REST, Holds.REDUCED_GRADIENT)  # kinds of a block's bytes in the optimizer's step
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +192,11 @@ class StepMemory:
     """The memory of one rank in a step, in bytes of tensors' storages.
 
     Attributes:
-        at_rest: bytes between two steps, without gradients.
+        at_rest: bytes between two steps, except gradients.
         peak: the most bytes in forward, the loss and backward.
         optimizer_step: the most bytes in the optimizer's step.
         phase: the phase of the peak.
-        by_kind: bytes alive at the end of the peak's line, by kind, largest first.
+        by_kind: bytes alive after the peak's line, keyed by kind, largest first.
         storages: the most storages alive at once.
     """
 
@@ -210,12 +210,12 @@ class StepMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """The change of the bytes alive by one line.
+    """The change of the live bytes over one line.
 
     Attributes:
-        rise: the most bytes alive in the line, minus the bytes before the line.
-        total: the bytes alive after the line, minus the bytes before the line.
-        kinds: ``total`` by kind.
+        rise: the most live bytes during the line, minus the live bytes before the line.
+        total: the live bytes after the line, minus the live bytes before the line.
+        kinds: ``total``, split by kind.
         count: the number of storages that the line allocates, minus the number that it frees.
     """
 
@@ -226,9 +226,9 @@ class _Change:
 
 
 def memory_whole(memory: Memory, traces: Traces, units: Sequence[str], copies: int) -> StepMemory:
-    """Return the memory of a step with ``copies`` more blocks than the ``units`` that were traced.
+    """Return the memory of a step with ``copies`` blocks in addition to the traced ``units``.
 
-    ``memory`` is the forecast of the traced step, with the optimizer.
+    ``memory`` is the forecast of the traced step, including the optimizer.
 
     Raises:
         NotPeriodic: the units do not repeat.
@@ -274,7 +274,7 @@ def _before(memory: Memory) -> Counter[Holds]:
 
 
 def _order(memory: Memory, traces: Traces, units: Sequence[str], changes: Sequence[_Change], copies: int) -> list[int]:
-    """Return the lines of the longer step, as indices into the forecast's lines."""
+    """Return the lines of the longer step, as indices of lines of the traced step."""
     forward, backward = _marks_of(traces.timeline, units)
     longer: list[int] = []
     for phase, marks in (("forward", forward), ("loss", []), ("backward", backward)):

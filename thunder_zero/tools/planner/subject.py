@@ -21,7 +21,7 @@ from thunder_zero.tools.models.named import MODELS, NamedModel
 
 @dataclass(frozen=True, slots=True)
 class AlikeBlocks:
-    """Successive identical blocks of a list. ``path`` is the list's path; ``names`` are the blocks' names."""
+    """Successive identical blocks of a list. ``path`` is the list's path, ``names`` are the blocks' names in it."""
 
     path: str
     names: tuple[str, ...]
@@ -37,13 +37,13 @@ class Subject:
 
     Attributes:
         name: a name for tables and messages.
-        module: the module, which may be on the meta device, since its values are never read.
-        args, kwargs: the arguments of its forward, for one rank's share of a batch.
-        loss: a function from the outputs of forward to the loss; None without a loss.
+        module: the module. It may be on the meta device, since its values are never read.
+        args, kwargs: the arguments of forward, for one rank's share of a batch.
+        loss: a function from the outputs of forward to the loss, or None.
         tokens: number of tokens of one rank in a step.
-        alike: the identical blocks with the most parameters; None without identical blocks.
-        batch: number of rows of the inputs, or 1 if the caller cannot choose it.
-        build: a line of Python that makes the module, for the code to paste.
+        alike: the identical blocks with the most parameters. None if there are no identical blocks.
+        batch: number of rows of the inputs, or 1 if the caller cannot choose the number.
+        build: a line of Python that makes the module, for the plan's code to paste.
     """
 
     name: str
@@ -124,7 +124,7 @@ def subject_of(
 
 
 def named_model(model: object) -> NamedModel | None:
-    """Return ``model`` if it is a named model, or the named model of a key; otherwise None."""
+    """Return ``model`` if it is a named model, the named model if it is a key of ``MODELS``, otherwise None."""
     return MODELS.get(model) if isinstance(model, str) else model if isinstance(model, NamedModel) else None
 
 
@@ -166,8 +166,8 @@ def of_module(
 ) -> Subject:
     """Return the subject of a module with its inputs.
 
-    The number of tokens is the size of the first integer tensor of two dimensions, or else the rows of the first
-    tensor.
+    The number of tokens is the number of elements of the first integer tensor of two dimensions. If there is no such
+    tensor, it is the number of rows of the first tensor.
     """
     tensors = [leaf for leaf in tree_iter((args, dict(kwargs))) if isinstance(leaf, Tensor)]
     integers = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.ndim == 2]
@@ -179,7 +179,7 @@ def of_module(
 
 
 def alike_blocks(module: nn.Module) -> AlikeBlocks | None:
-    """Return the successive blocks of a list, equal except for values, with the most parameters."""
+    """Return the successive identical blocks (equal except for values) with the most parameters."""
     best, best_count = None, 0
     for path, parent in module.named_modules():
         if not isinstance(parent, nn.ModuleList | nn.Sequential):

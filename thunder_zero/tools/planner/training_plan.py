@@ -6,8 +6,8 @@
     ZeRO-2 128 x 8     cheap 70.9 GiB 46.7 GiB 48.7 ms 668 ms   12,268 74.5% yes
     ZeRO-3 16 x 64     cheap 40.7 GiB 57.4 GiB 21.8 ms 630 ms   13,010 79.0% chosen
 
-``128 x 8`` means 128 replicas, each sharded over the 8 devices of a node. With tensor parallelism a column ``tp`` is
-added, and the column ``recompute`` is called ``again``.
+``128 x 8`` means 128 replicas, each sharded over the 8 devices of a node. With tensor parallelism, the table also has a
+column ``tp``, and the column ``recompute`` is called ``again``.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED
 from thunder_zero.tools.printing.text import table_of, text_of_table
 from thunder_zero.tools.printing.words import summed_up
 
-FACTOR = 8  # the ratio of shards of successive meshes
+FACTOR = 8  # the ratio between the numbers of shards of successive meshes
 NARROW = 80  # width of the text
 COLUMNS = ("stage", "shards", "recompute", "needs", "sent", "exposed", "step", "tokens/s", "MFU", "fits")
 
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """The sizes of a mesh: ``replicas``, ``shards``, and ``slices``, the tensor-parallel ranks of torch."""
+    """The sizes of a mesh. ``slices`` is the number of torch's tensor-parallel ranks."""
 
     replicas: int
     shards: int
@@ -51,7 +51,7 @@ class MeshShape:
 
     @property
     def data(self) -> str:
-        """The data-parallel sizes as text: ``16 x 64``."""
+        """The data-parallel sizes as text, such as ``16 x 64``."""
         return str(self.shards) if self.replicas == 1 else f"{self.replicas} x {self.shards}"
 
     def __str__(self) -> str:
@@ -59,9 +59,9 @@ class MeshShape:
 
 
 def meshes(stage: int, world_size: int, devices_per_node: int, slices: int = 1) -> tuple[MeshShape, ...]:
-    """Return the meshes to compare for a stage: shards over a node, over 8, 64 ... nodes, and over all ranks.
+    """Return the meshes to compare for a stage: sharding over one node, over 8, 64, ... nodes, and over all ranks.
 
-    DDP has one mesh. Each mesh has ``slices`` tensor-parallel ranks inside a node.
+    For DDP there is one mesh. Each mesh has ``slices`` tensor-parallel ranks inside a node.
 
     Raises:
         ValueError: the ranks do not fill nodes, or ``slices`` does not divide the ranks of a node.
@@ -93,28 +93,28 @@ def meshes(stage: int, world_size: int, devices_per_node: int, slices: int = 1) 
 
 @dataclass(frozen=True, repr=False)
 class PlanRow:
-    """A stage on a mesh, with the least recompute that fits. Bytes and seconds describe the busiest rank in a step.
+    """A stage on a mesh, with the lowest recompute level that fits. Bytes and seconds are those of the busiest rank.
 
     Attributes:
         stage: the stage, 0 to 3.
         mesh: the sizes of the mesh.
         recompute: the value of ``Policy.recompute``.
         fits: True if ``needed_bytes`` fit into the memory of a rank.
-        needed_bytes: memory at the peak, with the overhead beside tensors.
+        needed_bytes: memory at the peak, including overhead that belongs to no tensor.
         peak_bytes: bytes of tensors at the peak, which may be in the optimizer's step.
         at_rest_bytes: bytes of tensors between two steps.
         peak_phase: "forward", "loss", "backward" or "optimizer step".
-        by_kind: bytes of tensors at the peak of forward, loss and backward, by kind.
-        sent_bytes: bytes that a rank sends.
+        by_kind: a mapping from kinds to bytes of tensors, at the peak of forward, loss and backward.
+        sent_bytes: bytes that a rank sends in a step.
         compute_seconds: time of compute in forward and backward.
         exposed_seconds: time that compute waits for communication.
         tensor_exposed_seconds: the part of ``exposed_seconds`` that waits for tensor parallelism.
         loss_seconds: time of the loss and its gradient.
         optimizer_seconds: time of AdamW's step.
-        seconds: time of the step: compute, exposed, loss and optimizer.
+        seconds: time of the step: compute, exposed communication, loss and optimizer.
         tokens_per_second: tokens of a rank's batch, divided by the seconds of a step and by the tensor-parallel ranks.
-        mfu: share of the step's time that the model's FLOPs would take at the device's peak.
-        traced_blocks: number of blocks that were traced, and represent all blocks.
+        mfu: Model FLOPs utilization: time of the model's FLOPs at the device's peak, divided by the step's time.
+        traced_blocks: number of traced blocks, which represent all blocks.
     """
 
     stage: int
@@ -143,12 +143,12 @@ class PlanRow:
 
     @property
     def name(self) -> str:
-        """``ZeRO-3 on 128 x 8``."""
+        """The stage and the mesh, such as ``ZeRO-3 on 128 x 8``."""
         return f"{STAGES[self.stage].name} on {self.mesh}"
 
     @property
     def name_with_ranks(self) -> str:
-        """``ZeRO-3 on 128 x 8 ranks``."""
+        """The stage and the mesh with its unit, such as ``ZeRO-3 on 128 x 8 ranks``."""
         slices = f" of data, each of {self.mesh.slices} in slices (tp)" if self.mesh.slices > 1 else ""
         return f"{STAGES[self.stage].name} on {self.mesh.data} rank{'s' if self.mesh.ranks > 1 else ''}{slices}"
 
@@ -165,7 +165,7 @@ class TrainingPlan:
         device: name of the device.
         devices_per_node: devices of a node.
         memory_bytes: memory of a rank.
-        tokens: tokens of a data-parallel rank in a step; with a global batch, for the first ``tp``.
+        tokens: tokens of a data-parallel rank in a step. For a global batch, this is the number with the first ``tp``.
         global_tokens: tokens of all ranks in a step; None without a global batch.
         rows: stages and meshes, in the order of the table.
         chosen: the recommended row; None if no row fits.
@@ -193,9 +193,9 @@ class TrainingPlan:
 
     @property
     def expected_tokens_per_second(self) -> tuple[float, float] | None:
-        """The range of tokens/s to expect from a rank of the chosen row, judged by published runs.
+        """The range of tokens/s to expect from a rank in the chosen row, based on published runs.
 
-        None if times are not bounds, or no row fits.
+        None if times are not bounds, or if no row fits.
         """
         if self.chosen is None or not self.is_bound:
             return None
@@ -269,9 +269,9 @@ MUCH_SLOWER = 0.98  # a reason names rows below this share of the chosen row's t
 
 
 def reason_of(rows: Sequence[PlanRow], chosen: PlanRow | None, memory_bytes: int, batch: int) -> str:
-    """Return the reason for a recommendation, or the reason why no row fits, in one sentence.
+    """Return a sentence with the reason for a recommendation, or the reason why no row fits.
 
-    ``batch`` is the number of rows of a rank's inputs; 1 if the caller cannot choose them.
+    ``batch`` is the number of rows of a rank's inputs, or 1 if the caller cannot choose the number.
     """
     if chosen is None:
         return _nothing_fits(rows, memory_bytes, batch)
@@ -294,7 +294,7 @@ def _best(rows: Sequence[PlanRow], fitting: Sequence[PlanRow], chosen: PlanRow, 
 
 
 def _too_large(rows: Sequence[PlanRow], chosen: PlanRow, memory_bytes: int) -> str:
-    """Describe the smallest row of a lower stage that does not fit; "" without such a row."""
+    """Describe the smallest row of a lower stage that does not fit. Return "" if there is no such row."""
     lower = [row for row in rows if not row.fits and row.stage < chosen.stage]
     if not lower:
         return ""
@@ -303,7 +303,7 @@ def _too_large(rows: Sequence[PlanRow], chosen: PlanRow, memory_bytes: int) -> s
 
 
 def _slower(fitting: Sequence[PlanRow], chosen: PlanRow) -> str:
-    """Describe how much slower the next row is, and why; "" if no row is much slower."""
+    """Describe how much slower the next row is, and why. Return "" if no row is much slower."""
     slower = [row for row in fitting if row.tokens_per_second < MUCH_SLOWER * chosen.tokens_per_second]
     if not slower:
         return ""
@@ -343,7 +343,7 @@ def _nothing_fits(rows: Sequence[PlanRow], memory_bytes: int, batch: int) -> str
 
 
 def _format(asked: Formats) -> str:
-    """Return a format as Python code; "" without a format. A user-defined encoding has no prefix."""
+    """Return a format as Python code, or "" for no format. The code of a user-defined encoding has no prefix."""
     if isinstance(asked, Mapping):
         return "{" + ", ".join(f"{pattern!r}: {_format(form) or None}" for pattern, form in asked.items()) + "}"
     prefix = "tz." if type(asked).__module__.startswith("thunder_zero.") else ""
@@ -353,7 +353,7 @@ def _format(asked: Formats) -> str:
 def code_of(row: PlanRow, policy: Policy, build: str, slicing: str = "") -> str:
     """Return Python code to paste: imports, the policy, the module, the mesh, and the model.
 
-    ``build`` is a line that makes ``module``. ``slicing`` has lines that slice the module over ``mesh["tp"]``.
+    ``build`` is a line of code that makes ``module``. ``slicing`` is code that slices the module over ``mesh["tp"]``.
     """
     imports: list[str] = []
     argument, mesh = "", []
