@@ -8,7 +8,7 @@ tz.Policy(stage, prefetch=..., recompute=...)   all options; DDP, ZERO1, ZERO2, 
 tz.clip_grad_norm_, tz.whole, tz.EMA            gradients, optimizers and averages over all ranks
 tz.save, tz.load, tz.full_state_dict            checkpoints for any number of ranks; the plain module's state dict
 tz.full_parameters, tz.save_pretrained          the full weights inside a block; a Hugging Face folder
-tz.trace(module, x, world_size=8)               trace one rank's program in one process; tz.traces_of(model): what ran
+tz.trace(module, x, world_size=8)               trace one rank in one process; tz.traces_of(model): the traces that ran
 tz.print_trace(model), tz.explain(model, path)  what each line does; what happens to one parameter, and why
 tz.tools.plan_training, fit, memory, estimate   forecast which stage fits, its bytes and its time
 help(tz.Policy), docs/reference.md              each field with its default; each name with an example

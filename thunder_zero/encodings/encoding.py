@@ -4,10 +4,10 @@
 
     Encoding(torch.bfloat16)     2 bytes an element
     Int8(block=128)              a byte an element, 4 bytes a block: its scale in float32
-    NF4(block=64)                half a byte an element, 4 bytes a block; rows of frozen parameters, also at rest
+    NF4(block=64)                half a byte an element, 4 bytes a block: for frozen parameters, also at rest
 
-``plan/params.py`` computes the bytes that collectives send, by ``nbytes``. Memory, forecasts, proofs and reports read
-the plan. ``sharded/wire.py`` encodes and decodes.
+``plan/params.py`` calls ``nbytes`` to compute the bytes that collectives send. Memory, forecasts, proofs and reports
+read the plan. ``sharded/wire.py`` encodes and decodes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PIECE_ON_GPU = 1 << 22  # elements at a time on a GPU: with buffers of 16 MiB, l
 
 
 def piece_on(device: torch.device) -> int:
-    """Return how many elements are encoded or decoded at a time on a device."""
+    """Return the number of elements that are encoded or decoded at a time on a device."""
     return PIECE if device.type == "cpu" else PIECE_ON_GPU
 
 
@@ -70,7 +70,7 @@ class Encoding:
         return x.to(self.dtype)
 
     def decode(self, payload: Tensor, out: Tensor, *, piece: int | None = None) -> Tensor:
-        """Decode a payload into ``out``, and return it. ``out`` has the encoded shape, and any floating-point dtype."""
+        """Decode a payload into ``out``, and return ``out``: a floating-point tensor of the encoded shape."""
         return out.copy_(payload)
 
 
@@ -99,12 +99,12 @@ class Blocks(Encoding, ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, *, piece: int | None = None) -> Tensor:
-        """Return the payload of a floating-point tensor, uint8 (``nbytes(n)``,)."""
+        """Return the payload of a floating-point tensor of n elements, a uint8 tensor of ``nbytes(n)`` bytes."""
 
     @abstractmethod
     def decode(self, payload: Tensor, out: Tensor, *, piece: int | None = None) -> Tensor:
-        """Decode a payload into ``out``, floating-point and contiguous, and return it."""
+        """Decode a payload into ``out``, a contiguous floating-point tensor, and return ``out``."""
 
     @abstractmethod
     def error(self, rounds: str) -> str:
-        """Describe the largest error of an element; ``rounds`` is "to nearest" or "at random"."""
+        """Describe the largest error of an element. ``rounds`` is "to nearest" or "at random"."""

@@ -2,18 +2,18 @@
 
 ::
 
-    payload of n elements    [ scales, float32, one a block | n elements of a byte | padding to a multiple of 4 ]
+    payload of n elements    [ a float32 scale for each block | n elements of 1 byte | padding to a multiple of 4 ]
 
     encode  x (n,)           ->  payload         scale = max |x| of the block / 127;  element = x / scale, rounded
-    decode  payload          ->  x (n,)          element * scale;  with ``add``, added to ``out``
+    decode  payload          ->  x (n,)          element * scale;  ``add`` adds this to ``out``
 
-Both work in pieces. On a CPU a piece stays in the cache; on a GPU most tensors are one piece. A block with Inf or NaN
-has the scale NaN, so all of its elements are decoded as NaN.
+Encode and decode work in pieces. On a CPU a piece stays in the cache; on a GPU most tensors are one piece. A block with
+Inf or NaN has the scale NaN, so all of its elements are decoded as NaN.
 
 Dithered rounding is floor(x / scale + u), for u uniform in [0, 1): its mean is x / scale (Gray and Stockham, Dithered
-quantizers, 1993). Here u is a Weyl sequence over the elements of a piece. A hash of the parameter, the sender, and the
-number of its reduction chooses the start of the sequence. The sequence costs nothing, is reproducible, and is uniform
-over the hashes.
+quantizers, 1993). Here u is a Weyl sequence over the elements of a piece. The start of the sequence is a hash of the
+parameter, the sender, and the number of the sender's reduction. The sequence costs nothing, is reproducible, and is
+uniform over the hashes.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ BELOW_1 = 1 - 2**-13  # the largest number of the sequence: added to 127 and a f
 class Int8(Blocks):
     """8-bit integers. The scale of a block is its largest magnitude, divided by 127.
 
-    Gathers round to nearest: the error of an element is at most half a step, 0.4% of the largest in its block.
+    Gathers round to nearest: the error of an element is at most half a step, 0.4% of the largest element of its block.
     Reductions round stochastically, which is unbiased: the error of a rank's element is less than a step. A step is at
-    least 2 ** -126, so the percentages do not hold for a block whose elements are all below 1.5e-36.
+    least 2 ** -126, so the 0.4% does not hold for a block whose elements are all below 1.5e-36.
 
     >>> Int8(128).nbytes(1000)
     1032
@@ -55,12 +55,12 @@ class Int8(Blocks):
     largest = 127.0
 
     def error(self, rounds: str) -> str:
-        """Describe the largest error of an element; ``rounds`` is "to nearest" or "at random"."""
+        """Describe the largest error of an element. ``rounds`` is "to nearest" or "at random"."""
         steps, percent = ("a whole step", "0.8%") if rounds == "at random" else ("half a step", "0.4%")
         return f"{steps}, {percent} of the largest in its block, or {steps} of 2 ** -126"
 
     def encode(self, x: Tensor, *, out: Tensor | None = None, key: str = "", piece: int | None = None) -> Tensor:
-        """Return the payload of a floating-point tensor, uint8 (``nbytes(n)``,).
+        """Return the payload of a floating-point tensor of n elements, a uint8 tensor of ``nbytes(n)`` bytes.
 
         Args:
             out: the payload to write to (default: a new tensor).
@@ -89,10 +89,10 @@ class Int8(Blocks):
         return payload
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool = False, piece: int | None = None) -> Tensor:
-        """Decode a payload into ``out``, floating-point and contiguous, and return it.
+        """Decode a payload into ``out``, a contiguous floating-point tensor, and return ``out``.
 
         Args:
-            add: True to add to the values in ``out``, which is float32.
+            add: True to add the decoded values to ``out``, which must be float32.
             piece: the number of elements to decode at a time (default: by the device).
         """
         flat, piece = out.view(-1), piece or piece_on(out.device)
@@ -131,6 +131,6 @@ def _pieces(numel: int, block: int, piece: int) -> Iterator[tuple[int, int, int,
 
 @cache
 def weyl(piece: int, device: torch.device) -> Tensor:
-    """Return the Weyl sequence of a piece, long enough for each start; cached for the life of the process."""
+    """Return a Weyl sequence, long enough for a piece from any start. It is cached for the life of the process."""
     numbers = torch.arange(piece + STARTS, dtype=torch.float64, device=device)
     return numbers.mul_(GOLDEN).frac_().float().clamp_(max=BELOW_1)

@@ -2,13 +2,13 @@
 
 ::
 
-    a row of n elements    [ scales, float32, one a block | two elements a byte, the first in its upper half | padding ]
+    a row of n elements    [ a float32 scale for each block | two elements a byte, first in its upper half | padding ]
 
     encode   x (rows, n)   ->  bytes (rows, NF4.nbytes(n))    scale = max |x| of the block; level nearest to x / scale
     decode   bytes         ->  x (rows, n)                    level * scale
 
 Each row has its own blocks, so that the bytes of a row do not depend on the number of ranks. The levels and the order
-of elements are as in bitsandbytes, but its blocks continue from row to row.
+of elements are as in bitsandbytes, whose blocks continue from row to row, however.
 
 Encoding decoded values again, in the dtype of the original, gives equal bytes: the largest element of a block is
 exactly its scale times 1 or -1. A block with Inf or NaN is decoded as NaN.
@@ -40,7 +40,7 @@ class NF4(Blocks):
 
     The levels are from Dettmers et al., QLoRA, 2023. If elements are normally distributed, all levels are equally
     frequent. Only frozen parameters are stored in this format, row by row. The error of an element is at most 15.2% of
-    the largest in its block.
+    the largest element of its block.
 
     Attributes:
         block: the number of elements that share a scale, an even number. Each row begins with a new block.
@@ -58,7 +58,7 @@ class NF4(Blocks):
             raise ValueError(f"block is {self.block}; give an even number of elements, as two share a byte")
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of a row of ``numel`` elements and its scales.
+        """Return the bytes of a row: ``numel`` encoded elements and their scales.
 
         >>> NF4(64).nbytes(1000)
         564
@@ -71,7 +71,7 @@ class NF4(Blocks):
 
     @torch.no_grad()
     def encode(self, x: Tensor, *, piece: int | None = None) -> Tensor:
-        """Return the bytes of floating-point rows (rows, ...): uint8 (rows, bytes of a row).
+        """Encode floating-point rows of shape (rows, ...) as a uint8 tensor of shape (rows, bytes of a row).
 
         Args:
             piece: the number of elements to encode at a time (default: by the device).
@@ -96,7 +96,7 @@ class NF4(Blocks):
 
     @torch.no_grad()
     def decode(self, payload: Tensor, out: Tensor, *, piece: int | None = None) -> Tensor:
-        """Decode the bytes of rows into ``out`` (rows, ...), and return it."""
+        """Decode the bytes of rows into ``out``, of shape (rows, ...), and return ``out``."""
         width = prod(out.shape[1:])
         flat = out.view(len(out), width)
         end = width // self.block * self.block

@@ -21,7 +21,7 @@ def bytes_of(name: str, amount: int | str) -> int:
     """Return the number of bytes in ``"80GiB"``, ``"80GB"``, ``"1000000B"`` or an int.
 
     Raises:
-        ValueError: ``amount`` has another form, or is not positive; the message calls it ``name``.
+        ValueError: ``amount`` has another form, or is not positive. The message names the amount ``name``.
     """
     if isinstance(amount, int) and not isinstance(amount, bool) and amount > 0:
         return amount
@@ -36,7 +36,7 @@ def bytes_of(name: str, amount: int | str) -> int:
 
 
 def size(nbytes: int) -> str:
-    """Format bytes in at most 8 characters: ``"1.50 KiB"``."""
+    """Format a number of bytes in at most 8 characters, such as ``"1.50 KiB"``."""
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
     value, power = float(nbytes), 0
     while value >= 999.5 and power < len(units) - 1:
@@ -48,7 +48,7 @@ def size(nbytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds: ``"1.23 ms"``. The text has at most 8 characters up to a thousand seconds."""
+    """Format seconds, such as ``"1.23 ms"``. The text has at most 8 characters below a thousand seconds."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if seconds * scale >= 0.9995:
             return f"{seconds * scale:.3g} {unit}"
@@ -60,10 +60,10 @@ def float_dtype(name: str, dtype: torch.dtype | str) -> torch.dtype: ...
 @overload
 def float_dtype(name: str, dtype: torch.dtype | str | None) -> torch.dtype | None: ...
 def float_dtype(name: str, dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the dtype that ``"bfloat16"``, ``"bf16"`` or ``torch.bfloat16`` names; None stays None.
+    """Return ``torch.bfloat16`` for ``"bfloat16"``, ``"bf16"`` or ``torch.bfloat16``, and None for None.
 
     Raises:
-        ValueError: ``dtype`` is not a floating-point dtype; the message calls it ``name``.
+        ValueError: ``dtype`` is not a floating-point dtype. The message names the field ``name``.
     """
     if dtype is None:
         return None
@@ -79,7 +79,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of an element: the first number in the dtype's name counts bits. At least 1.
+    """Return the bytes of an element, at least 1. The first number in the dtype's name is its size in bits.
 
     >>> itemsize("bfloat16"), itemsize("float8_e4m3fn"), itemsize("complex64"), itemsize("bool")
     (2, 1, 8, 1)

@@ -2,8 +2,8 @@
 
 ::
 
-    gather_format=Int8()                         all but embeddings and parameters of one dimension
-    gather_format={"*": Int8(), "head": None}    the last pattern that matches decides
+    gather_format=Int8()                         all parameters except embeddings and one-dimensional ones
+    gather_format={"*": Int8(), "head": None}    ``head`` is unchanged: the last matching pattern decides
     frozen_format=NF4()                          frozen parameters that NF4 makes smaller, except embeddings
 """
 
@@ -36,7 +36,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def require_formats(policy: Any) -> None:
-    """Check the formats of a policy, and copy its dicts, so that the caller cannot change them.
+    """Check the formats of a policy. Copy its dicts, so that a caller's later changes have no effect.
 
     Raises:
         ValueError: a field has a format that it does not support, or the policy's stage does not use the field.
@@ -79,18 +79,18 @@ def embeddings_of(module: nn.Module) -> frozenset[str]:
 def format_of(
     field: str, formats: Formats, names: Sequence[str], param: nn.Parameter, embeddings: frozenset[str]
 ) -> Any:
-    """Return the format that a field of the policy gives a sharded parameter; None leaves the parameter unchanged.
+    """Return the format that a field of the policy chooses for a sharded parameter; None means unchanged.
 
     Args:
         field: the name of the field, for errors.
-        formats: the field's value.
-        names: all names of the parameter; a tied one has several.
+        formats: the value of the field.
+        names: all names of the parameter; a tied parameter has several.
         param: the parameter.
         embeddings: paths of the module's embeddings.
 
     Raises:
-        ValueError: a pattern gives a format to a parameter whose dtype has none, or the names of a tied parameter get
-            different formats.
+        ValueError: a pattern gives a format to a parameter whose dtype has no format, or the names of a tied parameter
+            get different formats.
     """
     if not isinstance(formats, Mapping):
         is_exempt = param.dim() < 2 or any(path.rpartition(".")[0] in embeddings for path in names)
@@ -111,7 +111,7 @@ def format_of(
 def frozen_format_of(
     formats: Formats, names: Sequence[str], param: nn.Parameter, embeddings: frozenset[str]
 ) -> NF4 | None:
-    """Return the format of a sharded parameter at rest; None if it is trained, or would not get smaller.
+    """Return the format of a sharded parameter at rest, or None if the parameter is trained or would not get smaller.
 
     Raises:
         ValueError: the names of a tied parameter get different formats.
@@ -124,7 +124,7 @@ def frozen_format_of(
 
 
 def fits(pattern: str, names: Sequence[str]) -> bool:
-    """Return whether a pattern matches a parameter or a submodule that holds it, given the parameter's names."""
+    """Return whether a pattern matches one of a parameter's names, or the path of a submodule that holds it."""
     return any(fnmatchcase(part, pattern) for name in names for part in around(name))
 
 

@@ -1,17 +1,17 @@
 """A parameter on a mesh: its shapes, its rows, the axes that reduce its gradient. Frozen data.
 
-Only this file defines what an axis means for a parameter; ``layout.py`` has the arithmetic. Two parameters on
-``Mesh.of(4, rank=2)``, the first cut into rows, the second replicated::
+Only this file defines the meaning of an axis for a parameter; ``layout.py`` has the arithmetic. A sharded and a
+replicated parameter on ``Mesh.of(4, rank=2)`` have these shapes::
 
     Geometry((5, 3), mesh, is_cut=True)     in compute (5, 3)   at rest (2, 3): row 4 and one row of padding
-    Geometry((5, 3), mesh, is_cut=False)    in compute (5, 3)   at rest (5, 3), as on every rank
+    Geometry((5, 3), mesh, is_cut=False)    in compute (5, 3)   at rest (5, 3) on every rank
 
-Torch's tensor parallelism slices a parameter first, along any dimension; ZeRO then cuts the rows of the slice. On
-``Mesh.of(2, rank=1, slices=2)``::
+Torch's tensor parallelism first slices a parameter along any dimension. ZeRO then shards the rows of the slice. On
+``Mesh.of(2, rank=1, slices=2)`` parameters have these shapes::
 
     Geometry((6, 4), mesh, is_cut=True, sliced=0)     in compute (3, 4)   at rest (2, 4): the slice's row 2, and padding
     Geometry((6, 4), mesh, is_cut=True, sliced=1)     in compute (6, 2)   at rest (3, 2)
-    Geometry((6, 4), mesh, is_cut=True)               in compute (6, 4)   at rest (3, 4), as on the peers along tensor
+    Geometry((6, 4), mesh, is_cut=True)               in compute (6, 4)   at rest (3, 4), equal along tensor
 
 Each geometry has its own mesh, since the parameters of one model may have different axes.
 """
@@ -32,9 +32,9 @@ class Geometry:
     Attributes:
         shape: the global shape.
         mesh: the axes of the ranks that hold the parameter.
-        is_cut: True if each rank along the axis ``shard`` stores some rows, padded; False if each stores all rows.
-        sliced: the dimension that the axis ``tensor`` divides; None if each rank along it has the whole parameter.
-        is_partial: True if the gradient is the sum of parts, one from each rank along ``tensor``.
+        is_cut: True if each rank along ``shard`` stores a part of the rows, padded; False if each stores all rows.
+        sliced: the dimension that is sliced along the axis ``tensor``; None if the parameter is not sliced.
+        is_partial: True if each rank along ``tensor`` computes one term of the gradient, which is their sum.
     """
 
     shape: tuple[int, ...]
@@ -58,16 +58,16 @@ class Geometry:
 
     @property
     def gathered(self) -> tuple[int, ...]:
-        """The shape of all ranks' shards, concatenated: :attr:`in_compute` with rows of padding at its end."""
+        """The shape of the concatenated shards of all ranks: :attr:`in_compute` with rows of padding at its end."""
         return layout.padded_shape(self.in_compute, self.mesh.shard.size) if self.is_cut else self.in_compute
 
     @property
     def rows(self) -> slice:
-        """The real rows that this rank owns; all rows if the parameter is not cut."""
+        """The real (unpadded) rows that this rank owns; all rows if the parameter is not sharded."""
         return self.rows_of(self.mesh.shard.place)
 
     def rows_of(self, place: int) -> slice:
-        """Return the real rows that the rank at a place of the axis ``shard`` owns."""
+        """Return the real rows of the rank with index ``place`` along the axis ``shard``."""
         return slice(*layout.row_range(self.in_compute[0], self.mesh.shard.size, place)) if self.is_cut else slice(None)
 
     @property
@@ -88,19 +88,19 @@ class Geometry:
         return self.numel_of(self.mesh.shard.place)
 
     def numel_of(self, place: int) -> int:
-        """Return how many real elements the rank at a place of the axis ``shard`` owns; place 0 owns the most."""
+        """Return the number of real elements of the rank with index ``place`` along ``shard``; 0 owns the most."""
         return (
             layout.owned_numel(self.in_compute, self.mesh.shard.size, place) if self.is_cut else prod(self.in_compute)
         )
 
     @property
     def is_spread(self) -> bool:
-        """True if a gather communicates: other ranks own rows, too."""
+        """True if other ranks own rows, too, so that a gather communicates."""
         return self.is_cut and self.mesh.shard.size > 1
 
     @property
     def reduced_over(self) -> tuple[str, ...]:
-        """The axes of the collectives that reduce the gradient, in order. The first collective cuts the gradient into
+        """The axes of the collectives that reduce the gradient, in order. The first collective splits the gradient into
         rows. Collectives over data axes average; collectives over ``tensor`` sum."""
         summed = (TENSOR,) if self.is_partial and self.mesh.tensor.size > 1 else ()
         if self.mesh.replicate.size == 1:
@@ -109,5 +109,5 @@ class Geometry:
 
 
 def cut_rows(shape: tuple[int, ...], mesh: Mesh) -> Geometry:
-    """Return the geometry of a tensor, cut into rows unless it is 0-dim or empty."""
+    """Return the geometry of a tensor that is sharded by rows, unless it is 0-dim or empty."""
     return Geometry(tuple(shape), mesh, layout.is_sharded(tuple(shape)))

@@ -1,13 +1,13 @@
 """Shard arithmetic on integers: which rows a rank owns, how many it stores, how many are padding.
 
-A parameter is cut along dim 0 into shards of ``stored_rows`` rows; the last ranks pad their shards with zeros::
+A parameter is split along dim 0 into shards of ``stored_rows`` rows. The last ranks pad their shards with zeros::
 
     rows = 5, world_size = 4 -> stored_rows = 2
 
     rank 0 [0 1]   rank 1 [2 3]   rank 2 [4 .]   rank 3 [. .]      (. = padding)
 
-Rank 0 owns the most rows, and so sends the most in a gather. Padding is stored, so that all shards have one shape. It
-is not sent if the transport allows uneven messages.
+Rank 0 owns the most rows, and so sends the most in a gather. Padding is stored, so that all shards have one shape.
+Padding is not sent if the transport allows uneven messages.
 """
 
 from math import prod
@@ -37,7 +37,7 @@ def padding_rows(rows: int, world_size: int, rank: int) -> int:
 
 
 def is_sharded(shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter of this shape can be cut into rows: it is neither 0-dim nor empty."""
+    """Return whether a parameter of this shape can be split into rows: it is neither 0-dim nor empty."""
     return len(shape) > 0 and prod(shape) > 0
 
 
@@ -47,7 +47,7 @@ def shard_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
 
 
 def padded_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
-    """Return the shape of all ranks' shards, concatenated, padding included."""
+    """Return the shape of the concatenated shards of all ranks, padding included."""
     return (world_size * stored_rows(shape[0], world_size), *shape[1:]) if is_sharded(shape) else shape
 
 
@@ -60,17 +60,17 @@ def owned_numel(shape: tuple[int, ...], world_size: int, rank: int) -> int:
 
 
 def gather_sends(shape: tuple[int, ...], world_size: int, rank: int) -> int:
-    """Return how many elements ``rank`` sends in one all-gather: its own rows, to each other rank."""
+    """Return the number of elements that ``rank`` sends in one all-gather: its rows, once to each other rank."""
     return owned_numel(shape, world_size, rank) * (world_size - 1) if is_sharded(shape) else 0
 
 
 def scatter_sends(shape: tuple[int, ...], world_size: int, rank: int) -> int:
-    """Return how many elements ``rank`` sends in one reduce-scatter: every row that another rank owns, once."""
+    """Return the number of elements that ``rank`` sends in one reduce-scatter: the rows of all other ranks, once."""
     return prod(shape) - owned_numel(shape, world_size, rank) if is_sharded(shape) else 0
 
 
 def all_reduce_sends(shape: tuple[int, ...], world_size: int) -> int:
-    """Return how many elements each rank sends in one all-reduce: ``2 (W - 1) / W`` of them, rounded up.
+    """Return the number of elements that each rank sends in one all-reduce: ``2 (W - 1) / W`` times all, rounded up.
 
     An all-reduce is a reduce-scatter and an all-gather (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms,
     2009)."""

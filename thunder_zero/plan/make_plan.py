@@ -30,9 +30,9 @@ from thunder_zero.plan.params import ROOT, Param, Plan
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
     """Return the paths of the outermost repeated submodules that hold parameters, in module order: the default units.
 
-    A member of a ``Sequential`` or ``ModuleList`` is a block if a member of any container in the module has the same
-    class (transformer blocks, the blocks of a ResNet's stages). A leaf is a block only if a sibling in its container
-    has the same class (the layers of an MLP). Submodules that are no blocks are searched for blocks.
+    A member of a ``Sequential`` or ``ModuleList`` is a block if another member of any container has the same class
+    (transformer blocks, the blocks of a ResNet's stages). A leaf is a block only if a sibling in its container has the
+    same class (the layers of an MLP). Submodules that are not blocks are searched for blocks.
     """
     members = [child for parent in module.modules() if _is_container(parent) for child in parent.children()]
     members_by_class = Counter(type(member) for member in members)
@@ -71,12 +71,12 @@ def make_plan(
     Args:
         module: the module to shard.
         policy: how to shard it.
-        mesh: the ranks that train the module, with this rank's places.
-        slices: maps names of parameters to the dimensions along which torch's tensor parallelism slices them.
-        partial: names of the parameters whose gradients are sums of parts, one part from each rank along ``tensor``.
+        mesh: the ranks that train the module, with this rank's index along each axis.
+        slices: a mapping from parameter names to the dimensions along which torch's tensor parallelism slices.
+        partial: names of the parameters whose gradients are sums over the ranks along ``tensor``.
 
     Returns:
-        The plan; its parameters are in the order of ``module.named_parameters()``.
+        The plan, with its parameters in the order of ``module.named_parameters()``.
 
     Raises:
         ValueError: the module has no parameters, a unit is not a submodule, an ignored path does not exist, or a
@@ -103,7 +103,7 @@ def make_plan(
 
 
 def _names(module: nn.Module, policy: Policy, modules: set[str]) -> dict[nn.Parameter, list[str]]:
-    """Return the names of each parameter that the policy does not ignore. Raise ValueError for unknown paths."""
+    """Return a mapping from parameters to their names, without ignored ones. Raise ValueError for unknown paths."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
@@ -146,7 +146,7 @@ KINDS = {
 
 
 def _require_formats(plan: Plan) -> None:
-    """Raise ValueError if no parameter takes a format: the user would count on the saved bytes."""
+    """Raise ValueError if a format applies to no parameter: the user expects it to save bytes."""
     for field, kind in KINDS.items():
         formats = getattr(plan.policy, field)
         for pattern, fmt in (formats if isinstance(formats, Mapping) else {"*": formats}).items():

@@ -1,4 +1,4 @@
-"""The mesh of ranks that train a model: named axes, each with this rank's place on it. Frozen data.
+"""The mesh of ranks that train a model: named axes, each with this rank's index. Frozen data.
 
 ::
 
@@ -7,9 +7,9 @@
                                        1        2  3     Mesh.place() of each rank
                                        2        4  5
 
-Rows are cut over ``shard`` and gathered along it. Ranks along ``replicate`` hold equal rows, one rank in each replica.
-Both are data axes: each rank along them has its own batch. Ranks along ``tensor`` have the same batch, and each rank
-computes with its slice of a parameter, by torch's tensor parallelism (``parallelize_module``).
+Rows are sharded and gathered along ``shard``. Ranks along ``replicate``, one in each replica, hold equal rows. Along
+these two data axes, each rank has its own batch. Ranks along ``tensor`` have the same batch. There each rank computes
+with its slice of a parameter (torch's tensor parallelism, ``parallelize_module``).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Axis:
 
     Attributes:
         name: :data:`SHARD`, :data:`REPLICATE` or :data:`TENSOR`.
-        size: the number of places along it.
-        place: this rank's place.
+        size: the number of ranks along the axis.
+        place: this rank's index along the axis.
     """
 
     name: str
@@ -43,18 +43,18 @@ class Axis:
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The places of the other ranks."""
+        """The indices of the other ranks along the axis."""
         return tuple(place for place in range(self.size) if place != self.place)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks that train a model, with this rank's places.
+    """The ranks that train a model, with this rank's index along each axis.
 
     Attributes:
-        axes: the dimensions, the slowest first.
-        slice_groups: the names that torch's collectives have for the process groups along ``tensor``. Empty for a mesh
-            without process groups: each of torch's collectives then counts as tensor-parallel.
+        axes: the dimensions of the mesh, the slowest first.
+        slice_groups: names of the process groups along ``tensor``, as torch's collectives use them. Empty for a mesh
+            without process groups: all of torch's collectives then count as tensor-parallel.
     """
 
     axes: tuple[Axis, ...]
@@ -68,11 +68,11 @@ class Mesh:
 
         Args:
             world_size: number of ranks along ``shard``.
-            rank: this rank's place along ``shard``.
+            rank: this rank's index along ``shard``.
             replicas: number of replicas of the sharded model.
-            copy: the replica of this rank.
+            copy: this rank's index along ``replicate``.
             slices: number of ranks along ``tensor``; None if the model is not tensor-parallel.
-            part: this rank's place along ``tensor``.
+            part: this rank's index along ``tensor``.
 
         Raises:
             ValueError: ``world_size``, ``rank`` or ``replicas`` is out of range.
@@ -87,7 +87,7 @@ class Mesh:
         return Mesh(data if slices is None else (*data, Axis(TENSOR, slices, part)))
 
     def __str__(self) -> str:
-        """Format this rank's place along ``shard``, and its slice if there are any: ``rank 1 of 2``."""
+        """Format this rank's index along ``shard``, such as ``rank 1 of 2``, and its slice if the model is sliced."""
         slices = f" of slice {self.tensor.place} of {self.tensor.size}" if self.is_sliced else ""
         return f"rank {self.shard.place} of {self.shard.size}{slices}"
 
@@ -130,15 +130,15 @@ class Mesh:
 
     @cached_property
     def batches(self) -> int:
-        """The number of different batches. The mean gradient is the sum over ranks divided by it."""
+        """The number of different batches. The mean gradient is the sum over ranks divided by this number."""
         return self.size(DATA)
 
     def size(self, axes: Iterable[str] | None = None) -> int:
-        """Return how many ranks the axes join (default: all axes)."""
+        """Return the number of ranks along the given axes together (default: all axes)."""
         return prod(axis.size for axis in self._select(axes))
 
     def place(self, axes: Iterable[str] | None = None) -> int:
-        """Return this rank's index among the ranks that the axes join (default: all axes)."""
+        """Return this rank's index among the ranks along the given axes (default: all axes)."""
         index = 0
         for axis in self._select(axes):
             index = index * axis.size + axis.place

@@ -3,7 +3,7 @@
 Later code reads the plan, never the module, the stage or the process group. In stage 3 on four ranks::
 
     Param("h.0.weight", shape=(10, 8), unit="h.0", sharded=True, resident=False, kept_unsharded=False, ...)
-    plan.shard_shape(param)   (3, 8)          each rank stores three of ten rows, the last one with padding
+    plan.shard_shape(param)   (3, 8)          each rank stores three rows; the last rank pads
     plan.gather_bytes(param)  288             bytes that this rank sends in one gather
 """
 
@@ -35,12 +35,12 @@ STATES = 2  # tensors of a shard's shape that an optimizer keeps, as Adam does
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter.
+    """The plan of one parameter.
 
     Attributes:
         path: the parameter's first name in ``module.named_parameters()``.
         aliases: the other names of a tied parameter.
-        shape: the full, unpadded shape in compute: of the parameter, or of this rank's tensor-parallel slice.
+        shape: the full, unpadded shape of the parameter in compute, or of this rank's tensor-parallel slice.
         dtype: the dtype of the module's parameter. Its shard, ``.grad`` and optimizer state have the same dtype, unless
             a ``frozen_format`` stores the parameter.
         compute_dtype: the dtype of the gathered parameter, which compute reads.
@@ -50,14 +50,14 @@ class Param:
         sharded: True if each rank owns rows; False if the parameter is replicated.
         resident: True if the parameter is sharded, but also stays in memory in full between steps (ZeRO-1).
         kept_unsharded: True if one gather serves forward and backward; False if forward frees the parameter and
-            backward gathers it again. It is False in a new plan of ZeRO-3, until the schedule keeps some last units
+            backward gathers it again. In ZeRO-3 a new plan has False; the schedule then sets True for some last units
             (``Policy.reshard_after_forward``).
-        gather_per_unit: True if each unit that uses the parameter in forward gathers it anew.
-        gather_format: the format of its rows on the wire; None: ``compute_dtype``.
-        reduce_format: the format of its gradient on the wire; None: ``reduce_dtype``.
-        frozen_format: the format of its rows at rest and on the wire; None: the dtypes above.
-        sliced: the dimension that torch's tensor parallelism slices; None if each rank computes with all of it.
-        is_partial: True if the gradient is the sum of parts, one from each rank of tensor parallelism.
+        gather_per_unit: True if each unit that uses the parameter in forward gathers it separately.
+        gather_format: the format of the rows on the wire; None means ``compute_dtype``.
+        reduce_format: the format of the gradient on the wire; None means ``reduce_dtype``.
+        frozen_format: the format of the rows at rest and on the wire; None means the dtypes above.
+        sliced: the dimension that torch's tensor parallelism slices; None if it slices none.
+        is_partial: True if each rank of tensor parallelism computes one term of the gradient, which is their sum.
     """
 
     path: str
@@ -80,7 +80,7 @@ class Param:
 
     @property
     def rest_shape(self) -> tuple[int, ...]:
-        """The full, unpadded shape at rest: of the parameter, or of its rows as bytes in ``frozen_format``."""
+        """The full, unpadded shape of the parameter at rest, or of its rows encoded in ``frozen_format``."""
         fmt = self.frozen_format
         return self.shape if fmt is None else (self.shape[0], fmt.nbytes(prod(self.shape[1:])))
 
@@ -101,17 +101,17 @@ class Param:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the full, unpadded parameter as it is gathered."""
+        """Bytes of the full, unpadded parameter in ``compute_dtype``."""
         return prod(self.shape) * self.compute_dtype.itemsize
 
     @property
     def grad_bytes(self) -> int:
-        """Bytes of the full, unpadded gradient as it is reduced."""
+        """Bytes of the full, unpadded gradient in ``reduce_dtype``."""
         return prod(self.shape) * self.reduce_dtype.itemsize
 
     @property
     def is_cast(self) -> bool:
-        """True if compute reads the parameter in another dtype than the shard's."""
+        """True if the dtype in compute differs from the dtype of the shard."""
         return self.compute_dtype is not self.dtype
 
 
@@ -123,7 +123,7 @@ class Plan:
         policy: the user's policy.
         mesh: the ranks that train the model.
         params: the parameters, in the order of ``module.named_parameters()``.
-        memory_bytes: bytes of memory of the smallest device among all ranks; None for host memory.
+        memory_bytes: bytes of memory of the smallest device among all ranks; None if ranks compute on the CPU.
     """
 
     policy: Policy
@@ -132,7 +132,7 @@ class Plan:
     memory_bytes: int | None = None
 
     def __repr__(self) -> str:
-        """Summarize the plan in one line; :attr:`params` has the parameters."""
+        """Summarize the plan in one line, without the parameters."""
         copies = f", {count} copies of the model" if (count := self.mesh.replicate.size) > 1 else ""
         full = size(sum(param.full_bytes for param in self.params))
         sharded = sum(param.sharded for param in self.params)
@@ -161,13 +161,13 @@ class Plan:
             raise RuntimeError(f"{what} knows no slices of torch's tensor parallelism yet; {instead}")
 
     def resting(self, param: Param) -> Geometry:
-        """Return the geometry of a parameter at rest: of its rows, or of their bytes in ``frozen_format``."""
+        """Return the geometry of a parameter as stored: of its rows, or of its rows encoded in ``frozen_format``."""
         fmt = param.frozen_format
         return self.geometry(param) if fmt is None else Geometry(param.rest_shape, self.mesh, param.sharded)
 
     @cached_property
     def by_name(self) -> dict[str, Param]:
-        """Parameters by all of their names, aliases included."""
+        """A mapping from names, aliases included, to parameters."""
         return {name: param for param in self.params for name in param.names}
 
     @cached_property
@@ -191,8 +191,8 @@ class Plan:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """The bytes of a bucket and in flight, and the number of units gathered ahead. They do not depend on the shapes
-        of inputs, which may differ between ranks: all ranks must launch equal collectives."""
+        """The bytes of a bucket and in flight, and the number of units gathered ahead. These sizes do not depend on the
+        shapes of inputs, which may differ between ranks: all ranks must launch equal collectives."""
         if self.memory_bytes is None:
             return choose(self.policy, on_cpu(self.largest_unit_bytes))
         largest = max(max(param.full_bytes, param.grad_bytes) for param in self.params)
@@ -200,7 +200,7 @@ class Plan:
 
     @cached_property
     def unit_bytes(self) -> Mapping[str, int]:
-        """The bytes of each unit: of each parameter, the larger of the full parameter and its gradient."""
+        """The bytes of each unit. Each parameter counts the larger of full parameter and gradient."""
         counts: Counter[str] = Counter()
         for param in self.params:
             counts[param.unit] += max(param.full_bytes, param.grad_bytes)
@@ -221,9 +221,9 @@ class Plan:
     def state_bytes(self) -> int:
         """An estimate of the bytes at rest on each rank's device.
 
-        It counts shards and resident parameters; trained parameters add gradients and :data:`STATES` tensors of an
-        optimizer. It leaves out buffers and the optimizer's step counts. It counts ZeRO-1's shards twice, although they
-        are views of full parameters. ``tz.tools.memory`` has the exact number.
+        The estimate counts shards, resident parameters, and for trained parameters gradients and :data:`STATES`
+        optimizer tensors. It leaves out buffers and step counts. ZeRO-1's shards count twice, although they are views
+        of full parameters. ``tz.tools.memory`` has the exact number.
         """
         total = 0
         for param in self.params:
@@ -239,8 +239,8 @@ class Plan:
         return frozenset(chosen) - {ROOT}
 
     def may_serve_copies(self, param: Param) -> bool:
-        """Return whether backward may gather or keep a parameter for recomputed operations alone: it has at most one
-        dimension (a bias), and backward recomputes its unit whole."""
+        """Return whether backward may gather or keep a parameter only for recomputed operations. The parameter must
+        have at most one dimension (a bias), and backward must recompute its unit whole."""
         return param.unit in self.recomputed and len(param.shape) <= 1
 
     def keeping(self, paths: Container[str]) -> Plan:
@@ -249,7 +249,7 @@ class Plan:
         return replace(self, params=tuple(params))
 
     def shard_shape(self, param: Param) -> tuple[int, ...]:
-        """Return the shape at rest: this rank's rows with padding, or the full shape."""
+        """Return the shape at rest: of this rank's rows with padding, or of the full parameter if it is replicated."""
         return self.resting(param).at_rest
 
     def rests_on_host(self, param: Param) -> bool:
@@ -272,7 +272,7 @@ class Plan:
         return param.sharded and param.is_cast and not param.frozen_format
 
     def gathers_bytes(self, param: Param) -> bool:
-        """Return whether a gather sends the parameter's rows encoded as bytes; a single rank sends nothing."""
+        """Return whether a gather sends the parameter's rows encoded as bytes; False on a single rank."""
         return param.gather_format is not None and self.mesh.shard.size > 1
 
     def gather_encoding(self, param: Param) -> Encoding:
@@ -311,7 +311,7 @@ class Plan:
         return fmt or Encoding(param.reduce_dtype)
 
     def payload_bytes(self, param: Param) -> int:
-        """Return the bytes of a rank's encoded rows. Padding counts, since all ranks encode equally many elements."""
+        """Return the bytes of a rank's encoded rows with padding. All ranks encode the same number of elements."""
         return self.gather_encoding(param).nbytes(prod(self.shard_shape(param)))
 
     def gather_sends(self, param: Param, rank: int) -> int:
@@ -334,8 +334,8 @@ class Plan:
         return (prod(param.rest_shape) - self.resting(param).numel) * self.gather_encoding(param).dtype.itemsize
 
     def part_bytes(self, param: Param, axis: str) -> int:
-        """Return the encoded bytes of the part of a gradient that one rank sums. The part is the rank's rows over
-        ``shard``. Over ``replicate`` the replicas divide these rows."""
+        """Return the encoded bytes of the part of a gradient that one rank sums. Along ``shard`` the part is the rank's
+        rows. Along ``replicate`` each replica sums a part of these rows."""
         rows = prod(self.shard_shape(param))
         return self.reduce_encoding(param, axis).nbytes(rows if axis == SHARD else -(-rows // self.mesh.replicate.size))
 
@@ -362,7 +362,7 @@ class Plan:
         return sum(self._receives(param, axis) for axis in self.reduced_over(param))
 
     def slice_sends(self, collective: str, numel: int) -> int:
-        """Return how many elements a rank sends in a tensor-parallel collective that reads ``numel`` elements."""
+        """Return the number of elements that a rank sends in a tensor-parallel collective of ``numel`` elements."""
         ranks = self.mesh.tensor.size
         match collective:
             case "all_reduce":
@@ -374,13 +374,12 @@ class Plan:
         return 0
 
     def _receives(self, param: Param, axis: str) -> int:
-        if axis != SHARD or not param.sharded or self.reduce_encoding(param, axis).block:  # as much as it sends
+        if axis != SHARD or not param.sharded or self.reduce_encoding(param, axis).block:  # receives what it sends
             return self.reduce_sends(param, axis, self.mesh.shard.place)
         return self.geometry(param).numel * (self.mesh.shard.size - 1) * param.reduce_dtype.itemsize
 
     def gather_work(self, param: Param) -> tuple[int, int]:
-        """Return the bytes of memory that encoding, and decoding, read and write for a gather. A cast is an
-        encoding."""
+        """Return the memory traffic of a gather's encoding, and of its decoding, in bytes. A cast is an encoding."""
         rows, full = prod(self.shard_shape(param)), self.mesh.shard.size * prod(self.shard_shape(param))
         if param.frozen_format:
             return 0, param.rest_bytes + param.full_bytes  # also on one rank alone
@@ -391,7 +390,7 @@ class Plan:
         return (rows * (param.dtype.itemsize + param.compute_dtype.itemsize), 0) if self._casts(param) else (0, 0)
 
     def reduce_work(self, param: Param, axis: str) -> tuple[int, int]:
-        """Return the bytes of memory that encoding, and decoding, read and write for a reduction over an axis."""
+        """Return the memory traffic of encoding, and of decoding, in bytes, for a reduction over an axis."""
         # Each encoded part is written once and summed once. Between replicas the sum is encoded again, for all ranks.
         rows, peers = prod(self.shard_shape(param)), self.ranks_over(axis) - 1
         mean = rows * param.dtype.itemsize

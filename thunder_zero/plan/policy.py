@@ -22,7 +22,7 @@ MiB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One row of the table of stages: how long each tensor of a sharded parameter lives."""
+    """One row of the table of stages: which tensors are sharded, and how long full parameters live."""
 
     name: str
     sharded: bool  # the optimizer steps this rank's rows, and gradients are reduce-scattered
@@ -47,11 +47,11 @@ class Times:
     has a checksum of the seconds.
 
     Attributes:
-        forward: seconds of compute, without communication, from the wait of each gather to the wait of forward's next
-            gather. The last gather of a phase needs no entry. Any other missing entry counts as 0 seconds, so that the
-            next gather starts too early rather than too late.
-        backward: seconds of compute between the waits of backward's gathers.
-        bytes_per_second: bytes that a rank sends, and receives, per second of a gather that has the wire to itself;
+        forward: a mapping from gathers to seconds of compute, without communication, from the gather's wait to the next
+            gather's wait. The last gather of a phase needs no entry. Any other missing entry counts as 0 seconds, so
+            that the next gather starts too early rather than too late.
+        backward: a mapping like ``forward``, for the gathers of backward.
+        bytes_per_second: the speed at which a rank sends, and receives, in a gather that has the wire to itself;
             ``math.inf`` if nothing is sent.
 
     Raises:
@@ -130,20 +130,20 @@ class Policy:
         replicate_below_bytes: a size in bytes. Every rank keeps smaller parameters in full and all-reduces their
             gradients (default 0: all parameters are sharded).
         mixed_precision: the dtypes of compute and of gradients on the wire (default: the parameters' dtypes).
-        bucket_bytes: the bytes of full parameters at which a unit's collectives are cut into buckets. 0 gives each
+        bucket_bytes: the bytes of full parameters at which a unit's collectives are split into buckets. 0 gives each
             parameter its own collective (default None: on the CPU 16 MiB; on a GPU the largest unit, at least 16 MiB).
         prefetch: number of units whose gathers may be in flight while an earlier unit computes. 0 starts each gather
             right before its use (default None: 2 on the CPU, 1 on a GPU).
-        in_flight_bytes: the bound of the bytes in flight. Gathers start ahead of their use while the gathered bytes
-            stay within it; 0 starts each gather right before its use. Reductions stay in flight while the gradients
-            that they read and the gradients that backward is computing stay within it. Gathers ahead of their use count
-            with these gradients, unless only reductions of the last ``prefetch`` units are in flight. A single
-            collective of any size may be in flight. (Default None: on the CPU twice the largest unit, 4 to 32 MiB, and
-            one byte less for gathers; on a GPU the largest unit and the largest bucket, but at most a quarter of the
-            memory that the state leaves.)
+        in_flight_bytes: the bound on bytes in flight. Gathers start ahead of their use while the gathered bytes stay
+            within the bound; 0 starts each gather right before its use. Reductions stay in flight while the gradients
+            that they read and the gradients being computed stay within the bound. Gathers ahead of their use count with
+            these gradients, unless only reductions of the last ``prefetch`` units are in flight. A single collective of
+            any size may be in flight. (Default None: on the CPU twice the largest unit, 4 to 32 MiB, and one byte less
+            for gathers; on a GPU the largest unit and the largest bucket, but at most a quarter of the memory that the
+            state leaves.)
         times: measured times (:func:`thunder_zero.tools.measure_times`), which replace ``prefetch``. Each gather then
-            starts after the last wait from which it still ends before compute needs it, with one collective at a time
-            on the wire. ``in_flight_bytes`` still applies (default None).
+            starts as late as possible so that it still ends before compute needs it, with one collective at a time on
+            the wire. ``in_flight_bytes`` still applies (default None).
         gather_per_unit: True to gather a parameter that several units use in forward (tied weights) once for each unit,
             and to free it in between (default False: one gather). It has no effect on a parameter that is kept
             unsharded.
@@ -151,11 +151,11 @@ class Policy:
             which backward needs first, as long as that does not raise the peak of gathered bytes.
             ``Plan.kept_unsharded`` lists them.
         reshard_after_backward: ZeRO-2 only. True (default): each micro-batch gathers. False: parameters that a forward
-            under ``no_sync`` gathered stay gathered until the last micro-batch, the one that reduces, has read them.
-            That needs memory for the gathered model.
+            under ``no_sync`` gathered stay gathered until the last micro-batch, which reduces, has read them. That
+            needs memory for the gathered model.
         recompute: which values of forward backward computes again instead of reading saved values. ``"none"``: only
             values that the module checkpoints. ``"cheap"`` (default): results of pointwise operations, casts, norms,
-            softmax and other reductions of rows, where that saves memory; no gather is added. ``"units"``: all values
+            softmax and other reductions of rows, where that saves memory and adds no gather. ``"units"``: all values
             except the inputs and outputs of units.
         recompute_units: paths of units that are recomputed as with ``"units"``, for any ``recompute`` (default none).
         keep_unsharded: ZeRO-3 only. Paths of units that forward does not free, in addition to the units that
@@ -176,16 +176,16 @@ class Policy:
             gradient once, with stochastic rounding, which is unbiased. The owner sums in float32 (default None).
         frozen_format: ZeRO-2 and 3. The format of frozen parameters, at rest and on the wire: ``NF4()``, 4 bits an
             element with a scale for each block, about a quarter of bfloat16. It applies to floating-point parameters of
-            two dimensions or more that get smaller by it. Embeddings stay unchanged, unless a dict of patterns names
+            two dimensions or more that it makes smaller. Embeddings stay unchanged, unless a dict of patterns names
             them, as in ``gather_format`` (default None: frozen parameters stay unchanged).
-        passes: functions from timeline to timeline, called in this order before the last built-in pass, which frees
-            (:mod:`thunder_zero.schedule.passes`). Each is proved like the built-in passes (default none).
+        passes: functions from timeline to timeline, called in this order before the last built-in pass, ``free``
+            (:mod:`thunder_zero.schedule.passes`). Each result is proved, as after built-in passes (default none).
         transport: a function from a process group and a number to a :class:`thunder_zero.comm.transport.Transport`, for
             example a subclass of ``thunder_zero.comm.pairwise.PairwiseGloo``. Hybrid sharding has three transports,
-            which may share a group and differ in the number (default None: by the backend).
+            which may share a group but have different numbers (default None: by the backend).
 
     Raises:
-        ValueError: a field has a value of another type, or out of its range.
+        ValueError: a field has a value of the wrong type, or out of range.
     """
 
     stage: int = 3
@@ -259,7 +259,7 @@ class Policy:
             )
 
     def __repr__(self) -> str:
-        """Show the stage, and each field that is not its default. Long tuples of paths are cut."""
+        """Show the stage, and each field whose value is not the default. Long tuples of paths are shortened."""
         texts = {"stage": repr(self.stage)}
         for item in fields(self):
             value = getattr(self, item.name)
@@ -271,7 +271,7 @@ class Policy:
 
 
 def is_count(value: object) -> bool:
-    """Return whether a value is an int (no bool), 0 or more."""
+    """Return whether a value is an int of at least 0, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

@@ -58,7 +58,7 @@ class MixedPrecision:
             raise ValueError(f"cast_forward_inputs is {self.cast_forward_inputs!r}; give True or False")
         if not isinstance(self.overrides, Mapping):
             raise ValueError(f"overrides is {self.overrides!r}; give a dict of patterns and MixedPrecision")
-        object.__setattr__(self, "overrides", dict(self.overrides))  # a copy that nobody changes
+        object.__setattr__(self, "overrides", dict(self.overrides))  # a caller may change its dict
         for pattern, override in self.overrides.items():
             if not isinstance(override, MixedPrecision) or override.overrides:
                 raise ValueError(
@@ -66,11 +66,11 @@ class MixedPrecision:
                 )
 
     def of(self, path: str) -> MixedPrecision:
-        """Return the precision of a parameter, buffer or submodule: its own override's, or an enclosing module's."""
+        """Return the precision of a parameter, buffer or submodule, from its own or an enclosing module's override."""
         return self._override(tuple(around(path))) or self
 
     def border(self, path: str, dtype: torch.dtype | None) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """Return the dtypes to cast a module's inputs and outputs to; None means no cast.
+        """Return the dtypes to which a module's inputs and outputs are cast; None means no cast.
 
         Args:
             path: the path of a submodule, or "" for the whole module. A submodule without an override casts nothing.

@@ -28,17 +28,17 @@ def local_rows(full: Tensor, param: Param, plan: Plan) -> Tensor:
 
 
 def real_rows(shard: Tensor, param: Param, plan: Plan) -> Tensor:
-    """Return a view of a shard without its padding; all rows if the parameter is replicated."""
+    """Return a view of a shard without its padding, or of all rows if the parameter is replicated."""
     return shard[: len(shard) - plan.geometry(param).padding] if param.sharded else shard
 
 
 def rows_in(buffer: Tensor, param: Param, plan: Plan) -> Tensor:
-    """Return a view of the rows of a padded buffer that this rank stores, padding included."""
+    """Return a view of this rank's rows in a padded buffer, padding included."""
     return buffer[plan.geometry(param).stored_rows]
 
 
 def padded(full: Tensor, param: Param, plan: Plan) -> Tensor:
-    """Return a copy of a full parameter with zero rows at its end, so that the number of ranks divides its rows."""
+    """Return a copy of a full parameter, padded with zero rows to a multiple of the number of ranks."""
     buffer = full.new_zeros(plan.geometry(param).gathered)
     buffer[: len(full)] = full
     return buffer

@@ -21,8 +21,8 @@ class Sizes:
     Attributes:
         bucket_bytes: bytes of full parameters in one bucket.
         prefetch: number of units whose gathers may be in flight while an earlier unit computes.
-        in_flight_bytes: bytes of full gradients that are being reduced, or computed for the next reduction.
-        ahead_bytes: bytes of full parameters gathered ahead of their use.
+        in_flight_bytes: bound on the full gradients that are being reduced, or computed for the next reduction.
+        ahead_bytes: bound on the full parameters gathered ahead of their use.
     """
 
     bucket_bytes: int
@@ -43,7 +43,7 @@ def choose(policy: Policy, defaults: Sizes) -> Sizes:
 
 
 def on_cpu(largest_unit: int) -> Sizes:
-    """Return the default sizes on the CPU. The bound in flight is twice the largest unit, 4 to 32 MiB."""
+    """Return the default sizes on the CPU. The bound in flight is twice the largest unit, clamped to 4 to 32 MiB."""
     in_flight = min(max(2 * largest_unit, 4 * MiB), 32 * MiB)
     # One byte less for gathers: with units of equal size, one is gathered while another computes, but not two.
     return Sizes(bucket_bytes=SMALL, prefetch=2, in_flight_bytes=in_flight, ahead_bytes=in_flight - 1)
@@ -52,8 +52,8 @@ def on_cpu(largest_unit: int) -> Sizes:
 def on_gpu(largest_block: int, largest_param: int, left_bytes: int) -> Sizes:
     """Return the default sizes on a GPU.
 
-    A bucket holds the largest unit. The bound in flight is the largest bucket, the largest unit and small buckets, so
-    that each collective overlaps with a unit's compute. It is at most a quarter of ``left_bytes``.
+    A bucket holds the largest unit. The bound in flight is the sum of the largest bucket, the largest unit and small
+    buckets, so that each collective overlaps with a unit's compute. The bound is at most a quarter of ``left_bytes``.
 
     Args:
         largest_block: bytes of the largest unit except the root.

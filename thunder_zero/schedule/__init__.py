@@ -1,7 +1,7 @@
 """Decides when collectives start and end, and when gathered parameters are freed.
 
-In: a lifted timeline (``timeline.py``). Out: its schedule. Entries: ``passes.run``; ``verify.check`` for what will run.
-Each pass is a pure function in a module of its own, and ``verify.py`` proves the result after each of them::
+In: a lifted timeline (``timeline.py``). Out: its schedule. Entries: ``passes.run``, and ``verify.check`` for traces
+that will run. Each pass is a pure function in a module of its own. ``verify.py`` proves each result::
 
     gather  f0 <- t_w       lifted: at its use         gather  f0 <- t_w       prefetch: ahead of its use
     wait    w  <- f0                                   compute x  <- ...

@@ -1,7 +1,7 @@
 """Merges the gathers, and the reductions, of one unit into buckets: one collective each.
 
-Gathers of one unit with no gather of another unit between them start together, in the place of the first; reductions of
-one unit start together, in the place of the last::
+Gathers of one unit start together, where the first one started, if no gather of another unit is between them.
+Reductions of one unit start together, where the last one started::
 
     gather fut0 <- t_w    w                 gather fut0 <- t_w, t_b    w b
     wait   w    <- fut0   w                 wait   w, b <- fut0        w b
@@ -23,7 +23,7 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 
 def bucket(timeline: Timeline) -> Timeline:
-    """Merge gathers, then reductions, by unit, dtype and bytes."""
+    """Merge the gathers of each unit, then the reductions, into buckets of one dtype and limited bytes."""
     timeline = _merge(timeline, _gather_buckets(timeline), place=0)
     buckets = _reduce_buckets(timeline)
     return _merge(timeline, [*buckets, *_buckets_of_means(timeline, buckets)], place=-1)
@@ -40,7 +40,7 @@ class _OpenBuckets:
         self.nbytes: dict[Hashable, int] = {}
 
     def add(self, index: int, nbytes: int, run: Hashable, kind: Hashable, *, may_join: bool = True) -> None:
-        """Put the launch at ``index`` into the open bucket of its run and kind, or into a new one."""
+        """Put the launch at ``index`` into the open bucket of its run and kind, or into a new bucket."""
         if run != self.run:
             self.run, self.current = run, {}
         fits = kind in self.current and 0 < self.nbytes[kind] + nbytes <= self.bucket_bytes
@@ -99,7 +99,7 @@ def _buckets_of_means(timeline: Timeline, buckets: Sequence[Sequence[int]]) -> l
 
 
 def _merge(timeline: Timeline, buckets: Sequence[Sequence[int]], *, place: int) -> Timeline:
-    """Merge the launches of each bucket, and their waits, in the place of its first member (0) or its last (-1)."""
+    """Merge the launches of each bucket, and their waits, where its first (0) or last (-1) member was."""
     ops = timeline.ops
     wait_of = {op.reads[0]: index for index, op in enumerate(ops) if op.kind is Kind.WAIT}
     values = dict(timeline.values)
@@ -130,5 +130,5 @@ def _concatenate(members: Sequence[Op]) -> Op:
 
 
 def _dtypes(timeline: Timeline, op: Op) -> Hashable:
-    """Return the dtype that a launch reads, and the encoding that it sends."""
+    """Return the dtype that a launch reads, and the encoding in which it sends."""
     return timeline.values[op.reads[0]].dtype, timeline.travels_as(op, timeline.params_of(op)[0])

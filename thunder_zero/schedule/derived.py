@@ -1,6 +1,6 @@
 """Finds values derived from parameters alone, their sources, and which backward recomputes.
 
-In: a timeline, whose :attr:`Timeline.derived` has the derived values. Out: names of values::
+In: a timeline, with its :attr:`Timeline.derived`. Out: names of values::
 
     gather  fut <- t_w
     wait    w   <- fut        derived
@@ -10,8 +10,8 @@ In: a timeline, whose :attr:`Timeline.derived` has the derived values. Out: name
     compute y   <- x, wc      not derived: it depends on data too
     compute c   <- t_v        derived, if it casts a replicated parameter
 
-Saving a derived value for backward takes as much memory as saving the parameter, and it may be a view of the gathered
-buffer. So a pass that frees parameters, or gathers them again, starts from the derived values.
+A derived value that is saved for backward takes as much memory as its parameter, or is a view of the gathered buffer.
+So a pass that frees parameters, or gathers them again, must also handle derived values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from thunder_zero.schedule.timeline import Kind, Timeline
 
 
 def gathered_from(timeline: Timeline) -> dict[str, tuple[str, ...]]:
-    """Return the gathered parameters (values) from which each derived value is computed; it may be a view of them."""
+    """Return a mapping from derived values to the gathered parameters that they are computed from, or view."""
     sources: dict[str, tuple[str, ...]] = {}
     for name, index in timeline.derived.items():
         op = timeline.ops[index]
@@ -33,7 +33,7 @@ def gathered_from(timeline: Timeline) -> dict[str, tuple[str, ...]]:
 
 
 def regathered(timeline: Timeline) -> dict[str, int]:
-    """Return the derived values of forward that backward must not read, each with the index of its writer. Each value
+    """Return the derived values of forward that backward must not read, mapped to the index of their writer. Each value
     depends on a parameter that is gathered again, or on the cast copy of a replicated parameter. Handles of gathers are
     included."""
     writers: dict[str, int] = {}
@@ -50,11 +50,11 @@ def regathered(timeline: Timeline) -> dict[str, int]:
 
 
 def needed_in_backward(timeline: Timeline, writer: Mapping[str, int]) -> set[str]:
-    """Return the values of ``writer`` that backward needs, directly or through other values of ``writer``.
+    """Return the keys of ``writer`` that backward needs, directly or through other keys of ``writer``.
 
     Args:
         timeline: forward and backward.
-        writer: values of forward, each with the index of its writer.
+        writer: a mapping from values of forward to the index of their writer.
     """
     needed: set[str] = set()
     reads = [read for op in timeline.ops[:-1] if op.backward for read in op.reads]

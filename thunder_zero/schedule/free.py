@@ -8,12 +8,12 @@
     compute z   <- y                        free    w
                                             compute z   <- y
 
-The last use of a parameter is the last read of it or of a value derived from it, which may be a view of it. A parameter
-that is gathered again for backward (``regather.py``) has a last use in each phase. A parameter that is kept unsharded
-mostly has its last use in backward. Resident and replicated parameters are never freed, nor are values that the return
+The last use of a parameter is the last read of the parameter or of a value that may be a view of it. A parameter that
+is gathered again for backward (``regather.py``) has a last use in each phase. A parameter that is kept unsharded
+usually has its last use in backward. Resident and replicated parameters are never freed, nor are values that the return
 reads.
 
-A FREE only marks a place: ``traces/lift.py`` emits no line for it. Later ``traces/split.py`` (or Thunder's
+A FREE is only a mark: ``traces/lift.py`` emits no line for a FREE. Later ``traces/split.py`` (or Thunder's
 ``del_last_used``) writes a ``del`` line after each value's last use. ``lift_phases`` reads these ``del`` lines as FREEs
 again, and ``verify.check`` requires a FREE right after the last use of each gathered parameter.
 """

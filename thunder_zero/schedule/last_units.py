@@ -1,7 +1,7 @@
 """Chooses the last units of forward that are kept unsharded for backward.
 
-Backward begins with the units that forward ends with. Keeping them gathered between the phases saves a gather each, and
-needs no more bytes than the peak of the other gathers::
+Backward begins with the units that forward ends with. A unit that stays gathered between the phases saves a gather.
+This needs no more bytes than the peak of the other gathers::
 
     forward   a  b  c  d            peak: three units (one computes, two are in flight)
     backward           d  c  b  a   c and d may stay gathered from forward
@@ -41,7 +41,7 @@ def choose_last_units(timeline: Timeline, schedule: Callable[[Timeline], Timelin
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the largest number up to ``limit`` that fits, provided that all smaller numbers fit. 0 always fits.
+    """Return the largest number up to ``limit`` that fits, if all smaller numbers fit, too. 0 always fits.
 
     Each try may be expensive, so only a few numbers are tried: first powers of two, then by bisection.
 
@@ -56,9 +56,9 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
 
 
 def _runs_from_last(timeline: Timeline) -> list[frozenset[str]]:
-    """Return the paths of the parameters of each unit that backward would gather again, forward's last unit first.
-    Parameters that backward does not read (biases) are included, since a fuser may make backward read them. The root
-    unit may occur several times."""
+    """Return a set of paths for each unit: the parameters that backward would gather again. Forward's last unit comes
+    first. Parameters that backward does not read (biases) are included, since a fuser may make backward read them. The
+    root unit may occur several times."""
     needed = needed_in_backward(timeline, regathered(timeline))
     gathers = [op for op in reversed(timeline.ops) if op.kind is Kind.GATHER and not op.backward]
     runs = [list(run) for _, run in groupby(gathers, key=lambda op: timeline.params_of(op)[0].unit)]

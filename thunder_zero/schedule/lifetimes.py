@@ -1,7 +1,7 @@
 """Finds when memory is alive: its last use, and the bytes alive at each operation.
 
-In: a timeline. Out: indices of its operations, or bytes at each operation. :func:`last_uses` walks over the operations;
-its callers know in which memory a value is.
+In: a timeline. Out: indices of its operations, or bytes at each operation. :func:`last_uses` walks over the operations.
+Its callers map values to memories.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 
 
 def last_uses(ops: Iterable[Op], memories_of: Callable[[str], Iterable[str]]) -> dict[str, int]:
-    """Return the index of the last operation that reads or writes each memory. FREEs do not count.
+    """Return a mapping from memories to the index of their last read or write. FREEs do not count.
 
     Args:
         ops: the operations.
@@ -29,12 +29,12 @@ def last_uses(ops: Iterable[Op], memories_of: Callable[[str], Iterable[str]]) ->
 
 
 def last_reads(timeline: Timeline, made_from: Mapping[str, Iterable[str]]) -> dict[str, int]:
-    """Return the index of the last operation that needs each gathered parameter (value), or a possible view of it."""
+    """Return a mapping from gathered parameters (values) to the index of their last read, views included."""
     return last_uses(timeline.ops, lambda name: made_from.get(name, ()))
 
 
 def lifetimes(timeline: Timeline, stop: int | None = None) -> dict[str, range]:
-    """Return the range of indices where each memory is alive, up to ``stop``. Inputs are left out.
+    """Return a mapping from memories, except inputs, to the indices where they are alive, up to ``stop``.
 
     Memory is alive from the operation that writes it to the last operation that reads it or a view of it. A gathered
     parameter, or a reduced gradient, is alive from the launch of its collective. The gradients that a reduction reads
@@ -68,18 +68,18 @@ def bytes_alive(timeline: Timeline, lives: Mapping[str, range]) -> tuple[int, ..
 
 def alive_bytes(timeline: Timeline) -> tuple[int, ...]:
     """Estimate the bytes alive while each operation runs, to compare schedules. ``tz.tools.memory`` has the exact
-    number. This one leaves out what exists before the step, the loss, the buffers of transports, and what an operation
-    allocates and frees by itself."""
+    number. This estimate leaves out memory from before the step, the loss, buffers of transports, and temporary memory
+    within an operation."""
     return bytes_alive(timeline, lifetimes(timeline))
 
 
 def gathered_bytes(timeline: Timeline, unit: str | None = None) -> tuple[int, ...]:
-    """Return the bytes of gathered parameters that are alive after each operation: of all units, or of one.
+    """Return the bytes of gathered parameters that are alive after each operation, in all units or in ``unit``.
 
     A gathered parameter occupies its full bytes from the launch of its gather, where the buffer is allocated, to its
-    FREE. Resident parameters (ZeRO-1: sharded, but full at rest) do not count. If the collectives of a backend send
-    chunks of one size (NCCL), a parameter whose rows W does not divide takes up to W - 1 rows more. Parameters that an
-    accumulation keeps unsharded (``policy.reshard_after_backward=False``) stay after the step, and do not count then.
+    FREE. Resident parameters (ZeRO-1: sharded, but full at rest) do not count. If a backend sends chunks of equal size
+    (NCCL), a parameter is padded to a multiple of W rows. Parameters that stay gathered after the step
+    (``policy.reshard_after_backward=False``) no longer count then.
     """
 
     def change(op: Op) -> int:

@@ -33,13 +33,13 @@ class ProgramName:
 
 
 def launch_label(kind: Kind, paths: Sequence[str], axis: str = SHARD) -> str:
-    """Return ``gather blocks.3.norm.weight, 5 more``, ``reduce ...``, or for means ``reduce ... over replicate``."""
+    """Return the label of a launch, such as ``gather blocks.3.norm.weight, 5 more`` or ``reduce w over replicate``."""
     more = f", {len(paths) - 1} more" if len(paths) > 1 else ""
     return f"{kind} {paths[0]}{more}{f' over {axis}' * (axis in OF_MEANS)}"
 
 
 def wait_label(kind: Kind, paths: Sequence[str], axis: str = SHARD) -> str:
-    """Return ``wait for gather blocks.3.norm.weight, 5 more``; ``kind`` is the launch's."""
+    """Return the label of a wait, such as ``wait for gather w, 5 more``. ``kind`` is the kind of the awaited launch."""
     return f"wait for {launch_label(kind, paths, axis)}"
 
 
@@ -53,5 +53,5 @@ def label_of(op: Op, timeline: Timeline) -> str:
 
 
 def unit_label(unit: str) -> str:
-    """Return ``unit blocks.3``, or ``root unit``."""
+    """Return the label of a unit: ``unit blocks.3``, or ``root unit``."""
     return f"unit {unit}" if unit else "root unit"

@@ -1,7 +1,7 @@
 """Runs the passes, pure functions from timeline to timeline, with a proof after each.
 
-In: a lifted timeline. Out: its schedule, by :func:`run`; by :func:`apply_passes` without proofs. To add a pass, see
-"How to add a pass" in CONTRIBUTING.md.
+In: a lifted timeline. Out: its schedule. :func:`run` proves each result, :func:`apply_passes` does not. To add a pass,
+see "How to add a pass" in CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def apply_passes(timeline: Timeline, passes: Sequence[Pass]) -> Timeline:
 
 
 def keep_last_units(timeline: Timeline) -> Timeline:
-    """Keep the last units of forward unsharded for backward, as many as do not raise the peak of gathered bytes."""
+    """Keep as many last units of forward unsharded as possible without raising the peak of gathered bytes."""
     return choose_last_units(timeline, lambda candidate: apply_passes(candidate, (*GATHERING, free)))
 
 
 GATHERING = (
-    regather,  # gather again what forward frees: for backward, and for each unit if the policy says so
+    regather,  # gather freed parameters again: for backward, and for each unit with ``gather_per_unit``
     bucket,  # merge gathers of one unit and dtype, and reductions
     prefetch,  # start gathers ahead of their use, within the bytes in flight
 )
@@ -44,18 +44,18 @@ PASSES = (
     keep_last_units,  # choose the last units that are kept unsharded, without raising the peak
     *GATHERING,  # from here on no gather moves
     sink_waits,  # end reductions late, within the bytes in flight
-    recompute,  # compute again in backward what is cheap, instead of saving it; from here on no collective moves
+    recompute,  # recompute cheap values in backward instead of saving them; from here on no collective moves
     free,  # free each gathered parameter after its last use; the last pass, since uses must not move after it
 )
 
 
 def run(timeline: Timeline) -> Timeline:
-    """Schedule a lifted timeline: run every pass in order, with a proof before the first and after each.
+    """Schedule a lifted timeline with every pass in order. Prove it before the first pass and after each pass.
 
-    The user's passes (``Policy.passes``) run before the last pass, which frees.
+    The user's passes (``Policy.passes``) run before the last pass, ``free``.
 
     Raises:
-        ScheduleError: a user's pass breaks a rule, or raises; the message names the pass.
+        ScheduleError: a user's pass breaks a rule, or raises an exception. The message names the pass.
         TypeError: a user's pass does not return a timeline.
     """
     lifted = timeline

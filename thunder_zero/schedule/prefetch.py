@@ -13,9 +13,9 @@ gather starts right after an earlier wait, so that the computations between two 
     wait   c            wait   c
     compute ..          compute ..
 
-The plan decides which wait. ``Sizes.prefetch`` counts units: the gathers of a unit start after the first wait of the
-unit that many units before it. ``policy.times`` chooses the latest wait after which the gather can still end in time,
-with one gather at a time on the wire::
+``Sizes.prefetch``, or ``policy.times``, decides which wait. With ``prefetch=n``, the gathers of a unit start after the
+first wait of the n-th unit before it. ``policy.times`` chooses the latest wait after which the gather can still end in
+time, with one gather at a time on the wire::
 
     gather a            gather a
     wait   a            wait   a
@@ -72,14 +72,14 @@ def prefetch(timeline: Timeline) -> Timeline:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """The place where one phase first needs a bucket of gathered parameters.
+    """The first use of a bucket of gathered parameters in one phase.
 
     Attributes:
-        index: the index after which other gathers may start: of the wait, or, for a bucket that forward gathered, of
-            the operation before the first read.
+        index: the index after which other gathers may start. It is the index of the wait, or of the operation before
+            the first read if forward gathered the bucket.
         gather: the launch of the bucket.
         is_kept_unsharded: True if forward gathered the bucket, and backward has it from the start.
-        nbytes: bytes on the wire for the bucket: its gather, and the reductions since the previous use.
+        nbytes: bytes on the wire for the bucket's gather and for the reductions since the previous use.
     """
 
     index: int
@@ -101,9 +101,9 @@ class Bound(StrEnum):
 
 
 def bounds(timeline: Timeline) -> dict[str, tuple[int, Bound]]:
-    """Return the index after which each gather of a scheduled timeline starts, and its :class:`Bound`, by its handle.
-    The index belongs to a wait, or to the operation before the first read of a bucket that forward gathered. For the
-    first gathers of a phase, it is the index before the phase."""
+    """Return a mapping from handles of gathers to the index after which the gather starts, and the gather's
+    :class:`Bound`. The index is that of a wait, or of the operation before the first read of a bucket that forward
+    gathered. For the first gathers of a phase, it is the index before the phase."""
     ops = timeline.ops
     result: dict[str, tuple[int, Bound]] = {}
     for start, stop in _phases(timeline):
@@ -131,7 +131,7 @@ def _starts_at_use(plan: Plan) -> bool:
 
 
 def _starts(timeline: Timeline, start: int, stop: int) -> list[tuple[int, Op]]:
-    """Return the gathers of one phase, each after the index after which it starts."""
+    """Return (index, gather) pairs of one phase. The gather starts right after the index."""
     uses = _uses(timeline, start, stop)
     starts: list[tuple[int, Op]] = []
     earliest = start - 1
@@ -165,7 +165,8 @@ def _uses(timeline: Timeline, start: int, stop: int) -> list[_Use]:
 
 
 def _gathered_in_forward(timeline: Timeline, backward_start: int) -> dict[str, Op]:
-    """Return forward's gathers that serve both phases, by gathered parameters and by values derived from them."""
+    """Return a mapping from gathered parameters, and derived values, to the gathers of forward that serve both
+    phases."""
     if backward_start == 0 or not any(op.kind is Kind.GATHER for op in timeline.ops[backward_start:]):
         return {}
     launches = {
@@ -180,8 +181,8 @@ def _gathered_in_forward(timeline: Timeline, backward_start: int) -> dict[str, O
 
 
 def _bounds(timeline: Timeline, uses: Sequence[_Use]) -> list[dict[Bound, int]]:
-    """Return how many earlier buckets must have been used before each bucket's gather starts, by :class:`Bound`. The
-    largest number decides."""
+    """Return, for each bucket and :class:`Bound`, how many earlier buckets must be used before the bucket's gather
+    starts. The largest number decides."""
     policy = timeline.plan.policy
     in_bound = ended_before([timeline.full_bytes(use.gather) for use in uses], timeline.plan.sizes.ahead_bytes)
     if policy.times is None:
@@ -202,7 +203,7 @@ def _bounds(timeline: Timeline, uses: Sequence[_Use]) -> list[dict[Bound, int]]:
 def ended_units(units: Sequence[str], prefetch: int) -> list[int]:
     """Return how many gathers in a sequence must have ended before each gather may start.
 
-    The gathers of a unit start after the first gather of the unit ``prefetch`` units before it.
+    The gathers of a unit start after the first gather of the unit that is ``prefetch`` units earlier.
 
     >>> ended_units(["a", "a", "b", "b", "c"], prefetch=1)
     [0, 0, 1, 1, 3]
@@ -222,7 +223,7 @@ def ended_units(units: Sequence[str], prefetch: int) -> list[int]:
 def ended_before(nbytes: Sequence[int], bound: int) -> list[int]:
     """Return how many gathers in a sequence must have ended before each gather may start.
 
-    The number is the smallest for which the bytes in flight stay within ``bound``. A single gather may exceed it.
+    The numbers are the smallest that keep bytes in flight within ``bound``. A single gather may exceed the bound.
 
     >>> ended_before([4, 4, 4, 9, 1], bound=8)
     [0, 0, 1, 3, 4]
@@ -240,8 +241,8 @@ def ended_before(nbytes: Sequence[int], bound: int) -> list[int]:
 def ended_in_time(computed: Sequence[float], on_wire: Sequence[float]) -> list[int]:
     """Return how many gathers in a sequence have ended at the latest start of each gather.
 
-    From its latest start on, a gather and all later gathers, one at a time on the wire, end before compute waits for
-    them. A gather starts right after a wait, or before all waits.
+    From its latest start, a gather still ends before compute waits for it, and so do all later gathers. One gather at a
+    time is on the wire. A gather starts right after a wait, or before all waits.
 
     Args:
         computed: seconds of compute from each gather's wait to the next wait.

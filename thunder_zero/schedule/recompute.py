@@ -1,7 +1,7 @@
 """Computes values of forward again in backward instead of saving them: ``Policy.recompute``.
 
-Backward reads values of forward. A value is not saved if it can be computed again from other values that backward
-reads, or from fewer bytes. Its operations are copied right before the first operation of backward that needs them::
+Backward reads values of forward. A value is not saved if it can be computed again from other saved values, or from
+fewer bytes. Its operations are copied right before the first operation of backward that needs them::
 
     compute h  <- x, w                      compute h  <- x, w
     compute a  <- h                         compute a  <- h
@@ -13,12 +13,12 @@ reads, or from fewer bytes. Its operations are copied right before the first ope
     compute gh <- g, a                      compute gh <- g, a_again
 
 The saved values are a minimum cut: the fewest bytes from which cheap operations (``Op.cheap``) can compute all other
-values. Views of one memory count once. Parameters count 0 bytes, and so do inputs that backward reads anyway. Other
-inputs count, since the caller may have dropped them.
+values. Views of one memory count once. Parameters count 0 bytes, and so do inputs that operations of backward read.
+Other inputs count, since the caller may have dropped them.
 
-A recomputed operation may read a gathered parameter only while backward holds it anyway. So recomputing adds no gather,
-starts no gather earlier, and frees no parameter later. The pass runs after all passes that place collectives: its
-choice depends on the shapes of inputs, but launches must not.
+A recomputed operation may read a gathered parameter only while backward holds it for other operations. So recomputing
+adds no gather, starts no gather earlier, and frees no parameter later. The pass runs after all passes that place
+collectives: its choice depends on the shapes of inputs, but launches must not.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def recompute(timeline: Timeline) -> Timeline:
 
 
 def saved_bytes(timeline: Timeline) -> int:
-    """Return the bytes that forward computes or gathers and backward reads; each memory counts once. Parameters that
+    """Return the bytes that forward computes or gathers and backward reads. Each memory counts once. Parameters that
     are not kept unsharded do not count: backward gathers them again."""
     dropped = regathered(timeline)
     forward = {name for op in timeline.ops if not op.backward for name in op.writes if name not in dropped}
@@ -71,7 +71,7 @@ class _Phases:
 
     @cached_property
     def writer(self) -> dict[str, int]:
-        """The values of forward, each with the index of its writer."""
+        """A mapping from values of forward to the index of their writer."""
         return {name: index for name, index in self.timeline.writer.items() if index < self.timeline.backward_start}
 
     @cached_property
@@ -83,12 +83,12 @@ class _Phases:
 
     @cached_property
     def gathered(self) -> dict[str, tuple[str, ...]]:
-        """The derived values, each with the gathered parameters (values) from which it is computed."""
+        """A mapping from derived values to the gathered parameters (values) that they are computed from."""
         return gathered_from(self.timeline)
 
     @cached_property
     def available(self) -> dict[str, range]:
-        """The gathered parameters (values of forward), each with the indices where backward holds it anyway."""
+        """A mapping from forward's gathered parameters to the indices where backward holds them for other uses."""
         timeline = self.timeline
         last = last_reads(timeline, self.gathered)
         result: dict[str, range] = {}
@@ -105,7 +105,7 @@ class _Phases:
 
     @cached_property
     def first_reader(self) -> dict[str, int]:
-        """The values of forward that computations of backward read, each with the index of the first reader."""
+        """A mapping from values of forward to the index of the first computation of backward that reads them."""
         result: dict[str, int] = {}
         for index, op in enumerate(self.timeline.ops[:-1]):
             for name in op.reads if op.backward and op.kind is Kind.COMPUTE else ():
@@ -120,25 +120,25 @@ class _Phases:
 
     @cached_property
     def fixed(self) -> frozenset[str]:
-        """The memory that backward reads in operations other than computations."""
+        """The memory that operations of backward read, computations excepted."""
         ops = self.timeline.ops[:-1]
         return frozenset(
             self.timeline.memory(name) for op in ops if op.backward and op.kind is not Kind.COMPUTE for name in op.reads
         )
 
     @cached_property
-    def kept_anyway(self) -> frozenset[str]:
-        """The inputs that exist in backward anyway: parameters, and inputs that backward reads."""
+    def free_inputs(self) -> frozenset[str]:
+        """The inputs that cost no saved bytes: parameters, and inputs that operations of backward read."""
         read = {name for op in self.timeline.ops[:-1] if op.backward for name in op.reads}
         return frozenset(name for name, path in self.timeline.inputs.items() if path is not None or name in read)
 
     @cached_property
     def copied(self) -> frozenset[int]:
-        """The indices of forward's lines that backward repeats anyway."""
+        """The indices of forward's lines that earlier passes already copied into backward."""
         return frozenset(op.source[0] for op in self.timeline.ops if op.backward and op.repeated and op.source)
 
     def may_repeat(self, index: int) -> bool:
-        """Return whether backward may compute the operation at an index of forward again."""
+        """Return whether backward may repeat the operation at ``index``, an index of forward."""
         op = self.timeline.ops[index]
         unit = self.segments.unit_at[index] if index < len(self.segments.unit_at) else ROOT
         return (
@@ -154,7 +154,7 @@ class _Phases:
         )
 
     def may_read(self, name: str) -> bool:
-        """Return whether backward holds a derived value of forward anyway, or can compute it again."""
+        """Return whether backward can read a derived value of forward: it holds the value, or computes it again."""
         index = self.writer[name]
         if any(self.available[full].stop <= self.timeline.backward_start for full in self.gathered[name]):
             return False
@@ -162,15 +162,15 @@ class _Phases:
 
 
 def _chain(phases: _Phases, refused: set[int]) -> dict[str, int]:
-    """Return the values of forward to compute again where backward needs them, each with the index of its writer."""
+    """Return the values of forward that backward computes again, mapped to the index of their writer."""
     nodes, made_from, wanted = _graph(phases, refused)
     node_of = {memory: index for index, memory in enumerate(nodes)}
     outputs = {phases.timeline.memory(name) for name in phases.timeline.ops[-1].reads}
-    nbytes = [0 if memory in phases.kept_anyway else phases.timeline.nbytes(memory) for memory in nodes]
+    nbytes = [0 if memory in phases.free_inputs else phases.timeline.nbytes(memory) for memory in nodes]
     uncut = sum(nbytes) + 1
     for index, memory in enumerate(nodes):
         if memory in outputs and memory in phases.writer and memory not in wanted:
-            nbytes[index] = uncut  # the caller may overwrite outputs: save only those that backward reads anyway
+            nbytes[index] = uncut  # never save an output that backward does not read: the caller may overwrite it
     parents = [
         None if sources is None else {node_of[memory] for memory in sources} for sources in map(made_from.get, nodes)
     ]
@@ -187,8 +187,8 @@ def _is_computed(phases: _Phases, name: str, computed: set[str], nodes: Mapping[
 
 
 def _graph(phases: _Phases, refused: set[int]) -> tuple[list[str], dict[str, set[str] | None], set[str]]:
-    """Return the memories that recomputing may need, in forward's order; the sources of each; and the memories that
-    backward reads. The sources of a memory are the memories from which it can be computed again, or None."""
+    """Return three things: the memories that recomputing may need, in forward's order, their sources, and the memories
+    that backward reads. The sources of a memory are the memories from which it can be computed again, or None."""
     wanted = {
         phases.timeline.memory(name)
         for name in phases.first_reader
@@ -218,11 +218,11 @@ def cheapest_to_keep(
 ) -> tuple[set[int], set[int]]:
     """Choose which values to keep, and which to compute again, so that the fewest bytes are kept: a minimum cut.
 
-    Among the minimum cuts it takes the cut that recomputes least. It is unique, so all ranks choose it.
+    Of several minimum cuts, the one that recomputes least is chosen. This cut is unique, so all ranks choose it.
 
     Args:
         nbytes: bytes of each value.
-        made_from: for each value, the values from which it can be computed again; None if it cannot.
+        made_from: for each value, the values from which it can be computed again; None if that is impossible.
         wanted: the values that are needed.
 
     Returns:
@@ -255,12 +255,12 @@ class _Placement:
         self.values = dict(phases.timeline.values)
         self.refused: set[int] = set()
         self.names: dict[str, str] = {}  # value of forward -> its copy in backward
-        self.dropped: dict[str, str] = {}  # copy that regather inserted -> earlier copy of the value by this pass
+        self.dropped: dict[str, str] = {}  # copy that regather inserted -> earlier copy that this pass inserted
         self.gathered: defaultdict[str, list[str]] = defaultdict(list)  # path -> its gathered values in forward
         self.written: dict[int, tuple[str, ...]] = {}  # line -> values that it writes in forward
 
     def run(self) -> None:
-        """Insert the recomputed operations. ``refused`` has the indices that would read a freed parameter."""
+        """Insert the recomputed operations. Add to ``refused`` the operations that would read a freed parameter."""
         timeline = self.phases.timeline
         for index, op in enumerate(timeline.ops[:-1]):
             if op.backward:

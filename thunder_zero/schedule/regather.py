@@ -1,7 +1,7 @@
 """Gathers again the parameters that forward frees: for backward, and for each unit that uses them.
 
 A parameter that is not kept unsharded is freed in forward, so no value derived from it (``derived.py``) may cross to
-backward. Backward gathers and computes again the values that it reads, right before the first reader::
+backward. Right before the first reader, backward gathers and computes these values again::
 
     gather  fut <- t_w                      gather  fut <- t_w
     wait    w   <- fut                      wait    w   <- fut
@@ -13,8 +13,8 @@ backward. Backward gathers and computes again the values that it reads, right be
                                             compute wt_again  <- w_again
     compute gx  <- gy, wt                   compute gx  <- gy, wt_again
 
-Within forward, a parameter with ``gather_per_unit`` is gathered again, too: if another unit has gathered since, its
-next use reads a new gather.
+With ``gather_per_unit``, forward also gathers a parameter again before its next use if another unit has gathered in
+between.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NOT_A_TENSOR = Value(0, "")
 
 def regather(timeline: Timeline) -> Timeline:
     """Gather again, for backward and for each unit of forward, the parameters that are not kept unsharded."""
-    # Backward first, since it copies the original operations, once for all readers.
+    # Backward comes first: it copies the original operations, once for all readers.
     return _regather_in_forward(_regather_in_backward(timeline))
 
 
@@ -53,9 +53,9 @@ def _regather_in_backward(timeline: Timeline) -> Timeline:
 
 
 def _needed_early(timeline: Timeline, chain: Mapping[str, int]) -> dict[int, list[str]]:
-    """Return the gathered values that backward gathers again where it first needs their unit, by that index. They are
-    biases, and parameters that backward needs, of units that are recomputed whole. The choice does not depend on which
-    operations are recomputed."""
+    """Return a mapping from the index where backward first needs a unit to the values that backward gathers again
+    there. In units that are recomputed whole, these are biases and parameters that backward needs. The choice does not
+    depend on which operations are recomputed."""
     recomputed = timeline.plan.recomputed
     if not recomputed or not chain:
         return {}
@@ -103,8 +103,8 @@ def _regather_in_forward(timeline: Timeline) -> Timeline:
 
 
 def _chains_by_unit(timeline: Timeline) -> dict[str, dict[str, int]]:
-    """Return forward's values (and handles) that derive from one unit's ``gather_per_unit`` parameters alone, by unit.
-    Each value has the index of its writer."""
+    """Return, for each unit, a mapping from values (and handles) of forward to the index of their writer. The values
+    derive from ``gather_per_unit`` parameters of the unit alone."""
     unit_of: dict[str, str] = {}
     chains: dict[str, dict[str, int]] = {}
     for name, index in regathered(timeline).items():
@@ -133,8 +133,8 @@ def copy_chain(
     Args:
         timeline: the timeline of the original operations.
         value: the value that is needed again.
-        chain: values that may be computed again, each with the index of its writer.
-        names: a dict from values to the names of their copies; new copies are added in place.
+        chain: a mapping from values that may be computed again to the index of their writer.
+        names: a mapping from values to the names of their copies; new copies are added in place.
         values: the sizes and dtypes of values; new copies are added in place.
         backward: the phase of the copies.
 
@@ -163,14 +163,14 @@ def copy_chain(
 
 
 def rename_reads(op: Op, names: Mapping[str, str]) -> Op:
-    """Return the operation with the values that it reads renamed by ``names``."""
+    """Return the operation, with its reads renamed as ``names`` says."""
     if names.keys().isdisjoint(op.reads):  # the usual case
         return op
     return replace(op, reads=tuple(names.get(read, read) for read in op.reads))
 
 
 def let_views_follow(op: Op, names: Mapping[str, str], values: dict[str, Value]) -> None:
-    """Update the bases of the values that an operation writes: if it reads a copy, they become views of the copy."""
+    """Update the bases of the values that an operation writes: views of a copied value become views of its copy."""
     memories = {(values[read].base if read in values else "") or read for read in op.reads}
     for name in op.writes:
         if name in values and names.get(values[name].base) in memories:

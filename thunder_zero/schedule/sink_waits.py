@@ -2,12 +2,12 @@
 
 A reduction starts where its gradient is computed. Its wait comes right before the return, unless the full gradients in
 flight and the gradients computed next would exceed ``Sizes.in_flight_bytes``. Then the oldest reduction must end before
-the next gradient is computed. If several reductions are in flight, its wait comes right after the preceding collective,
-so that the computations between two collectives stay one region for the fuser::
+the next gradient is computed. If several are in flight, the oldest wait comes right after the preceding collective, so
+that the computations between two collectives stay one region for the fuser::
 
     reduce a            reduce a
     wait   a            compute ..
-    compute ..          reduce b         in_flight_bytes holds two
+    compute ..          reduce b         room for two gradients
     reduce b            wait   a
     wait   b     -->    compute ..       computes the gradient of c
     compute ..          reduce c
@@ -15,10 +15,10 @@ so that the computations between two collectives stay one region for the fuser::
     wait   c            wait   c
     return a, b, c      return a, b, c
 
-Gathers that start ahead need room, too. The gathers that start at one place and the gradients in flight stay within
-``Sizes.in_flight_bytes``. Only reductions that began before the last ``Sizes.prefetch`` places must end for a gather:
-they have overlapped with the compute of that many units. So with one block ahead and two blocks in flight, three blocks
-are alive, not four, since a block's gradients replace its parameters one by one::
+Gathers that start ahead need room, too. A group of gathers that start together, and the gradients in flight, stay
+within ``Sizes.in_flight_bytes``. Only reductions that began before the last ``Sizes.prefetch`` groups must end for a
+gather: they have overlapped with the compute of that many units. So with one block ahead and two blocks in flight,
+three blocks are alive, not four: a block's gradients replace its parameters one by one::
 
     reduce b                 reduce b       gradients of a and b in flight, parameters of c
     wait   c                 wait   c
@@ -97,7 +97,7 @@ class _Sinking:
             self._end_first(len(self.ops))
 
     def _end_before(self, index: int, op: Op, *, needs_room: bool) -> None:
-        """End the reductions that must have ended where an operation starts."""
+        """End the reductions that must end before an operation starts."""
         bound = self._timeline.plan.sizes.in_flight_bytes
         begun, starting = self._ahead.get(index, (0, 0))
         is_last = index == len(self._timeline.ops) - 1
@@ -141,7 +141,7 @@ class _Sinking:
 
 
 def making(timeline: Timeline) -> Counter[int]:
-    """Return the bytes of each reduction's gradients, by the index where the first gradient is computed."""
+    """Return a mapping from the index where a reduction's first gradient is computed to the bytes of its gradients."""
     result: Counter[int] = Counter()
     for index, op in enumerate(timeline.ops):
         if op.kind is Kind.REDUCE and not timeline.continues(op):
@@ -150,16 +150,16 @@ def making(timeline: Timeline) -> Counter[int]:
 
 
 def gathers_ahead(timeline: Timeline) -> dict[int, tuple[int, int]]:
-    """Return, for each gather's index, a number of reductions and a number of bytes.
+    """Return a mapping from the index of each gather to a number of reductions and a number of bytes.
 
-    Gathers start at places, with computations between them. The first number counts the reductions of gradients that
-    began before the last ``Sizes.prefetch`` places. The second is the bytes of gathers at this place so far. The result
-    is empty if ``Sizes.prefetch`` is 0 or ``Policy.times`` replaces it.
+    Gathers with no computation between them are a group. The first number counts the reductions of gradients that began
+    before the last ``Sizes.prefetch`` groups. The second is the bytes of the gather's group so far. The mapping is
+    empty if ``Sizes.prefetch`` is 0 or ``Policy.times`` replaces it.
     """
     prefetch = timeline.plan.sizes.prefetch
     if timeline.plan.policy.times is not None or prefetch == 0:
         return {}
-    begun: list[int] = []  # number of reductions before each place
+    begun: list[int] = []  # number of reductions before each group
     result: dict[int, tuple[int, int]] = {}
     reductions, starting, computed = 0, 0, True
     for index, op in enumerate(timeline.ops):

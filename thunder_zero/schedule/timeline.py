@@ -53,7 +53,7 @@ class Work(StrEnum):
     """Classes of work on the device, heaviest first: a fused region has the class of its heaviest part.
 
     NONE: collectives, waits, frees. OTHER: an unknown class. VIEW: another shape of the input's memory, if strides
-    allow. POINTWISE includes copies and constants. INDEX: reads or writes places that depend on data.
+        allow. POINTWISE includes copies and constants. INDEX: reads or writes positions that depend on data.
     """
 
     ATTENTION = "attention"
@@ -127,7 +127,7 @@ class Op:
 
     @property
     def is_torchs(self) -> bool:
-        """True if the operation is a collective of torch's tensor parallelism, or its wait."""
+        """True if the operation is a collective of torch's tensor parallelism, or the wait for one."""
         return self.kind is Kind.COMPUTE and self.over == TENSOR
 
 
@@ -146,8 +146,7 @@ class Value:
     base: str = ""
 
     def copied(self, names: Mapping[str, str]) -> Value:
-        """Return a copy's size, dtype and base, given the names of copied values. A copied view is a view of the
-        copy."""
+        """Return the size, dtype and base of a copy. A copied view is a view of its base's copy in ``names``."""
         return replace(self, base=names[self.base]) if self.base in names else self
 
 
@@ -159,9 +158,9 @@ class Timeline:
         ops: the operations; the last one is the return.
         values: size and dtype of each value, inputs included.
         plan: the plan of each parameter.
-        inputs: values that exist before the first operation, or that backward receives. A shard, or a replicated
-            parameter, has the parameter's path. Data, and the gradients of outputs, have None.
-        gradients: path and value of each gradient that backward returns for a parameter.
+        inputs: a mapping from values that exist before the first operation, or that backward receives, to paths. Shards
+            and replicated parameters have a path. Data, and the gradients of outputs, have None.
+        gradients: (path, value) pairs of the gradients that backward returns for parameters.
     """
 
     ops: tuple[Op, ...]
@@ -198,12 +197,12 @@ class Timeline:
 
     @cached_property
     def writer(self) -> dict[str, int]:
-        """The index of the operation that writes each value; inputs have no entry."""
+        """A mapping from values, except inputs, to the index of the operation that writes them."""
         return {name: index for index, op in enumerate(self.ops) for name in op.writes}
 
     @cached_property
     def derived(self) -> dict[str, int]:
-        """The values that depend on parameters alone (``derived.py``), each with the index of its writer."""
+        """A mapping from values that depend on parameters alone (``derived.py``) to the index of their writer."""
         writers: dict[str, int] = {}
         without_data = {*self.replicated, *self.numbers}  # constants and derived values are added below
         for index, op in enumerate(self.ops):
@@ -222,7 +221,7 @@ class Timeline:
 
     @cached_property
     def gathered(self) -> tuple[tuple[int, str, Param], ...]:
-        """The gathered parameters in order: the index of the WAIT, the value, the parameter."""
+        """(index of the WAIT, value, parameter) tuples of the gathered parameters, in order."""
         waits = ((index, op) for index, op in enumerate(self.ops) if self.ends(op, Kind.GATHER))
         return tuple(
             (index, name, param)
@@ -237,13 +236,12 @@ class Timeline:
 
     @cached_property
     def launches(self) -> dict[str, Op]:
-        """The GATHER or REDUCE that writes each handle."""
+        """A mapping from handles to the GATHER or REDUCE that writes them."""
         return {op.writes[0]: op for op in self.ops if op.kind in LAUNCHES}
 
     @cached_property
     def collectives(self) -> dict[str, Op]:
-        """The operation that starts each collective, by the handle that it writes; includes torch's tensor
-        parallelism."""
+        """A mapping from handles to the operations that start collectives, torch's tensor parallelism included."""
         return {op.writes[0]: op for op in self.ops if op.launches}
 
     def ends(self, op: Op, kind: Kind) -> bool:
@@ -261,7 +259,7 @@ class Timeline:
         return op.kind is Kind.REDUCE and op.over != self.plan.reduced_over(self.params_of(op)[0])[0]
 
     def recomputes(self, op: Op) -> bool:
-        """Return whether an operation recomputes a value that forward did not save; derived values do not count."""
+        """Return whether an operation recomputes a value that forward did not save. Derived values do not count."""
         return op.kind is Kind.COMPUTE and op.repeated and self.derived.keys().isdisjoint(op.writes)
 
     def memory(self, name: str) -> str:
@@ -293,8 +291,8 @@ class Timeline:
         return op.sends
 
     def wire_bytes(self, op: Op) -> int:
-        """Return the bytes that rank 0 sends or receives in one collective, whichever is more; equal on all ranks. Rank
-        0 is the busiest rank, since it owns the most rows. It sends most in a gather, receives most in a
+        """Return the bytes that rank 0 sends or receives in one collective, whichever is more. All ranks return this
+        number. Rank 0 is the busiest rank, since it owns the most rows. It sends most in a gather, receives most in a
         reduce-scatter, and averages most between replicas."""
         return sum(self._busiest(op, param) for param in self.params_of(op))
 
@@ -320,7 +318,7 @@ class Timeline:
 
 
 def overwritten(timeline: Timeline) -> frozenset[str]:
-    """Return the values whose memory an operation overwrites, or may overwrite: they must not be read later."""
+    """Return the values whose memory an operation overwrites, or may overwrite. No later operation may read these."""
     memory_of: dict[str, str] = {}  # value -> the first value that may have the same memory
     for op in timeline.ops:
         if op.work is Work.VIEW and op.reads:
@@ -334,7 +332,7 @@ class ScheduleError(Exception):
 
 
 def fault(timeline: Timeline, index: int, rule: str) -> ScheduleError:
-    """Return the error of the operation at ``index``; ``rule`` completes the message, such as "is never waited for"."""
+    """Return the error of the operation at ``index``. ``rule`` ends the message, such as "is never waited for"."""
     op = timeline.ops[index]
     names = op.params or op.writes or op.reads
     shown = ", ".join(names if len(names) <= MOST_NAMES else (*names[:MOST_NAMES], "..."))

@@ -1,7 +1,7 @@
 """Divides forward between units, for ``Policy.recompute="units"``.
 
-An operation belongs to the unit whose parameters it reads. Two units are cut where the fewest bytes are alive, between
-the last operation of the first unit and the first operation of the second unit::
+An operation belongs to the unit whose parameters it reads. The cut between two units is where the fewest bytes are
+alive, between the last operation of the first unit and the first operation of the second unit::
 
     compute h  <- x0, a.w          a
     compute x1 <- x0, h            a             x1 is alive at the cut: it is saved
@@ -53,7 +53,7 @@ def _unit_positions(timeline: Timeline) -> dict[str, int]:
 
 
 def _units_of_values(timeline: Timeline) -> dict[str, frozenset[str]]:
-    """Return the values that do not depend on data, each with the units of its parameters. Constants have no units."""
+    """Return the values that do not depend on data, mapped to their parameters' units. Constants have no units."""
     paths = {name: path for name, path in timeline.inputs.items() if path is not None}
     units = {name: frozenset((timeline.plan.by_name[paths[name]].unit,)) for name in timeline.replicated}
     units |= {name: frozenset((param.unit,)) for _, name, param in timeline.gathered}
@@ -65,8 +65,8 @@ def _units_of_values(timeline: Timeline) -> dict[str, frozenset[str]]:
 
 
 def first_touches(timeline: Timeline) -> dict[str, int]:
-    """Return the index where backward first needs each unit except the root. There backward reads a value that one of
-    the unit's runs computes, or a parameter of the unit that it gathers again."""
+    """Return a mapping from units, except the root, to the index where backward first needs the unit. There backward
+    reads a value that a run of the unit computes, or a parameter of the unit that is gathered again."""
     ops_of_runs = ((run.unit, timeline.ops[run.first : run.last + 1]) for run in runs(timeline))
     unit_of = {name: unit for unit, ops in ops_of_runs for op in ops for name in op.writes}
     units = _units_of_values(timeline)
@@ -82,8 +82,8 @@ def first_touches(timeline: Timeline) -> dict[str, int]:
 
 
 def backward_ends(timeline: Timeline) -> dict[str, int]:
-    """Return the index where backward launches, or defers, the last gradient of each unit except the root, in ascending
-    order."""
+    """Return a mapping from units, except the root, to the index where backward reduces or defers their last gradient,
+    in ascending order."""
     last: dict[str, int] = {}
     for index, op in enumerate(timeline.ops):
         if op.kind in (Kind.REDUCE, Kind.DEFER) and not timeline.continues(op):
@@ -93,7 +93,7 @@ def backward_ends(timeline: Timeline) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Segments:
-    """Forward, cut between the runs of units.
+    """The segments of forward, cut between the runs of units.
 
     Attributes:
         unit_at: the unit of each operation of forward, or the root if the unit is not recomputed whole.
@@ -105,7 +105,7 @@ class Segments:
 
 
 def segments(timeline: Timeline) -> Segments:
-    """Cut forward between units where the fewest bytes are alive; among equal places, as early as possible."""
+    """Cut forward between units where the fewest bytes are alive, at the earliest of equally good indices."""
     runs_of_forward = runs(timeline)
     derived, stop = timeline.derived, timeline.backward_start
     lives = {memory: life for memory, life in lifetimes(timeline, stop).items() if memory not in derived}

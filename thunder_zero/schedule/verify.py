@@ -1,8 +1,8 @@
 """Proves that a timeline is right: after each pass, after the last pass, and before it runs.
 
-The three proofs are ``check_pass``, ``check_schedule`` and ``check``. Each raises for the first rule that a timeline
-breaks; each rule is one function below. They read only sizes and orders, in near-linear time. ``verify_in_flight.py``
-has the rules of bytes in flight, ``verify_recompute.py`` the rules of recomputing.
+The three proofs are ``check_pass``, ``check_schedule`` and ``check``. Each proof raises for the first broken rule; each
+rule is one function below. The rules read only sizes and orders, in near-linear time. ``verify_in_flight.py`` has the
+rules of bytes in flight, ``verify_recompute.py`` the rules of recomputing.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def check(timeline: Timeline | HasTimeline, trained: Collection[str] = ()) -> No
 
 
 def check_pass(timeline: Timeline, lifted: Timeline) -> None:
-    """Prove that the timeline after a pass is right; backward's gathers and the frees may still be missing. Each
-    operation of ``lifted``, the timeline before the first pass, must occur exactly once. It must read its original
-    values, or copies of them. Backward must return the gradients of ``lifted``."""
+    """Prove that the timeline after a pass is right. Backward's gathers, and the frees, may still be missing. Each
+    operation of ``lifted``, the timeline before the first pass, must occur exactly once, and read its original values
+    or their copies. Backward must return the gradients of ``lifted``."""
     _check_communication(timeline)
     _check_same(timeline, lifted)
     _check_results(timeline, [path for path, _ in lifted.gradients])
@@ -126,8 +126,8 @@ def _check_inputs(timeline: Timeline) -> None:
 
 
 def _check_launches(timeline: Timeline) -> None:
-    """Check that a bucket holds shards or gradients of one dtype and kind, within the size limit; only gathers read
-    shards."""
+    """Check that a bucket holds shards or gradients of one dtype and kind, within the size limit, and that only gathers
+    read shards."""
     by_name = timeline.plan.by_name
     shards = {name: path for name, path in timeline.inputs.items() if path is not None and by_name[path].sharded}
     for index, op in enumerate(timeline.ops):
@@ -232,7 +232,7 @@ def _check_reductions(timeline: Timeline) -> None:
 
 def _check_gradients(timeline: Timeline, trained: Collection[str]) -> None:
     """Check that backward returns exactly the reduced gradients (means), each as the gradient of its own parameter. For
-    a deferred gradient it returns the placeholder."""
+    a deferred gradient, backward returns the placeholder."""
     means = {
         (path, name): index
         for index, op in enumerate(timeline.ops)
@@ -271,7 +271,7 @@ def _check_copies(timeline: Timeline) -> None:
 
 
 def _check_frees(timeline: Timeline, made_from: Mapping[str, Sequence[str]], last: Mapping[str, int]) -> None:
-    """Check that each free ends a gathered parameter, once, after the last read of it or of a view of it."""
+    """Check that each FREE frees a gathered parameter, once, after the last read of the parameter or a view."""
     freed: dict[str, int] = {}
     for index, op in enumerate(timeline.ops):
         if op.kind is not Kind.FREE:
@@ -318,8 +318,8 @@ def _gathered(timeline: Timeline, made_from: Mapping[str, Sequence[str]], free: 
 
 
 def _check_regathered(timeline: Timeline) -> None:
-    """Check that a parameter has one gather (kept unsharded) or one gather in each phase. With ``gather_per_unit``
-    forward may have several gathers."""
+    """Check that a parameter has one gather if it is kept unsharded, or else one gather in each phase. With
+    ``gather_per_unit`` forward may have several gathers."""
     gathered: dict[tuple[str, bool], int] = {}
     for index, op in enumerate(timeline.ops):
         for param in timeline.params_of(op) if op.kind is Kind.GATHER else ():
@@ -353,7 +353,7 @@ def _check_saved(timeline: Timeline) -> None:
 
 
 def _check_same(timeline: Timeline, lifted: Timeline) -> None:
-    """Check that every lifted operation occurs once, and reads its original values, or copies of them."""
+    """Check that every lifted operation occurs once, and reads its original values or their copies."""
     originals = {op.source[0]: op for op in lifted.ops}
     canonical: dict[str, str] = {}  # name that a copy writes -> name that its original writes
     seen: set[int] = set()

@@ -1,7 +1,7 @@
 """Proves that bytes in flight, and units gathered ahead, stay within the plan's sizes.
 
 In: a timeline. Out: nothing, or a ScheduleError. ``verify.py`` calls :func:`check_in_flight` in each of its proofs, and
-:func:`check_making` in the proof of the schedule, before fusion. With ``in_flight_bytes`` = 100::
+:func:`check_making` in the proof of the schedule, before fusion. Example with ``in_flight_bytes`` = 100::
 
     gather  a <- t_a     60 bytes
     gather  b <- t_b     60 bytes         ScheduleError: 120 bytes are in flight
@@ -18,8 +18,8 @@ from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline, fault
 
 
 def check_in_flight(timeline: Timeline) -> None:
-    """Prove that gathers in flight, and reductions in flight, stay within the bounds. A single launch may exceed them,
-    and so may a launch whose wait comes right after it."""
+    """Prove that gathers in flight, and reductions in flight, stay within the bounds. A launch may exceed its bound if
+    it is alone in flight, or if its wait follows directly."""
     _check_ahead(timeline)
     bound = timeline.plan.sizes.in_flight_bytes
     in_flight: Counter[Kind] = Counter()
@@ -40,8 +40,8 @@ def check_in_flight(timeline: Timeline) -> None:
 
 def _check_ahead(timeline: Timeline) -> None:
     """Check that at most ``Sizes.prefetch`` units, or a single unit, are gathered ahead. A unit is ahead until one of
-    its gathers has ended, or until backward reads a parameter of it that forward gathered. A gather whose wait comes
-    right after it does not count."""
+    its gathers has ended, or until backward reads one of its parameters that forward gathered. A gather that its wait
+    follows directly does not count."""
     if timeline.plan.policy.times is not None:
         return
     prefetch = timeline.plan.sizes.prefetch
@@ -80,8 +80,8 @@ def check_making(timeline: Timeline) -> None:
     """Prove that gradients and gathers ahead stay within ``in_flight_bytes``.
 
     Full gradients in flight, and gradients that are being computed, stay within the bound, unless nothing is in flight.
-    Gathers that start ahead count with them, unless only reductions of the last ``Sizes.prefetch`` units are in flight.
-    The rule holds before fusion only: a fuser computes several gradients at once.
+    Gathers that start ahead count, too, unless only reductions of the last ``Sizes.prefetch`` units are in flight. The
+    rule holds before fusion only: a fuser computes several gradients at once.
     """
     bound = timeline.plan.sizes.in_flight_bytes
     begun = making(timeline)

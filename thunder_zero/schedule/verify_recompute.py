@@ -13,7 +13,7 @@ from thunder_zero.schedule.units import NOT_RECOMPUTED, segments
 
 def check_recompute(timeline: Timeline, before: Timeline) -> None:
     """Prove that recomputing only added recomputed operations to ``before``, and kept all other operations in order.
-    The choice depends on the shapes of inputs, but ranks with different shapes must launch equal collectives."""
+    Recomputing depends on input shapes, but ranks with different shapes must launch equal collectives."""
     _check_others_stay(timeline, before)
     _check_recomputed(timeline, before)
     _check_lives_no_longer(timeline, before)
@@ -24,7 +24,7 @@ def _is_recomputed(op: Op) -> bool:
 
 
 def _check_others_stay(timeline: Timeline, before: Timeline) -> None:
-    """Check that operations that are not recomputed have the kinds, parameters and order of ``before``."""
+    """Check that all other operations have the same kinds, parameters and order as in ``before``."""
 
     def not_recomputed(timeline: Timeline) -> list[tuple[int, Op]]:
         return [(index, op) for index, op in enumerate(timeline.ops) if not _is_recomputed(op)]
@@ -58,7 +58,7 @@ def _check_recomputed(timeline: Timeline, before: Timeline) -> None:
 
 
 def _check_lives_no_longer(timeline: Timeline, before: Timeline) -> None:
-    """Check that backward reads no gathered parameter longer for recomputed operations."""
+    """Check that recomputed operations do not extend the life of a gathered parameter."""
     ends = _last_reads_by_others(before)
     for name, (index, end) in _last_reads_by_others(timeline).items():
         if end > ends[name][1]:
@@ -66,9 +66,9 @@ def _check_lives_no_longer(timeline: Timeline, before: Timeline) -> None:
 
 
 def _last_reads_by_others(timeline: Timeline) -> dict[str, tuple[int, int]]:
-    """Return the index of the last read of each gathered parameter, and the number of operations before it. Recomputed
-    operations are not counted. Resident parameters are left out, and so are biases of units that are recomputed
-    whole."""
+    """Return a mapping from gathered parameters to the index of their last read, and the number of operations before
+    that read. Recomputed operations do not count. Resident parameters, and biases of units that are recomputed whole,
+    are left out."""
     last = last_reads(timeline, gathered_from(timeline))
     before = list(accumulate((not _is_recomputed(op) for op in timeline.ops), initial=0))
     return {

@@ -1,8 +1,8 @@
 """Reads and writes Thunder's traces; never talks to ``torch.distributed``.
 
 In: the trace that Thunder acquired, or the trace of a joint graph of PyTorch. Out: the traces that run, and their
-timeline. Entries, in order: ``insert.py`` before Thunder's autodiff, then ``pipeline.py``: ``schedule_trace`` for the
-joint trace (lift, passes, emit), ``compile_program`` for the traces that run. ``operators.py`` reads the properties of
+timeline. Entries, in order: ``insert.py``, before Thunder's autodiff; ``pipeline.schedule_trace``, for the joint trace
+(lift, passes, emit); ``pipeline.compile_program``, for the traces that run. ``operators.py`` reads the properties of
 torch's operators; ``symbols.py`` has the lines that call the runtime::
 
     y = linear(x, t_w)                                        acquired

@@ -26,7 +26,7 @@ def fold(ops: Iterable[Op], lines: Sequence[BoundSymbol], facts: Facts) -> Itera
     launch or wait ends with the indices of the folded lines.
 
     Raises:
-        ScheduleError: a launch sends a value that is not encoded as the plan says, or another line reads an encoded
+        ScheduleError: a launch sends a value that is not encoded as the plan requires, or another line reads an encoded
             value.
     """
     folding = _Folding(facts)
@@ -37,7 +37,7 @@ def fold(ops: Iterable[Op], lines: Sequence[BoundSymbol], facts: Facts) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A value that a line has encoded: the parameter, the symbol, the axis, and the index of the line."""
+    """An encoded value: its parameter, and the symbol, axis and index of the line that encodes it."""
 
     value: str
     path: str
@@ -47,7 +47,7 @@ class _Encoded:
 
 
 class _Folding:
-    """The encoded values that are not sent yet, and the received values that are not decoded yet."""
+    """The encoded values that are not yet sent, and the received values that are not yet decoded."""
 
     def __init__(self, facts: Facts) -> None:
         self._executor = facts.executor
@@ -56,7 +56,7 @@ class _Folding:
         self._arrived: dict[tuple[str, ...], tuple[Op, Op]] = {}  # received values -> their launch and wait
 
     def take(self, op: Op, line: BoundSymbol) -> Iterator[Op]:
-        """Yield the next operation, folded; nothing if a later operation includes it."""
+        """Yield the next operation after folding, or nothing if a later operation includes it."""
         code = self._executor.codes.get(line.sym.name)
         if code in (self._executor.encode, self._executor.encode_grad):
             self._encode(op, line, code)
@@ -88,7 +88,7 @@ class _Folding:
             self._encoded[name] = _Encoded(value, path, code, axis_of(line), op.source[0])
 
     def _fold_launch(self, launch: Op) -> Op:
-        """Return a launch that reads the values before encoding."""
+        """Return a launch that reads the original values instead of the encoded values."""
         code = self._executor.encoder_of(launch)
         sent = [self._encoded.pop(name, None) for name in launch.reads]
         expected = [(path, code, launch.over) if code else None for path in launch.params]
@@ -116,7 +116,7 @@ class _Folding:
 
 
 def paths_of(line: BoundSymbol) -> tuple[str, ...]:
-    """Return the paths of the parameters that a line of ours names."""
+    """Return the paths of the parameters in the arguments of one of our lines."""
     return (line.args[1],) if isinstance(line.args[1], str) else tuple(line.args[1])
 
 

@@ -6,8 +6,8 @@
     t = torch.ops.aten.silu.default(mm)       ->      (t, mm) = inductor_3(x, w)
     p4 = zero_all_gather(...)                         p4 = zero_all_gather(...)
 
-The scheduled joint trace is fused, so regions end at the schedule's lines. Lines that draw random numbers, communicate,
-or call Python are not fused: inductor would draw other numbers than torch, and may move collectives.
+Fusion comes after scheduling, so regions end at scheduled collectives. Lines that draw random numbers, communicate, or
+call Python are not fused: inductor would draw other numbers than torch, and may move collectives.
 ``frontends/dynamo/kernels.py`` compiles the regions.
 """
 
@@ -36,7 +36,7 @@ COMMUNICATES = ("_c10d_functional", "_dtensor", "c10d", "symm_mem")
 
 
 def fuse_regions(trace: TraceCtx) -> TraceCtx:
-    """Return a scheduled trace in which each run of fusible operators of one phase is one line."""
+    """Return a scheduled trace in which one line replaces each run of fusible operators of one phase."""
     new = from_trace(trace)
     new.bound_symbols = []
     lines = trace.bound_symbols
@@ -71,14 +71,14 @@ def _computes(line: BoundSymbol) -> bool:
 
 
 def _last_readers(trace: TraceCtx) -> dict[str, int]:
-    """Return the index of the last line that reads each value."""
+    """Return a mapping from values to the index of the last line that reads them."""
     return {proxy.name: index for index, line in enumerate(trace.bound_symbols) for proxy in line.flat_proxy_args}
 
 
 def _region(
     name: str, lines: Sequence[BoundSymbol], numbers: Sequence[Proxy], returned: set[str], *, backward: bool
 ) -> BoundSymbol:
-    """Return one line that fuses the given lines. It reads all numbers: no line reads the symbols of its sizes."""
+    """Return one line that fuses the given lines. It reads all numbers: no line reads the symbols in its sizes."""
     written = {proxy.name: proxy for line in lines for proxy in line.flat_proxy_outs}
     read = {proxy.name: proxy for line in lines for proxy in line.flat_proxy_args if proxy.name not in written}
     read |= {number.name: number for number in numbers}

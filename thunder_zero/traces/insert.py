@@ -1,7 +1,7 @@
 """Inserts a synchronise before each parameter's first use; names phases for ranks to compare.
 
-The trace that Thunder acquires reads full parameters. Its inputs become the shards of this rank, and a synchronise
-comes before the first line that reads each of them::
+The trace that Thunder acquires reads full parameters. Its inputs become this rank's shards. A synchronise of each
+parameter comes before the first line that reads it::
 
     y = ltorch.linear(x, t_w, t_b)                    t0 = zero_synchronize(t_w, 'w')
                                              ->       t1 = zero_synchronize(t_b, 'b')
@@ -15,9 +15,9 @@ that takes their rows on this rank::
 
     (t0, t1) = zero_rows((t_w, t_b), ('w', 'b'))
 
-At the prologue's start it inserts ``zero_check_call``, which lets Thunder choose a program: by ``no_sync``, and by the
-guard of the call (``compat/thunder/guards.py``). It removes Thunder's checks of the DTensors, since
-``frontends/placement.py`` checks them before each forward.
+At the start of the prologue, :func:`take_rows` inserts ``zero_check_call``, by which Thunder chooses a program for
+``no_sync`` and the guard of the call (``compat/thunder/guards.py``). Thunder's checks of the DTensors are removed,
+since ``frontends/placement.py`` checks DTensors before each forward.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ UNPACKED = (prims.unpack_parameter, prims.unpack_buffer)
 
 
 def module_inputs(prologue: TraceCtx, computation: TraceCtx) -> dict[str, str]:
-    """Return the paths of the module's parameters and buffers among the inputs of the computation, by their proxies'
-    names."""
+    """Return a mapping from names of inputs of the computation to the paths of the module's parameters and buffers."""
     paths = {line.output.name: line.args[1] for line in prologue.bound_symbols if line.sym in UNPACKED}
     pairs = zip(prologue.output[0], computation.args, strict=True)
     return {comp.name: paths[pro.name] for pro, comp in pairs if pro.name in paths}
@@ -54,7 +53,7 @@ def facts_of(names: Mapping[str, str], executor: ZeroExecutor) -> Facts:
     """Return the facts of a program that is compiled now.
 
     Args:
-        names: the paths of inputs that are parameters or buffers of the module, by the inputs' names.
+        names: a mapping from names of inputs to the paths of the module's parameters and buffers.
         executor: the model's symbols.
     """
     by_name = executor.plan.by_name
@@ -64,7 +63,7 @@ def facts_of(names: Mapping[str, str], executor: ZeroExecutor) -> Facts:
 
 
 def insert_synchronize(computation: TraceCtx, facts: Facts) -> TraceCtx:
-    """Return a trace, before autodiff, whose parameter inputs are shards, synchronised before their first use."""
+    """Return the trace (before autodiff) with shards as inputs, each synchronised before its first use."""
     proxies = {proxy.name: proxy for proxy in computation.args if proxy.name in facts.inputs}
     _put_inputs_at_rest(computation, facts)
     new = from_trace(computation)
@@ -92,7 +91,7 @@ def insert_synchronize(computation: TraceCtx, facts: Facts) -> TraceCtx:
 
 def take_rows(prologue: TraceCtx, facts: Facts, guard: int) -> None:
     """Insert into the prologue, in place, the line that takes rows, and the line that checks the call. A program serves
-    calls that have its ``guard`` and that reduce, or defer, gradients as it does."""
+    calls with the program's ``guard`` and ``synced``."""
     executor, plan = facts.executor, facts.plan
     unpacked: dict[str, tuple[TensorProxy, Param]] = {}
     for line in prologue.bound_symbols:
@@ -113,7 +112,7 @@ def take_rows(prologue: TraceCtx, facts: Facts, guard: int) -> None:
 
 
 def _return_rows(prologue: TraceCtx, unpacked: Mapping[str, tuple[TensorProxy, Param]], executor: ZeroExecutor) -> None:
-    """Make the prologue return ``zero_rows(shards)`` instead of the shards, if forward uses any."""
+    """Make the prologue return ``zero_rows(shards)`` instead of the shards, if forward uses any shard."""
     result = prologue.bound_symbols.pop()
     taken = [unpacked[proxy.name] for proxy in result.flat_proxy_args if proxy.name in unpacked]
     if not taken:
@@ -134,7 +133,7 @@ def _put_inputs_at_rest(trace: TraceCtx, facts: Facts) -> None:
 
 
 def _put_at_rest(proxy: TensorProxy, param: Param, shape: tuple[int, ...], executor: ZeroExecutor) -> None:
-    """Set the shape of an input, and its dtype and device as the parameter has at rest."""
+    """Set the shape of an input. Set its dtype and device to those of the parameter at rest."""
     device = executor.device_at_rest(param) or proxy.device
     set_look(proxy, shape, to_dtype(param.rest_dtype), device, is_number=not param.shape)
 
@@ -152,7 +151,7 @@ def _require_no_parameters(line: BoundSymbol, facts: Facts) -> None:
 
 def launches_of(trace: TraceCtx, executor: ZeroExecutor) -> list[str]:
     """Return the launches of a phase in order, such as ``all_gather h.0.w, h.0.b``. Frees and waits are left out, since
-    they may differ between ranks: a rank recomputes by the shapes of its inputs."""
+    they may differ between ranks: recomputing depends on the shapes of a rank's inputs."""
     launches = []
     for line in trace.bound_symbols:
         if (symbol := executor.launches.get(line.sym.name)) is not None:
@@ -168,7 +167,7 @@ def add_enter(trace: TraceCtx, phase: str, facts: Facts) -> TraceCtx:
         zero_enter('backward', '1f0c5a9e')
         t5 = zero_all_gather(t_h_0_w, 'h.0.w')
 
-    Ranks compare both: ranks whose phases differ would mix up messages. A phase without launches gets no line.
+    Ranks compare name and digest, so that they cannot mix up messages. A phase without launches gets no line.
     """
     executor = facts.executor
     index = next((index for index, line in enumerate(trace.bound_symbols) if line.sym.name in executor.launches), None)

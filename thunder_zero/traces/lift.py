@@ -1,11 +1,11 @@
 """Reads traces into timelines, and writes a timeline back as a joint trace.
 
 ``lift`` reads the joint trace, lowered but not yet fused or split, for the passes. ``lift_phases`` reads the forward
-and the backward trace that run, for proofs and reports; their ``del`` lines are the frees.
+and the backward trace that run, for proofs and reports. Their ``del`` lines become FREEs.
 
-``emit`` mostly reorders lines: a compute line is the lifted line, with other names where the timeline reads (or, in a
-copy, writes) other values. Collectives are new lines, since they may have been merged into buckets, with the lines that
-encode values before a launch and decode them after a wait::
+``emit`` mostly reorders lines. A compute line is the lifted line, renamed where the timeline reads (or, in a copy,
+writes) other values. Collectives are new lines, since passes may have merged them into buckets. New lines also encode
+values before a launch and decode values after a wait::
 
     gather fut <- t_w, t_b   w b        (q3, q4) = zero_encode_coalesced((t_w, t_b), ('w', 'b'))
     wait   w, b <- fut       w b   ->   t5 = zero_all_gather_coalesced((q3, q4), ('w', 'b'))
@@ -71,7 +71,7 @@ def lift(trace: TraceCtx, facts: Facts, *, coded: bool = False) -> Timeline:
 
 
 def lift_phases(forward: TraceCtx, backward: TraceCtx | None, facts: Facts) -> Timeline:
-    """Return the timeline of the two traces that run; ``source`` counts the lines of each phase."""
+    """Return the timeline of the two traces that run. ``Op.source`` is an index of a line in its own phase."""
     phases = [forward.bound_symbols, [] if backward is None else backward.bound_symbols]
     ops: list[Op] = []
     for is_backward, lines in enumerate(phases):
@@ -88,20 +88,20 @@ def lift_phases(forward: TraceCtx, backward: TraceCtx | None, facts: Facts) -> T
 
 
 def _inputs(args: Any, facts: Facts) -> dict[str, str | None]:
-    """Return the names of tensor arguments, each with its path if it is a parameter."""
+    """Return a mapping from names of tensor arguments to paths, or to None if they are not parameters."""
     return {proxy.name: facts.inputs.get(proxy.name) for proxy in proxies_in(args)}
 
 
 def _gradients(args: Sequence[Any], returned: Sequence[Any], facts: Facts) -> tuple[tuple[str, str], ...]:
-    """Return the path and the gradient of each parameter that has a gradient, from forward's arguments and backward's
-    results, which correspond one to one."""
+    """Return (path, gradient) pairs of the parameters that have a gradient. Forward's arguments and backward's results
+    correspond one to one."""
     pairs = zip(args, returned, strict=True)
     named = ((arg.name, grad.name) for arg, grad in pairs if isinstance(arg, Proxy) and isinstance(grad, Proxy))
     return tuple((facts.inputs[name], grad) for name, grad in named if name in facts.inputs)
 
 
 def _lift_line(line: BoundSymbol, index: int, backward: bool, facts: Facts) -> Iterator[Op]:
-    """Yield the operation of a line; nothing for lines that unpack, comment or name the phase."""
+    """Yield the operation of a line, or nothing for lines that unpack, comment or name the phase."""
     if operator_of(line) is not None:  # the usual case: a computation
         yield _lift_computation(line, index, backward, facts)
         return
@@ -170,15 +170,15 @@ def _sent_by(line: BoundSymbol, plan: Plan) -> int:
 
 
 def _require_planned_symbol(symbol: Symbol, paths: Sequence[str], axis: str, facts: Facts) -> None:
-    """Raise ScheduleError if a reduction is not the plan's. The timeline cannot tell, since it only has REDUCE."""
+    """Raise ScheduleError if the plan requires another symbol for a reduction. Timelines only have REDUCE."""
     for path in paths if symbol is not facts.executor.all_gather else ():
         if symbol is not (planned := facts.executor.reduction(facts.plan.by_name[path], axis)):
             raise ScheduleError(f"a line reduces {path} with {symbol.name}; the plan needs {planned.name}")
 
 
 def read_by(line: BoundSymbol) -> dict[str, Proxy]:
-    """Return the proxies that a line reads, by name. A ``get_grad`` names an output of forward but reads its gradient.
-    Forward's return reads the outputs; the values that it saves are read in backward."""
+    """Return a mapping from names to the proxies that a line reads. A ``get_grad`` names an output of forward but reads
+    its gradient. Forward's return reads the outputs. Saved values are read in backward."""
     if line.sym is prims.get_grad:
         return {}
     is_forward_return = line.sym is prims.python_return and len(line.args) == 2 and isinstance(line.args[0], dict)
@@ -187,7 +187,7 @@ def read_by(line: BoundSymbol) -> dict[str, Proxy]:
 
 
 def written_by(line: BoundSymbol) -> dict[str, Proxy]:
-    """Return the proxies that a line writes, by name, without arguments that it returns."""
+    """Return a mapping from names to the proxies that a line writes, except arguments that it returns."""
     inputs = {proxy.name for proxy in line.flat_proxy_args}
     return {proxy.name: proxy for proxy in line.flat_proxy_outs if proxy.name not in inputs}
 
@@ -198,7 +198,7 @@ def proxies_in(tree: Any) -> list[Proxy]:
 
 
 def _add_params(ops: Sequence[Op]) -> Iterator[Op]:
-    """Yield the operations; each wait gets the parameters of its launch. A wait of a torch collective becomes a
+    """Yield the operations, and give each wait the parameters of its launch. A wait for a torch collective becomes a
     plain computation if the collective is not tensor-parallel."""
     params: dict[str, tuple[str, ...]] = {}
     handles: set[str] = set()  # of tensor-parallel collectives
@@ -214,8 +214,8 @@ def _add_params(ops: Sequence[Op]) -> Iterator[Op]:
 
 def _keep_frees_of_gathered(timeline: Timeline) -> Timeline:
     """Replace the ``del`` lines of a trace (FREEs of any values, without params) by FREEs of gathered parameters. A
-    gathered parameter is freed where the last of its value and possible views is deleted. Deletions of resident
-    parameters, and of all other values, are dropped."""
+    gathered parameter is freed once its value and all possible views are deleted. Deletions of resident parameters, and
+    of all other values, are dropped."""
     made_from, position = gathered_from(timeline), timeline.derived
     path_of = {name: param.path for _, name, param in timeline.gathered}
     holders = Counter(chain.from_iterable(made_from.values()))
@@ -235,7 +235,7 @@ def _keep_frees_of_gathered(timeline: Timeline) -> Timeline:
 
 
 def _values_of(lines: Sequence[BoundSymbol]) -> dict[str, Value]:
-    """Return the size and dtype of each value that the lines read or write."""
+    """Return a mapping from values that the lines read or write to their sizes and dtypes."""
     values: dict[str, Value] = {}
     for line in lines:
         base = ""
@@ -251,7 +251,7 @@ def _values_of(lines: Sequence[BoundSymbol]) -> dict[str, Value]:
 
 
 def forward_lines(lines: Sequence[BoundSymbol]) -> list[bool]:
-    """Return, for each line, whether forward's outputs need it: Thunder's rule for the split."""
+    """Return, for each line, whether forward's outputs need it. Thunder splits by this rule, too."""
     result = lines[-1].args[0]
     if not is_joint(result):
         return [True] * len(lines)
@@ -293,7 +293,7 @@ def emit(trace: TraceCtx, timeline: Timeline, executor: ZeroExecutor) -> TraceCt
 def _emit_op(
     op: Op, timeline: Timeline, lines: Sequence[BoundSymbol], proxies: dict[str, Proxy], executor: ZeroExecutor
 ) -> Iterator[BoundSymbol]:
-    """Yield the lines that run an operation; nothing for a FREE."""
+    """Yield the lines that run an operation, or nothing for a FREE."""
     if op.kind in (Kind.COMPUTE, Kind.DEFER):
         yield _emit_compute(op, lines[op.source[0]], proxies)
     elif op.kind is Kind.WAIT:
@@ -318,7 +318,7 @@ def _emit_launch(op: Op, symbol: Symbol, proxies: dict[str, Proxy], executor: Ze
     tensors = tuple(proxies[name] for name in op.reads)
     sent, axis = tensors, executor.axis(op.over)
     if (code := executor.encoder_of(op)) is not None:
-        sent = executor.coded(tensors, op, arrived=False)
+        sent = executor.payloads_of(tensors, op, after_wait=False)
         yield _bind(executor, code, tensors, op.params, axis, sent)
     handle = proxies[op.writes[0]] = executor.handle_of(symbol, tensors, op.params, op.over)
     yield _bind(executor, symbol, sent, op.params, axis, handle)
@@ -331,15 +331,15 @@ def _emit_wait(op: Op, launch: Op, proxies: dict[str, Proxy], executor: ZeroExec
             shape = executor.plan.by_name[path].shape
             proxies[name] = TensorProxy(name, shape=shape, device=handle.device, dtype=handle.dtype)
     outputs = tuple(proxies[name] for name in op.writes)
-    arrived, code = outputs, executor.decoder_of(launch)
+    received, code = outputs, executor.decoder_of(launch)
     if code is not None:
-        arrived = executor.coded(outputs, launch, arrived=True)
+        received = executor.payloads_of(outputs, launch, after_wait=True)
     if len(outputs) == 1:
-        yield executor.wait.bind(handle, output=arrived[0])
+        yield executor.wait.bind(handle, output=received[0])
     else:
-        yield executor.coalesced[executor.wait].bind(handle, output=arrived)
+        yield executor.coalesced[executor.wait].bind(handle, output=received)
     if code is not None:
-        yield _bind(executor, code, arrived, op.params, executor.axis(launch.over), outputs)
+        yield _bind(executor, code, received, op.params, executor.axis(launch.over), outputs)
 
 
 def _bind(
@@ -350,7 +350,7 @@ def _bind(
     axis: Sequence[str],
     output: Any,
 ) -> BoundSymbol:
-    """Return a line of ours; its output is one proxy for each tensor, or a handle."""
+    """Return a line that calls one of our symbols. Its output is one proxy for each tensor, or a handle."""
     if len(tensors) > 1:
         return executor.coalesced[symbol].bind(tuple(tensors), tuple(paths), *axis, output=output)
     return symbol.bind(tensors[0], paths[0], *axis, output=output[0] if isinstance(output, tuple) else output)

@@ -9,8 +9,8 @@ None``. Backward is linear in its tangents, so a value computed only from missin
     p9 = zero_reduce_scatter(t6, 'head.w')         # removed; the gradient is None
 
 All other lines keep their order, so the values that forward saves suffice. A line that reads zeros and other values,
-and is not a sum, gets real zeros. The backward of a user's autograd function may return nonzero values for a missing
-tangent. If a line reads its result and other values, the result is computed from a real zero.
+and is not a sum, gets materialized zeros. The backward of a user's autograd function may return nonzero values for a
+missing tangent. If a line reads such a result and other values, the result is computed from a materialized zero.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class _Pruning:
         timeline: the timeline of the trace.
         zero: values that are zero.
         has_tangent: values that depend on tangents that exist.
-        replaced_by: values, each with its replacement.
-        kept: for each handle, True for each of its tensors that is not zero.
+        replaced_by: a mapping from values to their replacements.
+        kept: a mapping from handles to a bool for each tensor, True if the tensor is not zero.
         lost: paths of parameters without a gradient.
-        left_out: removed values that may not be zero, each with the operation that would compute it.
+        left_out: removed values that may not be zero, mapped to the operations that would compute them.
     """
 
     trace: TraceCtx
@@ -107,7 +107,7 @@ class _Pruning:
                 yield from self._prune_computation(op, line)
 
     def _prune_computation(self, op: Op, line: BoundSymbol) -> Iterator[Op]:
-        """Yield a computation, after the zeros that it reads; nothing if its result is zero or an operand."""
+        """Yield a computation after the zeros that it reads, or nothing if its result is zero or an operand."""
         zeros = [name for name in op.reads if name in self.zero]
         if not zeros or not self.has_tangent.isdisjoint(op.reads):
             if not self.has_tangent.isdisjoint(op.reads):
@@ -124,7 +124,7 @@ class _Pruning:
         yield op
 
     def _make_read(self, op: Op, line: BoundSymbol, names: Sequence[str]) -> Iterator[Op]:
-        """Yield the operations that compute the values in ``names`` from real zeros."""
+        """Yield the operations that compute the values in ``names`` from materialized zeros."""
         for name in names:
             if name not in self.zero:
                 continue
@@ -138,7 +138,7 @@ class _Pruning:
             yield maker
 
     def _make_zero(self, op: Op, line: BoundSymbol, name: str) -> Op:
-        """Return an operation that computes a real zero. From here on the value does not count as zero."""
+        """Return an operation that materializes a zero. From here on the value does not count as zero."""
         proxy = next(arg for arg in line.flat_proxy_args if self.replaced_by.get(arg.name, arg.name) == name)
         args, dtype, device = [*map(int, proxy.shape)], to_torch_dtype(proxy.dtype), to_torch_device(proxy.device)
         if shape := self.facts.shapes.get(proxy.name):
@@ -177,14 +177,14 @@ class _Pruning:
             yield replace(op, reads=reads, writes=writes, params=_where(mask, op.params))
 
     def _prune_end(self, op: Op, line: BoundSymbol) -> Iterator[Op]:
-        """Yield a line that reads all reduced gradients, for the remaining gradients."""
+        """Yield a line that reads all reduced gradients, restricted to the remaining gradients."""
         mask = [proxy.name not in self.zero for proxy in line.args[0]]
         if any(mask):
             yield self._with_line(op, line.from_bsym(args=tuple(_where(mask, arg) for arg in line.args)))
 
     def _reduce_lost(self, op: Op) -> Iterator[Op]:
         """Yield a line that reduces the deferred gradients (``no_sync``) of parameters without a gradient, unless the
-        trace has a line for deferred gradients already."""
+        trace already has a line for deferred gradients."""
         reduces = any(line.sym == self.executor.reduce_deferred for line in self.lines)
         if self.lost and self.facts.synced and not reduces:
             with tracectx(self.trace):
@@ -214,7 +214,7 @@ def _keeps_zeros(line: BoundSymbol) -> bool:
 
 
 def _zeros_of(name: str, shape: SymbolicShape, dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tensor]:
-    """Return a function from the symbols' numbers to a tensor of zeros. Its name is unique in a trace."""
+    """Return a function that creates zeros, given the numbers of the shape's symbols. Its name is unique in a trace."""
 
     def zeros(*numbers: int) -> torch.Tensor:
         return torch.zeros(shape.of(*numbers), dtype=dtype, device=device)
@@ -228,7 +228,7 @@ def _where(mask: Sequence[bool], items: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _nonzero_operand(line: BoundSymbol, zeros: Collection[str]) -> str | None:
-    """Return the operand of a sum that is not zero, if the sum is equal to it."""
+    """Return the operand that a sum equals because all its other operands are zero, or None."""
     if operator_of(line) is not torch.ops.aten.add.Tensor or line.kwargs or len(line.flat_proxy_args) != 2:
         return None
     kept = next((proxy for proxy in line.flat_proxy_args if proxy.name not in zeros), None)

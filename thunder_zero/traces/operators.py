@@ -75,7 +75,7 @@ DIRECT = {  # torch functions that take an operator's arguments and call its ker
 
 
 def bind_operators(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the text with each operator replaced by a global name, and the functions of these names.
+    """Return the text with each operator replaced by a global name, and a mapping from these names to functions.
 
     >>> bind_operators("y = torch.ops.aten.relu.default(x)")[0]
     'y = zero_aten_relu_default(x)'
@@ -84,7 +84,7 @@ def bind_operators(text: str) -> tuple[str, dict[str, Any]]:
 
     def name(match: re.Match[str]) -> str:
         space, packet, overload = match.groups()
-        name = f"zero_{space}_{packet}_{overload}"  # no value has such a name
+        name = f"zero_{space}_{packet}_{overload}"  # never the name of a value
         if name not in called:
             operator = getattr(getattr(getattr(torch.ops, space), packet), overload)
             called[name] = DIRECT.get(operator, operator._op)  # ``_op`` skips ``__call__``
@@ -118,7 +118,7 @@ def operator_of(line: BoundSymbol) -> Any:
 
 
 def draws_random_numbers(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call draws random numbers. Torch tags attention, which draws them only with dropout."""
+    """Return whether a call draws random numbers. Torch tags attention, too, which draws only with dropout."""
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     for index, argument in enumerate(target._schema.arguments):
@@ -129,8 +129,8 @@ def draws_random_numbers(target: Any, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def read_for_shape(target: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """Return the arguments of a backward operator whose shape and dtype it reads, but not their values, on any device.
-    They are a layer norm's bias, and a layer's weight if the input needs no gradient."""
+    """Return the arguments of which a backward operator reads only the shape and dtype, on all devices. These are a
+    layer norm's bias, and a layer's weight if the input needs no gradient."""
     candidates: Sequence[Any]
     match target:
         case torch.ops.aten.convolution_backward.default:
@@ -153,7 +153,7 @@ def is_view(target: Any) -> bool:
 
 
 def is_collective(target: Any) -> bool:
-    """Return whether an operator is a collective of torch's own, or the wait for one."""
+    """Return whether an operator is one of torch's own collectives, or waits for a collective."""
     return isinstance(target, OpOverload) and target.namespace == "_c10d_functional"
 
 
@@ -205,7 +205,7 @@ def _moves(line: BoundSymbol) -> bool:
 
 
 def flops_of_line(line: BoundSymbol) -> int:
-    """Return the FLOPs of a line by torch's registry; for attention on the CPU, by torch's formulas."""
+    """Return the FLOPs of a line from torch's registry, or from torch's formulas for attention on the CPU."""
     target = operator_of(line)
     if not isinstance(target, OpOverload):
         return 0
@@ -214,7 +214,7 @@ def flops_of_line(line: BoundSymbol) -> int:
         return int(flop_counter.sdpa_flop_count(*(_shape(arg) for arg in line.args[:3])))
     if packet is CPU_ATTENTION_BACKWARD:
         return int(flop_counter.sdpa_backward_flop_count(*(_shape(arg) for arg in line.args[:4])))
-    if packet is torch.ops.aten.convolution_backward:  # for each group torch counts the weights of all groups
+    if packet is torch.ops.aten.convolution_backward:  # torch counts the weights of all groups for each group
         output, x, weight = (list(_shape(arg)) for arg in line.args[:3])
         flops = flop_counter.conv_flop_count(x, weight, output, transposed=line.args[7])
         return int(flops * sum(line.args[-1][:2]))
@@ -229,7 +229,7 @@ def flops_of_line(line: BoundSymbol) -> int:
 
 @cache
 def _flops_of_product(packet: Any, shapes: tuple[torch.Size, ...], output: torch.Size) -> int:
-    """Return the FLOPs of an operator whose arguments are all tensors; cached, since many lines have equal shapes."""
+    """Return the FLOPs of an operator on tensors alone. The result is cached, since many lines have equal shapes."""
     count = flop_counter.flop_registry.get(packet)
     tensors = [torch.empty(shape, device="meta") for shape in (*shapes, output)]
     return 0 if count is None else int(count(*tensors[:-1], out_val=tensors[-1]))

@@ -79,7 +79,7 @@ class Program:
 
 
 def schedule_trace(joint: JointTrace) -> Scheduled:
-    """Reorder the lines of a joint trace by the passes (:mod:`thunder_zero.schedule.passes`)."""
+    """Reorder the lines of a joint trace with the passes (:mod:`thunder_zero.schedule.passes`)."""
     facts = joint.facts
     trace = drop_replicas(joint.trace, facts.executor)
     if not facts.synced:
@@ -101,7 +101,7 @@ def compile_program(scheduled: Scheduled, phases: Callable[[TraceCtx], TwoTraces
         phases: a function from the joint trace to the forward and the backward trace.
 
     Raises:
-        ScheduleError: the traces are wrong. It is raised on all ranks, if ranks compile the program for the first time.
+        ScheduleError: the traces break a rule. All ranks raise if they compile the program for the first time.
     """
     forward, backward = phases(scheduled.trace)
     prove(scheduled, forward, backward)
@@ -117,7 +117,7 @@ def make_phases(trace: TraceCtx) -> TwoTraces:
 
 
 def phases_by_name(forward: TraceCtx, backward: TraceCtx | None) -> dict[str, TraceCtx]:
-    """Return the traces of a program by the names of their phases."""
+    """Return a mapping from the names of phases to the traces of a program."""
     return {FORWARD_ALONE: forward} if backward is None else {"forward": forward, "backward": backward}
 
 
@@ -135,7 +135,7 @@ def prove(scheduled: Scheduled, forward: TraceCtx, backward: TraceCtx | None = N
 
 @contextmanager
 def _telling_all_ranks(facts: Facts, phases: Iterable[str]) -> Iterator[None]:
-    """Send an error of the block to the other ranks, which would wait for this rank's schedule."""
+    """Send an error in the block to the other ranks, which would else wait for this rank's schedule."""
     try:
         yield
     except Exception as error:  # a user's pass may raise anything
@@ -181,7 +181,7 @@ def close_backward(trace: TraceCtx, facts: Facts) -> TraceCtx:
     A trace that returns no gradient, as under ``torch.no_grad()``, is returned unchanged: any line after forward's
     outputs would make Thunder build a backward, and connect the outputs to it.
 
-    - ``wait_offloaded`` waits until gradients have arrived in host memory (``policy.cpu_offload``). It reads all
+    - ``wait_offloaded`` waits until gradients have arrived in host memory (``policy.cpu_offload``). This line reads all
       gradients, so it comes after their waits.
     - ``check_finite`` checks every reduced gradient (``policy.check_gradients``).
     - ``reduce_deferred`` reduces the deferred gradients of parameters that this backward does not reach.
@@ -214,7 +214,7 @@ class _Reductions:
     """The reductions of a lowered trace. A reduction runs over one axis, or over several axes in turn.
 
     Attributes:
-        ended: the first launch of each reduction, by the index of its last wait.
+        ended: a mapping from the index of a reduction's last wait to its first launch.
         lines: the indices of all lines of reductions.
     """
 

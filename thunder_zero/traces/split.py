@@ -1,8 +1,8 @@
 """Splits a joint trace into the traces that run, forward and backward, each with ``del`` lines.
 
-The result equals that of Thunder's ``split_into_forward_and_backward`` and ``del_last_used``, but it shares the line
-objects of the joint trace. Thunder copies each line, and copies lose the cached reads and writes of a line, which take
-longer to compute than the split. Lines of backward that nothing needs are left out.
+The traces equal those of Thunder's ``split_into_forward_and_backward`` and ``del_last_used``, but share the line
+objects of the joint trace. Thunder copies lines. Copies lose cached reads and writes, which take longer to compute than
+the split. Lines of backward that nothing needs are left out.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def _make_forward(trace: TraceCtx, lines: Sequence[BoundSymbol], result: dict[st
 
 
 def _cotangents(result: dict[str, Any], tangents: Sequence[BoundSymbol]) -> list[Any]:
-    """Return the tangent of each output. If a value is several outputs, its tangents come last to first."""
+    """Return the tangent of each output. If forward returns a value several times, its tangents are in reverse
+    order."""
     by_output: dict[str, list[Any]] = {}
     for line in tangents:
         by_output.setdefault(line.args[0].name, []).append(line.output)

@@ -3,18 +3,18 @@
 Each model has its own executor, so a line of a trace needs no process group and no state. Its arguments are only
 tensors and paths of parameters::
 
-    q4 = zero_encode(t_h_0_w, 'h.0.w')                    # a cast, a copy, or bytes, if the plan needs it
+    q4 = zero_encode(t_h_0_w, 'h.0.w')                    # a cast, a copy or bytes, if planned
     t5 = zero_all_gather(q4, 'h.0.w')                     # launch
     q6 = zero_wait(t5)                                    # the full parameter, or its bytes
-    h_0_w = zero_decode(q6, 'h.0.w')                      # if it was encoded as bytes
+    h_0_w = zero_decode(q6, 'h.0.w')                      # the full parameter, if sent as bytes
     t9 = zero_reduce_scatter_coalesced((g0, g1), ('h.0.w', 'h.0.b'))
     (s0, s1) = zero_wait_coalesced(t9)
 
-``insert.py`` writes only ``zero_synchronize(t_h_0_w, 'h.0.w')``: the full parameter, whose gradient is the mean over
-ranks. Autodiff replaces it by its gradient rule, ``_synchronize_grad``: gather and wait, and in backward reduction and
-wait, if the parameter is trained. Without autodiff (``torch.no_grad``), ``lower_synchronize`` replaces it by gather and
-wait, when Thunder assigns lines to executors. A replicated parameter is at most cast, and its gradient is all-reduced.
-``sharded/runtime.py`` has the functions that the lines call.
+``insert.py`` writes only ``zero_synchronize(t_h_0_w, 'h.0.w')``, which returns the full parameter; its gradient is the
+mean over ranks. Autodiff replaces a synchronise by its gradient rule, ``_synchronize_grad``: gather and wait, and in
+backward reduction and wait, if the parameter is trained. Without autodiff (``torch.no_grad``), ``lower_synchronize``
+inserts gather and wait, when Thunder assigns lines to executors. A replicated parameter is at most cast, and its
+gradient is all-reduced. ``sharded/runtime.py`` has the functions that the lines call.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Facts:
     Attributes:
         executor: the symbols of our lines.
         plan: the plan of each parameter; scheduling marks parameters as kept unsharded.
-        inputs: the inputs of the trace that are parameters of the plan, with their paths.
-        others: the inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
+        inputs: a mapping from inputs of the trace to the paths of parameters of the plan.
+        others: a mapping from inputs to the paths of the module's buffers and of parameters that the policy ignores.
         synced: True if gradients are reduced, False if they are deferred.
         sizes: the shapes of all other inputs, if they are known. A size that may differ from call to call is given by
             the name of the input that has its number.
@@ -91,7 +91,7 @@ class Runtime(Protocol):
     """The functions that the symbols call when a trace runs."""
 
     def enter(self, phase: str, schedule: str) -> None:
-        """Begin a phase of a step; ``schedule`` is the digest of its launches."""
+        """Begin a phase of a step. ``schedule`` is the digest of its launches."""
 
     def encode(self, shards: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Any]:
         """Return the payloads of a gather: rows that are cast, copied or encoded as bytes."""
@@ -121,7 +121,7 @@ class Runtime(Protocol):
         """True if a program that is compiled now reduces gradients, False if it defers them (``no_sync``)."""
 
     def guard(self, lookups: tuple[Any, ...]) -> int:
-        """Return the number of the guard of a program that is compiled now; ``lookups`` are the reads of its
+        """Return the number of the guard of a program that is compiled now. ``lookups`` lists the reads of its
         forward."""
 
     def check_call(self, synced: bool, guard: int) -> None:
@@ -162,7 +162,7 @@ class DryRuntime:
         """Accept every call: a dry run has one program."""
 
     def take_rows(self, shards: Sequence[Tensor], paths: Sequence[str]) -> tuple[Tensor, ...]:
-        """Return the shards: there are no rows."""
+        """Return the shards unchanged, since there are no rows."""
         return tuple(shards)
 
     def _refuse(self, *args: Any) -> Any:
@@ -186,7 +186,7 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         plan: the plan of each parameter, for shapes and dtypes.
         synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
         encode, decode, encode_grad, decode_grad: symbols for one tensor each, before a launch and after its wait.
-        coalesced: the symbol for several tensors, by the symbol for one tensor.
+        coalesced: a mapping from symbols for one tensor to symbols for several tensors.
         check_finite, reduce_deferred, wait_offloaded: symbols of lines before backward's return.
         check_call, rows: symbols of lines in the prologue, where Thunder chooses a program and unpacks its inputs.
         enter: the symbol of the line before the first launch of each phase, in the traces that run.
@@ -241,18 +241,18 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         return grad
 
     def axis(self, name: str) -> tuple[str, ...]:
-        """Return the trailing arguments of a launch: its axis, or none if the axis is the only data axis."""
+        """Return the trailing arguments of a launch: its axis, or no argument if the axis is the only data axis."""
         return (name,) if self.plan.mesh.replicate.size > 1 or name == TENSOR else ()
 
     @cached_property
     def launches(self) -> dict[str, Symbol]:
-        """The one-tensor symbol of each launch, by the name of the symbol or of its coalesced form."""
+        """A mapping from names of launches, coalesced or not, to the symbols for one tensor."""
         singles = (self.all_gather, self.all_reduce, self.reduce_scatter)
         return {variant.name: symbol for symbol in singles for variant in (symbol, self.coalesced[symbol])}
 
     @cached_property
     def codes(self) -> dict[str, Symbol]:
-        """The one-tensor symbol of each encoder and decoder, by the name of the symbol or of its coalesced form."""
+        """A mapping from names of encoders and decoders, coalesced or not, to the symbols for one tensor."""
         singles = (self.encode, self.decode, self.encode_grad, self.decode_grad)
         return {variant.name: symbol for symbol in singles for variant in (symbol, self.coalesced[symbol])}
 
@@ -296,7 +296,7 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
     def handle_of(
         self, symbol: Symbol, tensors: Sequence[TensorProxy], paths: Sequence[str], axis: str
     ) -> FutureTensorProxy:
-        """Return the handle of a launch; for several tensors it is flat, since their shapes differ."""
+        """Return the handle of a launch. A handle of several tensors is flat, since their shapes differ."""
         handles = [symbol.meta(tensor, path, axis) for tensor, path in zip(tensors, paths, strict=True)]
         if len(handles) == 1:
             return handles[0]
@@ -317,22 +317,21 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
             return self.decode if self.plan.decodes(*bucket) else None
         return self.decode_grad if self.plan.decodes_gradient(launch.over, *bucket) else None
 
-    def coded(self, tensors: Sequence[TensorProxy], launch: Op, *, arrived: bool) -> tuple[TensorProxy, ...]:
-        """Return the payloads that a launch sends for tensors, or, if ``arrived``, the payloads that its wait
-        returns."""
-        pairs = zip(tensors, launch.params, strict=True)
-        return tuple(self._coded(tensor, self.plan.by_name[path], launch, arrived=arrived) for tensor, path in pairs)
+    def payloads_of(self, tensors: Sequence[TensorProxy], launch: Op, *, after_wait: bool) -> tuple[TensorProxy, ...]:
+        """Return proxies of the payloads that a launch sends, or that its wait returns (``after_wait``)."""
+        params = [self.plan.by_name[path] for path in launch.params]
+        return tuple(self._payload(*pair, launch, after_wait) for pair in zip(tensors, params, strict=True))
 
-    def _coded(self, tensor: TensorProxy, param: Param, launch: Op, *, arrived: bool) -> TensorProxy:
+    def _payload(self, tensor: TensorProxy, param: Param, launch: Op, after_wait: bool) -> TensorProxy:
         plan, axis, peers = self.plan, launch.over, self.plan.ranks_over(launch.over) - 1
         gathers = launch.kind is Kind.GATHER
         shape, dtype = tensor.shape, param.compute_dtype if gathers else param.reduce_dtype
         if gathers and param.frozen_format:
-            shape, dtype = param.rest_shape if arrived else tensor.shape, param.rest_dtype
+            shape, dtype = param.rest_shape if after_wait else tensor.shape, param.rest_dtype
         elif gathers and plan.gathers_bytes(param):
-            shape, dtype = ((1 + peers * arrived) * plan.payload_bytes(param),), torch.uint8
+            shape, dtype = ((1 + peers * after_wait) * plan.payload_bytes(param),), torch.uint8
         elif not gathers and plan.reduces_bytes(param, axis):
-            parts = peers + (arrived and axis == REPLICATE)
+            parts = peers + (after_wait and axis == REPLICATE)
             shape, dtype = (parts * plan.part_bytes(param, axis),), torch.uint8
         device = self._device_of(tensor)
         return TensorProxy(shape=shape, device=device, dtype=dtypes.to_dtype(dtype), requires_grad=False, prefix="q")
@@ -341,7 +340,7 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
 
     def lower_synchronize(self, shard: TensorProxy, path: str) -> TensorProxy:
         """Emit a gather and its wait, or a cast of a replicated parameter. A replicated parameter that needs no cast
-        keeps its synchronise, which the schedule drops."""
+        keeps its synchronise, which ``drop_replicas`` removes."""
         param = self.plan.by_name[path]
         if param.sharded:
             return self.wait(self.all_gather(shard, path))
@@ -355,7 +354,7 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
 
 
 def functions_of(runtime: Runtime, plan: Plan) -> dict[str, Callable[..., Any]]:
-    """Return the functions that the lines of a trace call, by the names of their symbols."""
+    """Return a mapping from names of symbols to the functions that the lines of a trace call."""
     return {
         "zero_all_gather": _launch_one(runtime.all_gather),
         "zero_all_reduce": _launch_one(runtime.reduce),
@@ -409,5 +408,5 @@ def axis_of(launch: BoundSymbol) -> str:
 
 @cache
 def dtype_name(dtype: dtypes.dtype) -> str:
-    """Return ``"float32"`` for Thunder's ``float32``, weak or strong."""
+    """Return the name of a dtype of Thunder, weak or strong, such as ``"float32"``."""
     return str(dtypes.to_torch_dtype(dtype)).removeprefix("torch.")

@@ -21,7 +21,7 @@ HEAVIEST_FIRST = {work: index for index, work in enumerate(Work)}
 
 
 def work_of(line: BoundSymbol) -> Work:
-    """Return the class of work of a line: by its name, or else of its heaviest subsymbol; OTHER if it has none."""
+    """Return the class of work of a line, from its name or its heaviest subsymbol; OTHER if it has no subsymbols."""
     if (operator := operator_of(line)) is not None:
         return work_of_operator(operator)
     name = line.sym.name
@@ -86,7 +86,7 @@ def symbol_names(line: BoundSymbol) -> Iterator[str]:
 
 @cache
 def draws_random_numbers(name: str) -> bool:
-    """Return whether an operator draws random numbers, by our table or by torch's tags. Thunder's tags are
+    """Return whether an operator draws random numbers, according to our table or torch's tags. Thunder's tags are
     incomplete."""
     if WORK.get(name) is Work.RANDOM:
         return True
@@ -98,7 +98,7 @@ def draws_random_numbers(name: str) -> bool:
 
 
 def flops_of(line: BoundSymbol) -> int:
-    """Return the FLOPs of a line: by its name, or else the sum over its subsymbols; 0 for an unknown name."""
+    """Return the FLOPs of a line, from its name or as the sum over its subsymbols; 0 for an unknown name."""
     if operator_of(line) is not None:
         return flops_of_line(line)
     count = flops_of_symbol(line)

@@ -49,7 +49,7 @@ def function_of(trace: TraceCtx) -> Callable[..., Any]:
 
 def _lines(line: BoundSymbol, names: dict[str, Any], known: set[Symbol]) -> list[str]:
     """Return the text of a line, and add the names that it needs to ``names``. If all arguments are values and plain
-    constants, only its symbol needs names."""
+    constants, only the line's symbol needs names."""
     parts = line.output, line.args, line.kwargs
     is_plain = all(map(_is_plain, parts)) and not line.header
     if not is_plain or line.sym not in known:
