@@ -114,7 +114,7 @@ def _figures(timeline: Timeline, recomputed: Sequence[tuple[Op, str]], unit: str
 
 
 def _recomputed_ops(timeline: Timeline) -> list[tuple[Op, str]]:
-    """Return (operation, unit) pairs of the operations that recompute values of forward in a unit's backward.
+    """Return (operation, unit) pairs. The unit's backward runs the operation to recompute a forward value.
 
     Operations that read only parameters are left out. ``timeline`` must be scheduled, but not fused: fusers merge
     operations.

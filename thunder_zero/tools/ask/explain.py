@@ -268,7 +268,7 @@ def _gradient(program: _Program, param: Param) -> Reduced | None:
 
 
 def _lifetime(param: Param, timeline: Timeline, gathers: int) -> str:
-    """Describe when the stage gathers and frees a parameter, which is gathered ``gathers`` times in a step."""
+    """Describe when the stage gathers and frees a parameter. ``gathers`` counts the gathers in a step."""
     plan = timeline.plan
     stage = STAGES[plan.policy.stage]
     if not param.sharded:

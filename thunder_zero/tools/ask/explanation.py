@@ -189,7 +189,7 @@ def _name(param: Param) -> str:
 
 
 def _slice(param: Param, plan: Plan) -> str:
-    """Describe this rank's slice of the parameter under torch's tensor parallelism."""
+    """Describe this rank's slice of the parameter, from torch's tensor parallelism."""
     axis, whole = plan.mesh.tensor, _shape(plan.whole_shape(param))
     if param.sliced is None:
         return f"none: each of the {axis.size} ranks of tensor parallelism computes with all of it"

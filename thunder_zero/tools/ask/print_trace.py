@@ -56,7 +56,7 @@ def print_trace(
     the right are the parameters, the bytes that this rank sends, and the bytes alive after the line. There are two
     columns of bytes alive: gathered parameters, and all tensors. The bytes of all tensors are a forecast of
     :func:`thunder_zero.tools.memory`. This forecast includes a loss and an optimizer only if ``memory`` does. The peak
-    is marked. The last line is a summary. A terminal gets highlighted text; a file gets plain text in 100 columns.
+    is marked. The last line is a summary. A terminal gets highlighted text. A file gets plain text in 100 columns.
 
     >>> tz.print_trace(model, "forward", unit="blocks.0")
     >>> tz.print_trace(traces, memory=tz.tools.memory(traces, loss=loss, optimizer=torch.optim.AdamW))
@@ -69,8 +69,8 @@ def print_trace(
         unit: print only the compute and the collectives of this unit (default: all units).
         only: "parameters" for the lines that handle or read a parameter, "communication" for the lines that launch or
             end a collective of the schedule (default: all lines). The number of omitted lines is printed.
-        every_line: True to print each line as it runs. By default views are printed inside the lines that read them, as
-            in ``aten.mm(x, w.t())``, and unpacking and the ``del`` of activations are left out.
+        every_line: True to print each line as it runs. By default a view is printed inside the line that reads it, as
+            in ``aten.mm(x, w.t())``. Unpacking and the ``del`` of activations are left out by default.
         memory: a forecast of memory for these traces. Its figures at rest and in the optimizer's step are also printed.
         rank: the rank of the default process group that prints. A process without a group is rank 0.
 

@@ -137,7 +137,7 @@ def events_of(path: Path) -> list[Event]:
 def _aligned(events: Sequence[Event], forecast: Estimate) -> list[Event]:
     """Return the events of a profile, shifted to the times of the forecast.
 
-    The first common launch of a collective is aligned. Without a common launch, the profile's first event is aligned.
+    The first common launch of a collective is aligned. Otherwise the profile's first event is aligned.
     """
     timeline = forecast.timeline
     launched = [span for span in forecast.spans if span.lane is not Lane.COMPUTE]

@@ -70,7 +70,7 @@ def consolidate(
             metadata, as JSON under ``aliases``. A torch file has one tensor under all names.
         dtype: dtype of the model's floating-point tensors, such as ``"bfloat16"`` (default: as saved).
         optimizer: True to write the optimizer's state as well. A torch file then holds ``{"model": ..., "optim":
-            ...}``. With safetensors the state is in ``NAME.optimizer.safetensors``, with tensors named
+            ...}``. For safetensors, the state is in ``NAME.optimizer.safetensors``, in tensors named
             ``parameter.state``. Other states and hyper-parameters are JSON in the metadata, under ``state`` and
             ``param_groups``.
         ema: name of the extra that holds an EMA. The averages are written as parameters (default: no EMA).

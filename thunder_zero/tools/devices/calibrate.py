@@ -55,7 +55,7 @@ def calibrate(
 ) -> Calibrated:
     """Measure times of compute and communication on this machine, as curves over sizes, for ``tz.tools.estimate``.
 
-    A process without a group measures its CPU. With a group every rank calls this function. All ranks compute at the
+    A process without a group measures its CPU. In a group, every rank calls this function. All ranks compute at the
     same time, since they share caches and memory. Collectives use the transports of a step. All ranks return equal
     devices. Use the number of torch threads of training. Nothing else should run on the machine.
 

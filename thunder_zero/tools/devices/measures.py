@@ -50,7 +50,7 @@ class Measure:
         dtype: the dtype of matrix products; "" for other work.
         size: FLOPs of a matrix product, or bytes of memory traffic of other work.
         run: a function that does the work once.
-        lines: number of trace lines that a run corresponds to. All have this size.
+        lines: number of trace lines that a run stands for. Each line has this size.
     """
 
     work: Work

@@ -8,7 +8,7 @@ of forward, fit if::
     a.left + b.peak              <= budget
     a.left + b.left + c.peak     <= budget
 
-The search visits units in this order, and drops partial choices that leave more bytes at a higher cost than others.
+The search visits units in this order, and drops a partial choice if another is better in bytes and cost.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def cheapest(units: Sequence[Sequence[UnitCost]], budget: int) -> tuple[int, ...
 
 
 def _unbeaten(partial: list[_Partial], grain: int) -> list[_Partial]:
-    """Drop partial choices that are no better than another in bytes, rounded up to ``grain``, and in cost."""
+    """Drop a partial choice if another is as good or better in both cost and bytes (multiples of ``grain``)."""
     unbeaten: list[_Partial] = []
     least = float("inf")
     rounded = (replace(choices, left=-(-choices.left // grain) * grain) for choices in partial)

@@ -156,7 +156,7 @@ def under(plan: Plan, policy: Policy) -> Plan:
 
 
 def flops_to_repeat(op: Op, timeline: Timeline) -> int:
-    """Return the FLOPs to repeat an operation. Without FLOPs, return the number of elements that it writes."""
+    """Return the FLOPs to repeat an operation. If it has no FLOPs, return the number of written elements."""
     return op.flops or max((_numel(name, timeline) for name in op.writes), default=0)
 
 

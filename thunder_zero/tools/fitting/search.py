@@ -82,7 +82,7 @@ class Search:
         return best
 
     def least_alike(self, overhead: Overhead, options: Sequence[UnitChoice] = (PLAIN, RECOMPUTED)) -> Policy:
-        """Return the policy with the fewest bytes among policies that treat all units alike."""
+        """Return the policy with the fewest bytes, among policies that have one choice for all units."""
         tried = [self.alike(choice, sized) for choice in options for sized in self.sized]
         return min(tried, key=lambda policy: self._total(policy, overhead))
 
@@ -158,7 +158,7 @@ class Search:
         return min([best, *fitting] if best else fitting, key=self.cost, default=None)
 
     def _improve(self, start: Policy, best: Policy, target: int, tries: int) -> tuple[Policy, int]:
-        """Change the choices of one unit or two while the result is cheaper and fits.
+        """Change the choices of one or two units while the result fits and gets cheaper.
 
         Return the best policy, and the remaining number of tries.
         """

@@ -3,7 +3,7 @@
 The lines are the lines of the step. So allocations, views and deletions match the step::
 
     inputs -> forward lines -> outputs -> loss -> gradients of outputs -> backward lines -> gradients -> optimizer
-                     \\______ saved values (the lists that Thunder hands over) ____/
+                     \\______ saved values (two lists, of tensors and numbers) ____/
 """
 
 from __future__ import annotations

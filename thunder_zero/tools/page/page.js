@@ -1,4 +1,4 @@
-// Draws the data of the page: lanes and memory on a canvas; the list of lines has only its visible part in the DOM.
+// Draws the page: lanes and memory on a canvas, and a list of lines. Only the visible lines are in the DOM.
 "use strict";
 const page = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
@@ -65,7 +65,7 @@ for (const program of page.programs) {
   }
 }
 
-// The state: which line of which program is selected, which parameter, and the seconds that are shown.
+// The state: the selected program, line and parameter, and the visible range of seconds.
 const whole = Math.max(...page.programs.map((program) => program.figures.step_seconds)) || 1;
 const view = { start: 0, end: whole };
 const chosen = { program: 0, line: -1, parameter: -1 };
@@ -86,13 +86,13 @@ function choose(program, line, { parameter, zoom = false } = {}) {
   if (line < 0) return;
   const place = lines.ops[line].length ? `op=${lines.ops[line][0]}` : `line=${line}`;
   const link = `#${program ? `program=${program}&` : ""}${place}`;
-  if (link !== location.hash) history[zoom ? "pushState" : "replaceState"](null, "", link); // Back leads to the last jump
+  if (link !== location.hash) history[zoom ? "pushState" : "replaceState"](null, "", link); // Back returns to the last jump
   const collective = collectives[collectiveOf.get(line)];
   $("said").textContent = `${place}, ${lines.kind[line] ?? lines.phase[line]} ${lines.label[line]}: ${lines.code[line]}${collective?.why_exposed ? `; compute waits: ${collective.why_exposed}` : ""}`;
 }
 
 const largest = (parameters) => parameters.reduce((most, item) => (most < 0 || current().parameters[item].elements > current().parameters[most].elements ? item : most), -1);
-// Scroll the choice, or the panel about it, into the window: the choice was made outside of the picture.
+// Scroll the selected line or its panel into view, after a selection outside the picture.
 function reveal() {
   const place = $(innerWidth > 60 * parseFloat(getComputedStyle(document.documentElement).fontSize) ? "step-title" : "chosen-title"), { top } = place.getBoundingClientRect();
   if (top < 0 || top > innerHeight / 2) place.scrollIntoView();
@@ -195,7 +195,7 @@ function rectangle(start, end, y, height, fill) {
   return { left, right };
 }
 
-let waits = false; // several moves within a frame are drawn once
+let waits = false; // draw once for all moves within a frame
 function drawSoon() {
   if (!waits) requestAnimationFrame(() => { waits = false; draw(); });
   waits = true;
@@ -409,7 +409,7 @@ canvas.addEventListener("pointerup", (event) => {
 canvas.addEventListener("pointerleave", () => { $("tip").hidden = true; });
 canvas.addEventListener("wheel", (event) => {
   const length = view.end - view.start;
-  if (event.deltaY > 0 && length >= whole && !event.shiftKey) return; // nothing to zoom out of: the page scrolls
+  if (event.deltaY > 0 && length >= whole && !event.shiftKey) return; // fully zoomed out: let the page scroll
   event.preventDefault();
   if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan(((event.deltaX || event.deltaY) / width) * length);
   else zoomBy(1.002 ** event.deltaY, secondsAt(event.clientX - canvas.getBoundingClientRect().left));
@@ -466,7 +466,7 @@ function showTrace(scroll = false) {
 }
 trace.addEventListener("scroll", () => showTrace());
 
-// What is selected.
+// The selection.
 const place = ({ lines }, line) => (lines.ops[line].length ? `op ${lines.ops[line][0]}` : lines.phase[line]);
 const jump = (words, line) => make("button", { className: "link", type: "button", onclick: () => { choose(chosen.program, line, { zoom: true }); reveal(); } }, words);
 const swatch = (colour) => make("span", { className: "swatch", style: `background: ${colour}` });
@@ -556,7 +556,7 @@ $("table").tBodies[0].addEventListener("keydown", (event) => {
   else row.click();
 });
 
-// At a glance.
+// The overview.
 function showGlance() {
   const program = current(), { memory, collectives, lines } = program;
   if (memory) {

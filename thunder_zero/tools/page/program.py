@@ -134,7 +134,7 @@ class PageProgram:
 
     @cached_property
     def line_of(self) -> dict[int | str, int]:
-        """A mapping from operations, and from phases without a trace, to positions of lines on the page."""
+        """A mapping from operations to positions of lines on the page. Other keys are phases without a trace."""
         index_of: dict[int | str, int] = {}
         for index, line in enumerate(self.lines):
             index_of.update(dict.fromkeys(line.ops or (line.phase,), index))

@@ -101,7 +101,7 @@ class Row:
         return f"{names} as {self.form}" if self.form else names
 
 
-CODES = {Kind.GATHER: "encode", Kind.REDUCE: "encode", Kind.WAIT: "decode"}  # of encoded payloads
+CODES = {Kind.GATHER: "encode", Kind.REDUCE: "encode", Kind.WAIT: "decode"}  # labels of encoding lines
 
 ONLY: Mapping[str, Callable[[Row], bool]] = {
     "parameters": lambda row: bool(row.params),

@@ -36,7 +36,7 @@ MOST_ITEMS = 12  # the most items of a collection in a shortened statement
 
 
 def stdout_console() -> Console:
-    """Return a console on the standard output. Without a terminal it is 100 columns wide."""
+    """Return a console on the standard output. If this is no terminal, the console has 100 columns."""
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 

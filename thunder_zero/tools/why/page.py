@@ -114,7 +114,7 @@ def _device_here() -> Device | None:
 
 
 def _forecast(runs: Sequence[Traces], device: Device | None) -> tuple[dict[str, float], str]:
-    """Return forecast seconds keyed by part of the step, and "". Without a forecast, return {} and the reason."""
+    """Return (seconds keyed by part of the step, ""). If there is no forecast, return ({}, reason)."""
     if device is None:
         return {}, (
             "no forecast of time: run thunder-zero calibrate machine.json, under torchrun as the script runs, and pass "
