@@ -44,7 +44,7 @@ class Part:
 
     Attributes:
         plan: DCP's plan of the items.
-        places: the file and byte range of each item.
+        places: a mapping from items to files and byte ranges.
         aliases: a mapping from an alias's key to the key of the value.
         files: the files that the rank wrote.
     """

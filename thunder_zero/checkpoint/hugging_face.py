@@ -69,9 +69,9 @@ def save_pretrained(
 ) -> None:
     """Write the whole model to a folder for ``from_pretrained``, or for the argument ``weights`` of this package.
 
-    A collective: all ranks must call it; rank 0 writes. Each tensor is gathered, written and dropped before the next.
-    The files get their names once all are complete. Then safetensors files of an earlier save are deleted if the new
-    model does not have them.
+    A collective: all ranks must call it, and rank 0 writes. Each tensor is gathered, written and dropped before the
+    next. The files get their names once all are complete. Then safetensors files of an earlier save are deleted if the
+    new model does not have them.
 
     A Hugging Face model's own ``save_pretrained`` decides the files and the names of tensors: ``config.json``,
     ``generation_config.json`` and ``model.safetensors``, or only the adapters of a ``PeftModel``. Any other module is
@@ -202,7 +202,7 @@ def _gather(state: State, value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _write(weights: Weights, other_files: Mapping[Path, bytes], values: Iterator[Tensor]) -> None:
-    """Write all files under temporary names, then rename them; only on rank 0."""
+    """Write all files under temporary names, then rename the files. This runs on rank 0 only."""
     written: dict[Path, list[Path]] = {}
 
     def read(tensor: TensorToWrite) -> Tensor:

@@ -151,7 +151,7 @@ def _find_checkpoint(path: Path, group: dist.ProcessGroup, *, verify_files: bool
 def _files_to_verify(saved: Manifest, rank: int, ranks: int) -> tuple[File, ...]:
     """Return consecutive files for a rank to verify, which probably have the rows that the rank reads.
 
-    They do not include the metadata file, which every rank reads and verifies.
+    The metadata file is not included, since every rank reads and verifies it.
     """
     files = [file for file in saved.files if file.name != METADATA]
     return tuple(files[rank * len(files) // ranks : (rank + 1) * len(files) // ranks])

@@ -102,8 +102,8 @@ def params_by_group(contents: Contents, optimizers: Sequence[Optimizer]) -> list
 def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tuple[Entries, list[Fact]]:
     """Return the entries of the optimizers that this rank writes, and facts that ranks compare.
 
-    Ranks compare the states of each parameter, because a state that a rank lacks would not be saved in full. They
-    compare the options of groups, because only rank 0 saves them.
+    Ranks compare the states of each parameter, because a state that a rank lacks would not be saved in full. Ranks
+    compare the options of groups, because only rank 0 saves options.
     """
     values, facts, groups = Entries(), list[Fact](), params_by_group(contents, optimizers)
     for member in chain(*groups):

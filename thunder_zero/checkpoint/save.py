@@ -70,7 +70,7 @@ def save(
 
     Returns:
         A future with the path of the checkpoint. With ``wait=False`` the future is done once the checkpoint is visible.
-        If a save in the thread fails, it warns at once; the future's ``result`` and the next save raise the error.
+        If a save in the thread fails, it warns at once. The future's ``result`` and the next save raise the error.
 
     Raises:
         TypeError: ``model`` has no ZeroTransform, or an extra is a model.
@@ -109,7 +109,7 @@ def entries_of(
 
 @torch.no_grad()
 def write_checkpoint(path: Path, entries: Entries, group: dist.ProcessGroup, *, max_to_keep: int | None) -> Path:
-    """Write this rank's entries; once all ranks have written, make the checkpoint visible. A collective."""
+    """Write this rank's entries. Once all ranks have written, make the checkpoint visible. A collective."""
     rank = group.rank()
     try:
         with all_or_none(group, "to save"):
@@ -139,7 +139,7 @@ def _write_part(path: Path, entries: Entries, rank: int) -> tuple[Part | None, E
 
 
 def finish_checkpoint(path: Path, parts: Sequence[Part], max_to_keep: int | None) -> None:
-    """Write the metadata, make the checkpoint visible, and delete older checkpoints; only on rank 0."""
+    """Write the metadata, make the checkpoint visible, and delete older checkpoints. This runs on rank 0 only."""
     files = dcp_write.write_metadata(folder.staging_of(path), parts)
     folder.publish(path, len(parts), files)
     if max_to_keep is not None:

@@ -113,5 +113,5 @@ def _gradient(member: Member) -> Tensor:
 
 
 def _launch(state: State, outgoing: ByPeer, incoming: ByPeer) -> Waitable:
-    """Launch the messages; a no-op on a single rank."""
+    """Launch the messages. This is a no-op on a single rank."""
     return state.transport.trade(outgoing, incoming) if state.plan.mesh.shard.size > 1 else WaitsBy(tuple)

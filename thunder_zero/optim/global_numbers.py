@@ -134,7 +134,7 @@ def global_mean(model: nn.Module, total: Tensor, count: int) -> Tensor:
 
     Gradients are averaged over ranks. With local means, an item (such as a token) on a rank with few items would have a
     larger weight. The loss is ``total * W / (count of all ranks)``: its mean over the W ranks is the mean over all
-    items. A collective: all ranks must call it; each rank sends one small message.
+    items. A collective: all ranks must call it, and each rank sends one small message.
 
     >>> losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
     >>> tz.global_mean(model, losses, int((targets != -100).sum())).backward()

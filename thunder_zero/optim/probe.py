@@ -152,7 +152,7 @@ class _ProbeRun:
         return [param.detach() - old for param, old in zip(self._params, old_values, strict=True)]
 
     def moves_all(self) -> bool:
-        """Return whether a step without gradients moves a probe parameter; False if the step fails."""
+        """Return whether a step without gradients moves a probe parameter, or False if that step fails."""
         try:
             return any(bool(move.any()) for move in self._step([None] * len(self._params)))
         except Exception:

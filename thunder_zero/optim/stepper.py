@@ -151,7 +151,7 @@ class BucketStepper:
         return sorted(name for name, value in current.items() if self._attributes.get(name, value) != value)
 
     def _with_groups(self, groups: Groups, user_options: UserOptions, states: MutableMapping[Any, Any]) -> Optimizer:
-        """Return the ordinary optimizer with the current groups. Build it in the first step."""
+        """Return the ordinary optimizer with the current groups. The first step builds the optimizer."""
         params = [(member.group, member.name, param) for member, param in self._owned]
         if self._optimizer is None:
             self._optimizer = make_optimizer(self._make, self._options, groups, user_options, params, named=self._named)

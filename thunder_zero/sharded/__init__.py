@@ -7,5 +7,5 @@ the state. The entry points are ``runtime.py`` for compiled traces, ``sharded_mo
     optimizer.step() --> shards  DTensor (5, 8)           zero_rows(shards)      rows (3, 8), in the same memory
           ^                 |                             zero_all_gather(rows)  --> transport --> full (5, 8)
           |              the same memory                  ...
-        .grad  <---------  rows  (3, 8) <--- mean ---     zero_reduce_scatter(gradient + deferred ones)
+        .grad  <---------  rows  (3, 8) <--- mean ---     zero_reduce_scatter(gradient + deferred gradient)
 """

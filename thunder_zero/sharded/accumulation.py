@@ -1,4 +1,4 @@
-"""Holds the gradients that ``no_sync`` has deferred; raises before a backward that would be wrong.
+"""Holds the gradients that ``no_sync`` has deferred. Raises before a backward that would be wrong.
 
 A forward selects its program. Under ``thunder.jit`` each prologue has ``zero_check_call``, which raises if the program
 does not fit the call (``runtime.py``). Thunder then selects or compiles another program. ``tz.compile`` selects by
@@ -42,7 +42,7 @@ class Accumulation:
     """Deferred gradients: full gradients that are not reduced yet, keyed by parameter path.
 
     Attributes:
-        synced: True if the gradients of a forward that runs now are reduced; False if they are deferred.
+        synced: True if the gradients of a forward that runs now are reduced; False if the gradients are deferred.
     """
 
     def __init__(self, *, synced: bool = True) -> None:
@@ -121,7 +121,7 @@ def guard(output: Any, node_types: tuple[type, ...], model: str, accumulation: A
 def refuse_wrong_backward(node: Node, model: str, accumulation: Accumulation, *, was_synced: bool) -> None:
     """Raise RuntimeError if a backward would be wrong, under the conditions of :func:`guard`.
 
-    ``node`` is the node of the backward. ``was_synced`` is True if the forward reduces gradients.
+    ``node`` is the node of the backward. ``was_synced`` is True if the forward's gradients are reduced.
     """
     _refuse(_inputs_of(node), model, accumulation, was_synced)
 

@@ -3,7 +3,7 @@
 ::
 
     q_proj.weight (64, 64), bfloat16    one rank of two      DTensor (64, 36), uint8, local (32, 36)
-                                        full state dicts     (64, 64), bfloat16: decoded; encoded by a load
+                                        full state dicts     (64, 64), bfloat16: decoded by a save, encoded by a load
 
 Encoding a decoded value gives the original bytes, so saving and loading a full state dict changes no value.
 """

@@ -42,7 +42,7 @@ def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bo
     Args:
         model: a model with ZeroTransform.
         writeback: True copies rank 0's parameters into the shards at the end of the block. If the block raises on any
-            rank, nothing is written and every rank raises.
+            rank, nothing is written, and every rank raises.
         rank0_only: True gives full parameters to rank 0 of the process group only. On other ranks the module cannot
             compute.
 
@@ -80,7 +80,7 @@ def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bo
 
 
 def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.Parameter]:
-    """Gather full parameters by path; a collective. With ``rank0_only``, return {} on other ranks."""
+    """Gather full parameters by path. This is a collective. With ``rank0_only``, return {} on other ranks."""
     group = state.group
     full: dict[str, nn.Parameter] = {}
     with doing(f"full_parameters of {state.name}"):

@@ -2,7 +2,7 @@
 
 ::
 
-    ZeRO-1, rank 1 of 2      buffer [ rows of rank 0 | own rows ]    the optimizer steps this rank's rows in place;
+    ZeRO-1, rank 1 of 2      buffer [ rows of rank 0 | of rank 1 ]   the optimizer steps this rank's rows in place;
                                       ^ stale after a step           a gather then updates the other rows
     ZeRO-2, accumulating     the first micro-batch gathers, later micro-batches read these tensors, the last frees them
 
@@ -127,13 +127,13 @@ class ResidentParameters(StayingParameters):
         """Make the parameters that changed on any rank stale on all ranks.
 
         Ranks agree by one small collective after each backward, since an optimizer may then have stepped on some ranks
-        only. (A scaler may have found an Inf.) They also agree after other changes on this rank, such as a load or a
+        only. (A scaler may have found an Inf.) Ranks also agree after other changes on this rank, such as a load or a
         write in place. All ranks must make these changes, since a rank without a change would not join the collective.
         If no parameter can have changed, there is no collective.
 
-        Digests detect other writes, such as a custom optimizer's through ``.data``. If ranks agree for another reason,
-        a detected write marks the parameter as stale. Otherwise it raises, since a rank without the write would not
-        join the collective.
+        Digests detect other writes, such as a custom optimizer's through ``.data``. If ranks compare stale parameters
+        after other changes, a detected write marks its parameter as stale. Otherwise the write raises, since a rank
+        without the write would not join the collective.
         """
         if not self._buffers:
             return

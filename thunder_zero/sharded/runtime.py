@@ -63,7 +63,7 @@ class ModelRuntime:
         return self._accumulation.synced
 
     def guard(self, lookups: tuple[thunder_room.Lookup, ...]) -> int:
-        """Store the guard of the program that is compiled for the current call; return its number."""
+        """Store the guard of the program that is compiled for the current call. Return the number of the guard."""
         return self.guards.add(lookups)
 
     def check_call(self, synced: bool, guard: int) -> None:
@@ -90,7 +90,7 @@ class ModelRuntime:
         return sent
 
     def all_gather(self, sent: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Waitable:
-        """Launch the gather of a bucket; return its handle.
+        """Launch the gather of a bucket, and return the handle.
 
         ZeRO-1 sends only the parameters that an optimizer has changed since the last gather. ZeRO-2 with
         ``policy.reshard_after_backward=False`` sends only the parameters that this accumulation has not gathered yet.
@@ -119,7 +119,7 @@ class ModelRuntime:
         return WaitsBy(wait)
 
     def decode(self, arrived: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
-        """Return full parameters. Decode the parameters that arrived as bytes, and no parameters that were kept."""
+        """Return full parameters. Decode parameters that arrived as bytes. Parameters that were kept are unchanged."""
         params = self._params_of(paths)
         keeper = self._keeper_of(params)
         if keeper is None:

@@ -225,7 +225,7 @@ class State(LocalState):
         self.kept_unsharded.drop(changed)
 
     def gather_now(self, param: Param, shard: Tensor | None = None) -> Tensor:
-        """Gather a full, unpadded parameter from the current shards; a collective.
+        """Gather a full, unpadded parameter from the current shards. This is a collective.
 
         With ``shard``, gather another tensor of the parameter's shape instead: ``shard`` has this rank's rows.
         """

@@ -260,7 +260,7 @@ class Wire:
         return WaitsBy(wait)
 
     def _average_bytes(self, sent: Sequence[GradientParts], params: Sequence[Param], over: str) -> Waitable:
-        """Send each part to the rank that adds the parts, then its mean to all ranks, rounded to nearest."""
+        """Send each part to the rank that adds the parts, then send its rounded mean to all ranks."""
         axis = self._plan.mesh.over(over)
         trade = _Trade(sent, axis)
 

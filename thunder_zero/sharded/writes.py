@@ -64,7 +64,7 @@ def _words(flat: Tensor) -> Tensor:
 
 
 def _sum(words: Tensor) -> Tensor:
-    """Return the weighted sum of words, (1,): sum blocks, then sum the sums, with different weights on each level."""
+    """Return the weighted sum of words, (1,). Sum blocks, then sum these sums, with other weights on each level."""
     weights = _weights(words.device)
     level = 0
     while len(words) > BLOCK:

@@ -41,7 +41,7 @@ FullOf = Callable[[Tensor], Tensor]
 def initial_values(
     module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, sources: Sources
 ) -> InitialValues:
-    """Compare the modules of all ranks, and return the initial values; a collective.
+    """Compare the modules of all ranks, and return the initial values. This is a collective.
 
     A rank that fails still takes part in all collectives up to the next agreement, where every rank raises.
     """
@@ -160,7 +160,7 @@ def _full(tensor: Tensor, model: PlainModel, value_here: FullOf) -> Tensor:
 
 
 def _collected(model: PlainModel, full_of: FullOf, drawn: Drawn, sharder: Sharder) -> InitialValues:
-    """Return all values; a collective if one rank sends them. At most one full tensor is alive at a time."""
+    """Return all values. This is a collective if one rank sends values. At most one full tensor is alive at a time."""
     at_rest: dict[str, Tensor] = {}
     unplanned = []
     for tensor, names in model.names.items():

@@ -114,7 +114,7 @@ def fitted(value: object, like: Tensor, subject: str) -> Tensor:
 
 
 def whole_like(tensor: Tensor) -> Tensor:
-    """Return a meta tensor with the full shape of a DTensor. Return any other tensor itself."""
+    """Return a meta tensor with the full shape of a DTensor. Return any other tensor unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     whole = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")

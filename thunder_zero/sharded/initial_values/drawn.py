@@ -125,7 +125,7 @@ class Drawn:
             self._put(tensor, full)
 
     def _in_full(self, tensor: Tensor) -> Tensor | None:
-        """Remove a value and return it in full on the CPU, or None if there is none. A collective for rows."""
+        """Remove a value and return it in full on the CPU, or None if it is missing. A collective for rows."""
         value, param = self._take(tensor), self._model.param_of(tensor)
         if value is None:
             return None
