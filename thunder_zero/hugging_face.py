@@ -6,8 +6,8 @@ In: a class of trainers, and the arguments of ``tz.compile``. Out: a subclass, w
     trainer.model            the plain module with DTensors, for its class, config, signature and adapters
     trainer.model_wrapped    the sharded model, which steps call
 
-``parallelize`` slices a model by the plan for tensor parallelism that the model brings along. Only ``parallelize``
-imports transformers at run time: the user imports the class of trainers.
+``parallelize`` slices a model by the model's plan for tensor parallelism. Only ``parallelize`` imports transformers at
+run time: the user imports the class of trainers.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def sharded(trainer: TrainerClass, policy: Policy | int | None = None, **argumen
 
 
 def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> None:
-    """Slice a model of transformers in place for tensor parallelism, by default by the plan of its class.
+    """Slice a model of transformers in place for tensor parallelism. The default plan comes from the model.
 
-    ``from_pretrained`` with a ``DistributedConfig`` also slices a model so. Afterwards pass the whole mesh to
+    ``from_pretrained`` with a ``DistributedConfig`` has the same effect. Afterwards pass the whole mesh to
     :func:`thunder_zero.compile`.
 
     >>> parallelize(model, mesh["tp"])

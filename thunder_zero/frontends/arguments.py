@@ -92,7 +92,7 @@ class Arguments(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class CheckedArguments:
-    """The checked arguments; at most one of ``process_group`` and ``mesh`` is not None."""
+    """The checked arguments. ``process_group``, ``mesh`` or both are None."""
 
     policy: Policy
     process_group: dist.ProcessGroup | None

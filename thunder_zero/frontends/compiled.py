@@ -115,7 +115,7 @@ class Traces:
 
     @property
     def backward_timeline(self) -> Timeline:
-        """The backward phase; empty if there is no backward."""
+        """The backward phase, which is empty if there is no backward."""
         return self.timeline.with_ops(op for op in self.timeline.ops if op.backward)
 
 

@@ -58,7 +58,7 @@ NEED_FULL_PARAMETERS = {  # functions of Hugging Face's models, with their repla
 
 
 class ZeroModule(ShardedModel, ThunderModule):
-    """A jitted module whose parameters are sharded; ``ZeroTransform`` turns a ThunderModule into one.
+    """A jitted module whose parameters are sharded. ``ZeroTransform`` turns a ThunderModule into a ZeroModule.
 
     Thunder's ``no_sync`` reduces gradients once more at its end. ZeroModule's ``no_sync`` does not.
     """
@@ -279,7 +279,7 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     @property
     def __jit_ignored_attributes__(self) -> NoReturn:
-        """Raise in ``torch.jit``, which reads this attribute before those for DistributedDataParallel."""
+        """Raise in ``torch.jit``, which reads this attribute first, so that the error names ``torch.jit``."""
         raise RuntimeError(
             f"torch.jit cannot look into the compiled programs of {type(self._model).__name__}; give it the plain "
             f"module inside of: with tz.full_parameters(model) as module"
@@ -306,7 +306,7 @@ class ZeroModule(ShardedModel, ThunderModule):
 
 
 def place_of(tensor: Tensor) -> tuple[torch.dtype, str, int]:
-    """Return the dtype, device type and device index of a tensor; the index defaults to 0."""
+    """Return the dtype, device type and device index (default: 0) of a tensor."""
     return tensor.dtype, tensor.device.type, tensor.device.index or 0
 
 

@@ -54,8 +54,8 @@ class ZeroStrategy(DDPStrategy):
         frontend: "thunder" to compile by ``thunder.jit``, "dynamo" to compile by :func:`thunder_zero.compile`.
         jit_options: further arguments of the front end, such as ``{"executors": [...]}`` for "thunder", and
             ``{"fuse": "inductor"}`` for "dynamo".
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: see DDPStrategy; Fabric sets them
-            from its own arguments.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: see DDPStrategy. Fabric passes
+            these from its own arguments.
         process_group_backend, timeout, start_method: see DDPStrategy.
         arguments: the arguments of ZeroTransform, such as ``stage=3``, ``init`` and ``weights``. Process group, mesh
             and device are excluded, because Fabric sets them. ``broadcast_from`` is 0 by default, unless ``policy`` is

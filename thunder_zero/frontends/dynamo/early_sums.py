@@ -1,7 +1,7 @@
 """Moves all-reduces over tensor-parallel ranks right behind the lines of their gradients.
 
-Each tensor-parallel rank computes a partial sum of a norm's gradient, and torch all-reduces it over ranks. Forward
-begins with the DTensors of parameters, so backward ends with all these all-reduces, and ZeRO would reduce late::
+Each tensor-parallel rank computes a partial sum of a norm's gradient, and torch all-reduces it over ranks. All these
+all-reduces are at the end of backward, so ZeRO could not reduce a gradient before the end::
 
     before    part_1; ..; part_0; ..; sum_1 = all_reduce(part_1); sum_0 = all_reduce(part_0); return sum_1, sum_0
     after     part_1; sum_1 = all_reduce(part_1); ..; part_0; sum_0 = all_reduce(part_0); ..; return sum_1, sum_0

@@ -139,7 +139,7 @@ class Programs:
 def program_of(
     joint: aot.Joint, paths: Sequence[str | None], executor: ZeroExecutor, mode: Mode, *, fuses: bool
 ) -> tuple[Converted, pipeline.Program]:
-    """Return a graph as a joint trace, and its program for a mode."""
+    """Convert a joint graph to a joint trace, compile the trace for a mode, and return the trace and the program."""
     with thunder_context():
         converted = convert(joint, paths, executor, backward=mode.differentiates, synced=mode.synced)
         return converted, pipeline.compile_program(pipeline.schedule_trace(converted.joint), phases_of(fuses=fuses))
@@ -184,7 +184,7 @@ class _Backward(NamedTuple):
 
 
 class TracedPhases:
-    """The traces of a program as the functions that AOTAutograd calls (:class:`thunder_zero.compat.aot.Phases`).
+    """The functions that AOTAutograd calls to run a program's traces (:class:`thunder_zero.compat.aot.Phases`).
 
     Each set of missing tangents has its own backward, compiled lazily.
 

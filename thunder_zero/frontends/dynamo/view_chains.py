@@ -49,7 +49,7 @@ def _shape(node: fx.Node) -> tuple[int | str, ...]:
 def _is_replaceable(node: fx.Node, root: fx.Node) -> bool:
     """Return whether all readers of a node can read the root of its chain instead.
 
-    An output of the graph must be a tensor of its own, unless the root is a gradient that the graph does not return.
+    An output of the graph must stay a separate tensor, unless the root is a gradient that the graph does not return.
     """
     is_output = any(user.op == "output" for user in node.users)
     is_returned = any(user.op == "output" for user in root.users)

@@ -6,9 +6,9 @@
     shard         | ring    | ring      |           a wire carries one ring at a time
     replicate               | ring  |
 
-The load of a ring is the share of the CPU core that the ring needs. While compute runs, rings get at most half of the
-core, as from the system's scheduler, and compute gets the remaining share. Rings that need more than half take
-proportionally longer. Two concurrent rings on wires of one link run at half speed.
+The load of a ring is the share of the CPU core that the ring needs. While compute runs, the system's scheduler gives
+rings at most half of the core, and compute the remaining share. Rings that need more than half take proportionally
+longer. Two concurrent rings on wires of one link run at half speed.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Lanes:
         return min(_end_at(ring.end, self._now[0], speed / self._sharing(ring, running)) for ring in running)
 
     def _advance(self, until: float, *, computes: bool = False) -> None:
-        """Advance the simulation to a time. If ``computes``, compute runs meanwhile, and longer if rings slow it."""
+        """Advance the simulation to a time. If ``computes``, compute is busy until this time, or longer under load."""
         while True:
             self._begin_rings()
             now, running = self._now[0], self._running()

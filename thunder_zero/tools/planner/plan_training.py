@@ -1,7 +1,7 @@
 """``tz.tools.plan_training``: compares stages and meshes, and recommends one.
 
-In: a model, a number of ranks and a device. Out: a table, a recommendation and code. For each stage, few of the model's
-blocks are compiled, and their figures repeated. A row has a mesh, the lowest recompute level that fits, bytes, seconds.
+In: a model, a number of ranks and a device. Out: a table, a recommendation and code. For each stage, a few blocks of
+the model are compiled, and their figures are extended to all blocks. A row has a mesh, a recompute level and figures.
 """
 
 from __future__ import annotations

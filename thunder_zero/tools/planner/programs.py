@@ -1,4 +1,4 @@
-"""Compiles few blocks of a model for each stage, and forecasts time and memory on meshes."""
+"""Compiles a few blocks of a model for each stage, and forecasts time and memory on meshes."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class TrainingPlan:
         devices_per_node: devices of a node.
         memory_bytes: memory of a rank.
         tokens: tokens of a data-parallel rank in a step. For a global batch, this is the number with the first ``tp``.
-        global_tokens: tokens of all ranks in a step; None without a global batch.
+        global_tokens: tokens of all ranks in a step, or None if there is no global batch.
         rows: stages and meshes, in the order of the table.
         chosen: the recommended row; None if no row fits.
         reason: the reason for the recommendation, in one sentence.
