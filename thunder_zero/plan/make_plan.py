@@ -103,7 +103,7 @@ def make_plan(
 
 
 def _names(module: nn.Module, policy: Policy, modules: set[str]) -> dict[nn.Parameter, list[str]]:
-    """Return a mapping from parameters to their names, without ignored ones. Raise ValueError for unknown paths."""
+    """Return a mapping from parameters that are not ignored to their names. Raise ValueError for unknown paths."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
@@ -231,7 +231,7 @@ def _plan_param(
 
 
 def _precision_of(names: tuple[str, ...], precision: MixedPrecision) -> MixedPrecision:
-    """Return the precision of a parameter. Raise ValueError if its names match different overrides."""
+    """Return the precision of a parameter. Raise ValueError if names of a tied parameter match different overrides."""
     overrides = {name: override for name in names if (override := precision.of(name)) is not precision}
     different = [name for name, override in overrides.items() if override != overrides[next(iter(overrides))]]
     if different:

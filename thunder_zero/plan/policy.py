@@ -1,6 +1,6 @@
 """The user's policy, measured times, and the table of stages. Frozen data.
 
-Only ``STAGES`` defines the stages; all other code reads a row of it.
+Only ``STAGES`` defines the stages. All other code reads a row of this table.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Times:
     """Measured times of compute between gathers, and the speed of a gather.
 
     A gather is named by the path of the first parameter of its bucket. Ranks compare the ``repr`` of their times, which
-    has a checksum of the seconds.
+    contains a checksum of the seconds.
 
     Attributes:
         forward: a mapping from gathers to seconds of compute, without communication, from the gather's wait to the next

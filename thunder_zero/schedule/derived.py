@@ -1,4 +1,4 @@
-"""Finds values derived from parameters alone, their sources, and which backward recomputes.
+"""Finds values derived from parameters alone, their sources, and their uses in backward.
 
 In: a timeline, with its :attr:`Timeline.derived`. Out: names of values::
 

@@ -2,8 +2,8 @@
 
 A reduction starts where its gradient is computed. Its wait comes right before the return, unless the full gradients in
 flight and the gradients computed next would exceed ``Sizes.in_flight_bytes``. Then the oldest reduction must end before
-the next gradient is computed. If several are in flight, the oldest wait comes right after the preceding collective, so
-that the computations between two collectives stay one region for the fuser::
+the next gradient is computed. If several reductions are in flight, the oldest wait comes right after the preceding
+collective, so that the computations between two collectives stay one region for the fuser::
 
     reduce a            reduce a
     wait   a            compute ..
@@ -153,8 +153,8 @@ def gathers_ahead(timeline: Timeline) -> dict[int, tuple[int, int]]:
     """Return a mapping from the index of each gather to a number of reductions and a number of bytes.
 
     Gathers with no computation between them are a group. The first number counts the reductions of gradients that began
-    before the last ``Sizes.prefetch`` groups. The second is the bytes of the gather's group so far. The mapping is
-    empty if ``Sizes.prefetch`` is 0 or ``Policy.times`` replaces it.
+    before the last ``Sizes.prefetch`` groups. The second number is the bytes of the group up to this gather. The
+    mapping is empty if ``Sizes.prefetch`` is 0 or ``Policy.times`` replaces it.
     """
     prefetch = timeline.plan.sizes.prefetch
     if timeline.plan.policy.times is not None or prefetch == 0:

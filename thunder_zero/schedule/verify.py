@@ -20,7 +20,7 @@ from thunder_zero.schedule.verify_in_flight import check_in_flight, check_making
 
 @runtime_checkable
 class HasTimeline(Protocol):
-    """An object with a timeline, such as the result of ``tz.traces_of``, whose class this room must not import."""
+    """An object with a timeline, such as the result of ``tz.traces_of``. (This room must not import its class.)"""
 
     @property
     def timeline(self) -> Timeline:

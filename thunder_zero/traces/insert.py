@@ -7,8 +7,8 @@ parameter comes before the first line that reads it::
                                              ->       t1 = zero_synchronize(t_b, 'b')
                                                       y = ltorch.linear(x, t0, t1)
 
-A synchronise gathers nothing yet: autodiff and lowering replace it by gather, wait and reduction (``symbols.py``). The
-names of a tied parameter share one synchronise, so autodiff sums its gradients, and the sum is reduced once.
+A synchronise gathers nothing yet: autodiff and lowering replace it with gather, wait and reduction (``symbols.py``).
+The names of a tied parameter share one synchronise, so autodiff sums its gradients, and the sum is reduced once.
 
 The module's parameters are DTensors of the full shape. At the end of the prologue, :func:`take_rows` inserts the line
 that takes their rows on this rank::
