@@ -32,7 +32,7 @@ FUNCTIONS = ("unit_of", "passes", "transport")
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A property that must be equal on all ranks. Errors call the property ``name``, such as ``"parameter 'w'"``."""
+    """A property that must be equal on all ranks. Its ``name`` in errors is, for example, ``"parameter 'w'"``."""
 
     name: str
     value: str
@@ -100,8 +100,8 @@ def all_alike_or_none(group: dist.ProcessGroup, what: str) -> Iterator[list[Fact
 
 
 def require_same(facts: Sequence[Fact], group: dist.ProcessGroup) -> None:
-    """Raise an error on every rank that names the first fact in which a rank differs from rank 0; a collective. Only
-    digests are sent, unless they differ."""
+    """Raise an error on every rank that names the first fact in which a rank differs from rank 0; a collective. Ranks
+    exchange digests, and the facts themselves only if the digests differ."""
     if len(set(all_gather_object(_digest_of(facts), group))) > 1:
         _name_difference(all_gather_object(facts, group))
 
@@ -139,7 +139,7 @@ def on_rank_0(what: str, decide: Callable[[Callable[[], None]], Result], every: 
 
     The result must be picklable. An error that cannot be pickled becomes a RuntimeError with its class and text on the
     other ranks. ``decide`` gets a function that it must call regularly. At most once every ``every`` seconds, this
-    function tells the other ranks that rank 0 is alive, so that they wait past the group's timeout.
+    function tells the other ranks that rank 0 is alive, so that they wait longer than the group's timeout.
     """
     if not has_groups():
         return decide(lambda: None)

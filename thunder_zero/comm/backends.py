@@ -30,8 +30,8 @@ from thunder_zero.plan.params import Plan
 Make = Callable[[ProcessGroup, int], Transport]
 # (device type, backend) -> transport; other pairs get PerTensor
 BACKENDS: Mapping[tuple[str, str], Make] = {
-    ("cpu", "gloo"): PairwiseGloo,  # gloo's own reduce-scatter sends twice the minimum of bytes
-    ("cuda", "nccl"): CoalescedNccl,  # one launch a bucket, the mean inside the collective
+    ("cpu", "gloo"): PairwiseGloo,  # gloo's own reduce-scatter sends twice as many bytes as needed
+    ("cuda", "nccl"): CoalescedNccl,  # one launch per bucket, the mean inside the collective
     ("cuda", "fake"): CoalescedNccl,  # replaces NCCL in tests: equal kernels and memory, no peers
 }
 
@@ -42,7 +42,7 @@ def transport_for(group: ProcessGroup, device: torch.device, role: int = 0, make
     Args:
         group: the process group.
         device: the device of the tensors.
-        role: a number that differs between the transports of a model that may share a group.
+        role: a number. Transports of one model may share a group, but must have different numbers.
         make: a function that builds the transport instead of the backend's class (``Policy.transport``).
     """
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
@@ -143,7 +143,7 @@ def _has_behaviour(param: nn.Parameter) -> bool:
 
 
 def _require_current(device: torch.device) -> None:
-    """Raise ValueError if ``device`` is not the current GPU, which NCCL and streams would use."""
+    """Raise ValueError if ``device`` is not the current GPU: NCCL and streams use the current GPU."""
     if device.type == "cuda" and device.index not in (None, current := torch.cuda.current_device()):
         raise ValueError(
             f"device is '{device}', but the current CUDA device of this process is 'cuda:{current}', where NCCL and "

@@ -75,14 +75,14 @@ class CollectiveTag:
 
 _activity: ContextVar[str] = ContextVar("activity", default="")
 _without_tags: WeakSet[ProcessGroup] = WeakSet()
-# group -> the error about a difference, which is final, and buffers that peers may still read
+# group -> the error about its first difference, and buffers that peers may still read
 _differences: WeakKeyDictionary[ProcessGroup, tuple[str, object]] = WeakKeyDictionary()
 _unconfirmed: WeakKeyDictionary[ProcessGroup, AnnouncedTag] = WeakKeyDictionary()
 
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Tag small collectives inside the block with this text. In nested blocks, the outermost text counts."""
+    """Tag small collectives inside the block with this text. In nested blocks, the outermost text is the tag."""
     token = _activity.set(_activity.get() or what)
     try:
         yield
@@ -155,7 +155,7 @@ _Posted = tuple[tuple[int, int], bytearray, dist.Work, dist.Work]
 
 
 class AnnouncedTag:
-    """An announced tag that has not been compared with the peers' tags yet. Gloo sends its messages."""
+    """An announced tag that has not been compared with the peers' tags yet. Gloo sends the tag's messages."""
 
     def __init__(self, tag: CollectiveTag, group: ProcessGroup, channel: ProcessGroup) -> None:
         self._tag, self._channel = tag, channel
@@ -260,8 +260,8 @@ class TaggedTransport:
     def enter_phase(self, phase: str, schedule: str, training_forwards: int) -> None:
         """Set the tag of a phase, such as ``"backward"``. The tag includes the digest of the phase's launches.
 
-        The tag counts the phases of this kind that launched collectives, and all training forwards so far. The second
-        count differs between ranks if a rank has skipped a backward.
+        The tag contains the number of phases of this kind that launched collectives, and the number of training
+        forwards so far. The second number differs between ranks if a rank has skipped a backward.
         """
 
         def tag() -> CollectiveTag:

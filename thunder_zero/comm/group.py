@@ -73,8 +73,8 @@ class Ranks:
 
 
 def _names_of(group: dist.ProcessGroup) -> frozenset[str]:
-    """Return the names of all groups with the ranks of ``group``, since an equal mesh of a DTensor may have other
-    groups."""
+    """Return the names of all groups with the ranks of ``group``, since a DTensor's mesh may have another group of
+    these ranks."""
     ranks = dist.get_process_group_ranks(group)
     equal_groups = (candidate for candidate in all_groups() if dist.get_process_group_ranks(candidate) == ranks)
     return frozenset(equal_group.group_name for equal_group in equal_groups)
@@ -85,7 +85,7 @@ def ranks_of(group: object, mesh: object, dims: object = None) -> Ranks:
 
     A mesh (shard) or (replicate, shard) shards over its last dimension. ``dims`` (FSDP2's ``dp_mesh_dims``) or
     :data:`DATA_DIMS` name the data dimensions; any other dimension is for tensor parallelism. If the mesh leaves out
-    ranks, this is a collective of its ranks.
+    ranks, this is a collective of the mesh's ranks.
     """
     if mesh is None:
         if dims is not None:
@@ -183,7 +183,7 @@ def _with_sorted_rows(mesh: DeviceMesh) -> DeviceMesh:
 
 def _require_matching_rows(copies: list[list[int]]) -> None:
     """Raise ValueError if a column of the mesh joins ranks that store different rows of parameters. A process group
-    numbers its ranks in ascending order, for any order in the mesh."""
+    numbers its ranks in ascending order, whatever their order in the mesh."""
     columns = {frozenset(column) for column in zip(*copies, strict=True)}
     sorted_columns = {frozenset(column) for column in zip(*map(sorted, copies), strict=True)}
     if columns != sorted_columns:
@@ -234,7 +234,7 @@ def _uncaught() -> BaseException | None:
 
 
 def tell_launcher() -> None:
-    """Write an uncaught exception to the file ``TORCHELASTIC_ERROR_FILE``, as a message and a time; called at exit.
+    """Write the message and time of an uncaught exception to the file ``TORCHELASTIC_ERROR_FILE``; called at exit.
 
     Torchrun's summary of the failure then ends with the message, below all frames.
     """
@@ -262,7 +262,7 @@ def destroy_groups_after_error() -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-    gc.collect()  # a model that was not finished refers to itself
+    gc.collect()  # an unfinished model is part of a reference cycle
 
 
 def process_group(group: object) -> dist.ProcessGroup:
@@ -270,7 +270,7 @@ def process_group(group: object) -> dist.ProcessGroup:
 
     Raises:
         ValueError: this rank is not in the group.
-        TypeError: ``group`` is something else.
+        TypeError: ``group`` is not a process group.
         RuntimeError: there is no default group.
     """
     if group is not None:

@@ -32,7 +32,7 @@ class Waitable(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WaitsBy:
-    """A handle whose ``wait`` is a function, called at most once, such as a wrapper of another handle's wait."""
+    """A handle whose ``wait`` calls a given function, such as a wrapper of another handle's wait, at most once."""
 
     wait: Callable[[], tuple[Tensor, ...]]
 
@@ -66,7 +66,7 @@ class Handle:
 
     def __init__(self, parts: Iterable[BucketPart], results: Sequence[Tensor], pending: set[Handle]) -> None:
         self._parts = deque(parts)
-        self._results: Sequence[Tensor] | None = results  # may be filled by a part
+        self._results: Sequence[Tensor] | None = results  # a part may fill it
         self._pending = pending
         pending.add(self)
 
@@ -91,7 +91,7 @@ EXIT_SECONDS = 1.0  # an exiting rank waits this long for its threads
 
 
 class Task(Generic[Result]):
-    """A task of a background thread. A lock is held until the task ends, since a ``Future`` costs ten times as much."""
+    """A task of a background thread. Waiting for it blocks on a lock, since a ``Future`` costs ten times as much."""
 
     __slots__ = "_call", "_error", "_lock", "_result"
 
@@ -156,7 +156,7 @@ class _Background:
         self._tasks.put(task)
 
     def _serve(self) -> None:
-        wait_for_a_core(threading.get_native_id())  # or each bucket would interrupt what computes
+        wait_for_a_core(threading.get_native_id())  # otherwise each bucket would interrupt a computing thread
         while True:
             task = self._tasks.get()
             task.run()
@@ -171,5 +171,5 @@ def _thread_of(name: str) -> _Background:
 
 
 def _let_end(thread: str) -> None:
-    """Give the thread time to notice lost peers; called at exit. Later the interpreter cannot stop it cleanly."""
+    """Give the thread time to notice lost peers; called at exit. Stopping it later would not be clean."""
     in_background(thread, lambda: None).wait(EXIT_SECONDS)

@@ -1,4 +1,4 @@
-"""Implements transports with the backend's own collectives: one launch a bucket on NCCL.
+"""Implements transports with the backend's own collectives: one launch per bucket on NCCL.
 
 Tensors are sent without copies, with one exception. The collectives send chunks of equal size, so a gradient is copied
 and padded with zeros if the number of ranks does not divide its rows.
@@ -22,7 +22,7 @@ from thunder_zero.plan import layout
 
 
 class _Native(Launching):
-    """The base class of both transports: buffers, padding and handles."""
+    """The base class of :class:`CoalescedNccl` and :class:`PerTensor`: buffers, padding and handles."""
 
     averages = FLOATS  # NCCL and MPI have no sum of complex numbers
     means: frozenset[torch.dtype] = frozenset()  # dtypes for which the collective itself averages
@@ -91,7 +91,7 @@ class _Native(Launching):
         raise NotImplementedError
 
     def _options(self, means: Sequence[Tensor]) -> dict[str, Any]:
-        """Return the options of a bucket's reductions, whose tensors have one dtype."""
+        """Return the options of a bucket's reductions. The tensors of a bucket have one dtype."""
         return {"op": dist.ReduceOp.AVG if means[0].dtype in self.means else dist.ReduceOp.SUM}
 
     def _divisors(self, dtype: torch.dtype) -> tuple[float, float]:
@@ -132,7 +132,7 @@ class CoalescedNccl(_Native):
     """The transport for NCCL: one launch for all calls of a bucket. The collective itself averages.
 
     ``wait`` blocks the current stream, not the host. NCCL averages by dividing each rank's gradient by W before the
-    sum, which loses small float16 numbers. So float16 gradients are summed, and divided here.
+    sum, which loses small float16 numbers. So NCCL only sums float16 gradients, and this class divides them.
     """
 
     means = FLOATS - {torch.float16}
@@ -158,8 +158,8 @@ class PerTensor(_Native):
 def float16_divisors(world_size: int) -> tuple[float, float]:
     """Return the divisor of float16 gradients before the sum, a power of 2, and the divisor of the sum.
 
-    Each is about the square root of W, as in FSDP2: dividing by W before the sum loses small gradients, and dividing by
-    W after the sum overflows.
+    Each is about the square root of W, as in FSDP2: dividing by W before the sum could lose small gradients, and
+    dividing by W after the sum could overflow.
 
     >>> float16_divisors(8)
     (4, 2.0)

@@ -1,4 +1,4 @@
-"""Implements the transport for gloo: each rank sends a peer exactly the rows that it needs.
+"""Implements the transport for gloo: each rank sends a peer only the rows that the peer needs.
 
 Gloo's reduce-scatter is an all-reduce that discards most of its result, and it sums in the dtype of the messages.
 Messages between pairs of ranks send the fewest bytes possible. They are sent in the background, directly from and into
@@ -88,7 +88,7 @@ class PairwiseGloo(Launching):
     def _gather_even(
         self, bucket: GlooBucket, shards: Sequence[Tensor], message: PackedMessage, fulls: list[Any]
     ) -> BucketPart:
-        """Gather parameters that share a message, if the number of ranks divides the rows of each parameter.
+        """Gather parameters that share a message. The number of ranks must divide the rows of each parameter.
 
         One call of torch packs the rows of all parameters, and one call splits the received rows into full parameters.
         """
@@ -211,9 +211,9 @@ class PairwiseGloo(Launching):
     def _reduce(
         self, bucket: GlooBucket, parts: Sequence[Tensor], mean: Tensor, then: Callable[[], None] | None
     ) -> BucketPart:
-        """Write the mean of all ranks' parts for this rank into ``mean``, then call ``then``. The caller sends
-        ``parts[r]`` to rank r."""
-        lowest = min(self._peers)  # its part is summed first or second, so ``mean`` may be its receive buffer
+        """Receive a part of the gradient from each peer; write their mean, this rank's part included, into ``mean``;
+        call ``then``. The caller sends ``parts[r]`` to rank r."""
+        lowest = min(self._peers)  # its part is summed first or second, so it may be received into ``mean``
         arrived = {rank: mean if rank == lowest else torch.empty_like(mean) for rank in self._peers}
         in_rank_order = [arrived.get(rank, parts[self.rank]) for rank in range(self.world_size)]
 
@@ -229,7 +229,7 @@ class PairwiseGloo(Launching):
     ) -> Callable[[Wait], list[BucketPart]]:
         """Average this rank's part of ``mean``, send it to all peers, and receive the other parts.
 
-        Call the returned function after the bucket is posted, with a function that waits for the end of posting.
+        After posting the bucket, call the returned function with a function that waits until posting has ended.
         """
         slots = self._cut_rows(mean)
         other_parts = bucket.receive({rank: slots[rank] for rank in self._peers}, then, self._tag_of_means)
@@ -282,20 +282,20 @@ class GlooBucket:
         self._meanwhile.append(work)
 
     def post(self, parts: Sequence[BucketPart]) -> list[BucketPart]:
-        """Start the messages without blocking the caller. Return the parts of a handle: the end of posting, the given
-        parts, the end of the sends."""
+        """Start the messages without blocking the caller. Return the parts of a handle: a part that waits for posting,
+        the given parts, and a part that waits for the sends."""
         posted = self.run(self._post)
         for work in self._meanwhile:
             work()
         return [BucketPart((posted,)), *parts, BucketPart(self._sent)]
 
     def run(self, post: Callable[[], None]) -> Wait:
-        """Run ``post`` on the sender thread; return a function that waits for its end."""
+        """Run ``post`` on the sender thread; return a function that waits until ``post`` has returned."""
         return in_background(SENDER, post).result
 
     def start_all(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[Wait]:
-        """Start messages, keyed by rank. Return, for each message, a function that waits for its end. Empty tensors
-        need no message."""
+        """Start messages, keyed by rank. Return a list of functions, each of which waits until one message is complete.
+        Empty tensors need no message."""
         return [start(tensor, rank, self._group, tag) for rank, tensor in tensors.items() if tensor.numel()]
 
     def _post(self) -> None:
@@ -458,9 +458,9 @@ def _cut(
     dim: int,
 ) -> None:
     """Split a packed message into new tensors, and write the tensors into ``results`` at the indices ``members``."""
-    split: Any = torch.split_with_sizes_copy  # torch's stubs have no result for it
+    split: Any = torch.split_with_sizes_copy  # torch's stubs lack its return type
     for index, piece, shape in zip(members, split(packed, sizes, dim), shapes, strict=True):
-        # A view would hold one more tensor. Most biases need no resize.
+        # Resized in place: a view would hold one more tensor. Most biases need no resize.
         results[index] = piece if piece.shape == shape else piece.resize_(shape)
 
 

@@ -70,7 +70,7 @@ def slices_of(module: nn.Module, ranks: Ranks) -> dict[str, int]:
 def partial_of(module: nn.Module, ranks: Ranks) -> frozenset[str]:
     """Return the names, aliases included, of parameters whose gradients are sums of parts from all ranks of ``tensor``.
 
-    Hugging Face's plans mark their modules by ``replicated_with_grad_allreduce``.
+    Hugging Face's tensor-parallel plans mark modules with these parameters as ``replicated_with_grad_allreduce``.
 
     Raises:
         ValueError: the parts would be summed over another mesh, or a parameter is a DTensor.
@@ -108,7 +108,7 @@ def _dimension_of(name: str, param: DTensor, ranks: int) -> int | None:
 
 
 def require_planned(module: nn.Module, plan: Plan) -> None:
-    """Raise ValueError if a parameter has hooks on its gradient, or if :func:`require_in_plan` does."""
+    """Raise ValueError if a parameter has hooks on its gradient, or if :func:`require_in_plan` raises."""
     require_in_plan(module, plan)
     for name, param in module.named_parameters(remove_duplicate=False):
         if param._backward_hooks or param._post_accumulate_grad_hooks:

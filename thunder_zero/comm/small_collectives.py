@@ -1,7 +1,7 @@
 """Runs small, tagged collectives of numbers, objects and DTensors; errors name the lost rank.
 
-They exchange values outside of a program's schedule: agreements, counts, flags, a full tensor for a state dict. In:
-this rank's value. Out: the values of all ranks. Ranks first announce and compare tags, so that a mismatch raises::
+The values are not part of a program's schedule: agreements, counts, flags, a full tensor for a state dict. In: this
+rank's value. Out: the values of all ranks. Ranks first announce and compare tags, so that a mismatch raises::
 
     rank 0    all_gather_object, in tz.save of model 0 (Net)             -> RuntimeError
     rank 1    all_gather_tensor, in clip_grad_norm_ of model 0 (Net)     -> RuntimeError
@@ -28,8 +28,8 @@ _next_number = 0
 
 @contextmanager
 def small_collective(step: str, group: ProcessGroup) -> Iterator[None]:
-    """Tag the small collective in the block. The block starts after all ranks of the group have reached it. Its errors
-    name lost ranks."""
+    """Tag the small collective in the block. The block starts after all ranks of the group have reached it. Errors that
+    the block raises name lost ranks."""
     with naming_tag(compare_tags(step, group)), naming_lost_ranks(group):
         yield
 

@@ -1,7 +1,7 @@
 """Finds tied parameters that ``parallelize_module`` has separated, and that would silently diverge.
 
 ``parallelize_module`` gives each module that it slices a new parameter. A Hugging Face configuration tells which
-parameters are tied. In other models, an embedding and another parameter with equal values were tied::
+parameters are tied. In other models, an embedding and another parameter are taken as tied if their values are equal::
 
     head.weight = embed.weight     one parameter
     parallelize_module             head.weight: a DTensor, Shard(0); embed.weight: unchanged    -> ValueError

@@ -22,7 +22,7 @@ from thunder_zero.comm.handle import Handle, Waitable, WaitsBy
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 COMPLEX = frozenset((torch.complex64, torch.complex128))
 Shape = tuple[int, ...]
-PeerBuffers = Mapping[int, Sequence[Tensor]]  # 1-D contiguous tensors, by a rank of the transport
+PeerBuffers = Mapping[int, Sequence[Tensor]]  # 1-D contiguous tensors, keyed by rank
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -101,8 +101,8 @@ class Transport(ABC):
     def with_tag(self, tag: int) -> Transport:
         """Return a transport whose messages match only messages with this tag, 0 to 2 ** 22 - 1.
 
-        Both transports share their handles in flight. A backend without tags ignores the tag and matches messages by
-        order alone.
+        The returned transport shares its handles in flight with this transport. A backend without tags ignores the tag
+        and matches messages by order alone.
         """
         return self
 

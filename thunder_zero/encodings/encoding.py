@@ -1,13 +1,13 @@
-"""Defines encodings: the bytes of elements, encode and decode. A cast is an encoding.
+"""Defines encodings: payload sizes, encoding and decoding. A cast is an encoding.
 
 ::
 
-    Encoding(torch.bfloat16)     2 bytes an element
-    Int8(block=128)              a byte an element, 4 bytes a block: its scale in float32
-    NF4(block=64)                half a byte an element, 4 bytes a block: for frozen parameters, also at rest
+    Encoding(torch.bfloat16)     2 bytes per element
+    Int8(block=128)              1 byte per element, 4 bytes per block: its scale in float32
+    NF4(block=64)                half a byte per element, 4 bytes per block: for frozen parameters, also at rest
 
-``plan/params.py`` calls ``nbytes`` to compute the bytes that collectives send. Memory, forecasts, proofs and reports
-read the plan. ``sharded/wire.py`` encodes and decodes.
+``plan/params.py`` calls ``nbytes`` to compute the bytes that collectives send. Forecasts, proofs and reports take these
+bytes from the plan. ``sharded/wire.py`` encodes and decodes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 LARGEST_BLOCK = 1 << 16  # elements; in a longer block most elements would round to 0, since the largest sets the scale
 SCALE_BYTES = 4  # a float32; payloads are padded to a multiple of it, so that the scales of all ranks are aligned
-PIECE = 1 << 19  # elements at a time on a CPU: buffers of 2 MiB stay in the cache, with little overhead a piece
+PIECE = 1 << 19  # elements at a time on a CPU: buffers of 2 MiB stay in the cache, with little overhead per piece
 PIECE_ON_GPU = 1 << 22  # elements at a time on a GPU: with buffers of 16 MiB, launches have little overhead
 
 

@@ -12,7 +12,7 @@ Inf or NaN has the scale NaN, so all of its elements are decoded as NaN.
 
 Dithered rounding is floor(x / scale + u), for u uniform in [0, 1): its mean is x / scale (Gray and Stockham, Dithered
 quantizers, 1993). Here u is a Weyl sequence over the elements of a piece. The start of the sequence is a hash of the
-parameter, the sender, and the number of the sender's reduction. The sequence costs nothing, is reproducible, and is
+parameter, the sender, and a count of the sender's reductions. The sequence costs nothing, is reproducible, and is
 uniform over the hashes.
 """
 
@@ -40,7 +40,7 @@ class Int8(Blocks):
 
     Gathers round to nearest: the error of an element is at most half a step, 0.4% of the largest element of its block.
     Reductions round stochastically, which is unbiased: the error of a rank's element is less than a step. A step is at
-    least 2 ** -126, so the 0.4% does not hold for a block whose elements are all below 1.5e-36.
+    least 2 ** -126, so the bound of 0.4% does not hold for a block whose elements are all below 1.5e-36.
 
     >>> Int8(128).nbytes(1000)
     1032

@@ -2,13 +2,13 @@
 
 ::
 
-    a row of n elements    [ a float32 scale for each block | two elements a byte, first in its upper half | padding ]
+    a row of n elements    [ a float32 scale for each block | two elements per byte, first in its upper half | padding ]
 
     encode   x (rows, n)   ->  bytes (rows, NF4.nbytes(n))    scale = max |x| of the block; level nearest to x / scale
     decode   bytes         ->  x (rows, n)                    level * scale
 
 Each row has its own blocks, so that the bytes of a row do not depend on the number of ranks. The levels and the order
-of elements are as in bitsandbytes, whose blocks continue from row to row, however.
+of elements are as in bitsandbytes, except that its blocks continue from row to row.
 
 Encoding decoded values again, in the dtype of the original, gives equal bytes: the largest element of a block is
 exactly its scale times 1 or -1. A block with Inf or NaN is decoded as NaN.
@@ -36,7 +36,7 @@ LEVELS = (
 
 @dataclass(frozen=True, repr=False)
 class NF4(Blocks):
-    """4 bits an element: one of the 16 levels of NormalFloat, times the largest magnitude of its block.
+    """4 bits per element: one of the 16 levels of NormalFloat, times the largest magnitude of its block.
 
     The levels are from Dettmers et al., QLoRA, 2023. If elements are normally distributed, all levels are equally
     frequent. Only frozen parameters are stored in this format, row by row. The error of an element is at most 15.2% of

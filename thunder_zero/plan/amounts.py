@@ -1,4 +1,4 @@
-"""Parses and formats amounts: bytes, seconds, dtypes."""
+"""Parses and formats numbers of bytes, seconds, and dtypes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def float_dtype(name: str, dtype: torch.dtype | str) -> torch.dtype: ...
 @overload
 def float_dtype(name: str, dtype: torch.dtype | str | None) -> torch.dtype | None: ...
 def float_dtype(name: str, dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return ``torch.bfloat16`` for ``"bfloat16"``, ``"bf16"`` or ``torch.bfloat16``, and None for None.
+    """Return the dtype for a name, such as ``"bfloat16"`` or ``"bf16"``. Return a dtype, or None, unchanged.
 
     Raises:
         ValueError: ``dtype`` is not a floating-point dtype. The message names the field ``name``.
@@ -79,7 +79,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of an element, at least 1. The first number in the dtype's name is its size in bits.
+    """Return the size of an element in bytes, at least 1. The first number in the dtype's name is the size in bits.
 
     >>> itemsize("bfloat16"), itemsize("float8_e4m3fn"), itemsize("complex64"), itemsize("bool")
     (2, 1, 8, 1)

@@ -34,7 +34,7 @@ class Geometry:
         mesh: the axes of the ranks that hold the parameter.
         is_cut: True if each rank along ``shard`` stores a part of the rows, padded; False if each stores all rows.
         sliced: the dimension that is sliced along the axis ``tensor``; None if the parameter is not sliced.
-        is_partial: True if each rank along ``tensor`` computes one term of the gradient, which is their sum.
+        is_partial: True if the gradient is a sum, and each rank along ``tensor`` computes one term.
     """
 
     shape: tuple[int, ...]
@@ -88,7 +88,7 @@ class Geometry:
         return self.numel_of(self.mesh.shard.place)
 
     def numel_of(self, place: int) -> int:
-        """Return the number of real elements of the rank with index ``place`` along ``shard``; 0 owns the most."""
+        """Return the number of real elements that the rank with index ``place`` along ``shard`` owns."""
         return (
             layout.owned_numel(self.in_compute, self.mesh.shard.size, place) if self.is_cut else prod(self.in_compute)
         )
@@ -100,8 +100,8 @@ class Geometry:
 
     @property
     def reduced_over(self) -> tuple[str, ...]:
-        """The axes of the collectives that reduce the gradient, in order. The first collective splits the gradient into
-        rows. Collectives over data axes average; collectives over ``tensor`` sum."""
+        """The axes of the collectives that reduce the gradient, in order. The first collective scatters the rows of a
+        sharded parameter's gradient. Collectives over data axes average; collectives over ``tensor`` sum."""
         summed = (TENSOR,) if self.is_partial and self.mesh.tensor.size > 1 else ()
         if self.mesh.replicate.size == 1:
             return (SHARD, *summed)
@@ -109,5 +109,5 @@ class Geometry:
 
 
 def cut_rows(shape: tuple[int, ...], mesh: Mesh) -> Geometry:
-    """Return the geometry of a tensor that is sharded by rows, unless it is 0-dim or empty."""
+    """Return the geometry of a tensor: sharded by rows, or replicated if the tensor is 0-dim or empty."""
     return Geometry(tuple(shape), mesh, layout.is_sharded(tuple(shape)))

@@ -70,7 +70,7 @@ def scatter_sends(shape: tuple[int, ...], world_size: int, rank: int) -> int:
 
 
 def all_reduce_sends(shape: tuple[int, ...], world_size: int) -> int:
-    """Return the number of elements that each rank sends in one all-reduce: ``2 (W - 1) / W`` times all, rounded up.
+    """Return how many elements each rank sends in one all-reduce: ``2 (W - 1) / W`` times the tensor's, rounded up.
 
     An all-reduce is a reduce-scatter and an all-gather (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms,
     2009)."""

@@ -70,7 +70,7 @@ def make_plan(
 
     Args:
         module: the module to shard.
-        policy: how to shard it.
+        policy: the policy for sharding the module.
         mesh: the ranks that train the module, with this rank's index along each axis.
         slices: a mapping from parameter names to the dimensions along which torch's tensor parallelism slices.
         partial: names of the parameters whose gradients are sums over the ranks along ``tensor``.
@@ -146,7 +146,7 @@ KINDS = {
 
 
 def _require_formats(plan: Plan) -> None:
-    """Raise ValueError if a format applies to no parameter: the user expects it to save bytes."""
+    """Raise ValueError if a format applies to no parameter, since the user expects the format to save bytes."""
     for field, kind in KINDS.items():
         formats = getattr(plan.policy, field)
         for pattern, fmt in (formats if isinstance(formats, Mapping) else {"*": formats}).items():

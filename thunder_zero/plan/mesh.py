@@ -115,11 +115,11 @@ class Mesh:
         return any(axis.name == TENSOR for axis in self.axes)
 
     def joins_slices(self, group: object) -> bool:
-        """Return whether a process group joins the ranks along ``tensor``, given its name in torch's collectives."""
+        """Return whether the process group with this name (in torch's collectives) joins the ranks along ``tensor``."""
         return not self.slice_groups or group in self.slice_groups
 
     def over(self, name: str) -> Axis:
-        """Return the axis of this name; :data:`ALL` joins both data axes.
+        """Return the axis with this name. :data:`ALL` names an axis that joins both data axes.
 
         Raises:
             ValueError: ``name`` is not an axis of a mesh.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = ""  # path of the root unit
-STATES = 2  # tensors of a shard's shape that an optimizer keeps, as Adam does
+STATES = 2  # optimizer tensors for each parameter, in the shape of its shard; Adam has two
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class Param:
         sharded: True if each rank owns rows; False if the parameter is replicated.
         resident: True if the parameter is sharded, but also stays in memory in full between steps (ZeRO-1).
         kept_unsharded: True if one gather serves forward and backward; False if forward frees the parameter and
-            backward gathers it again. In ZeRO-3 a new plan has False; the schedule then sets True for some last units
+            backward gathers it again. In ZeRO-3, scheduling sets True for some last units
             (``Policy.reshard_after_forward``).
         gather_per_unit: True if each unit that uses the parameter in forward gathers it separately.
         gather_format: the format of the rows on the wire; None means ``compute_dtype``.
         reduce_format: the format of the gradient on the wire; None means ``reduce_dtype``.
-        frozen_format: the format of the rows at rest and on the wire; None means the dtypes above.
+        frozen_format: the format of the rows at rest and on the wire; None if the parameter is not stored in a format.
         sliced: the dimension that torch's tensor parallelism slices; None if it slices none.
-        is_partial: True if each rank of tensor parallelism computes one term of the gradient, which is their sum.
+        is_partial: True if the gradient is a sum, and each rank of tensor parallelism computes one term.
     """
 
     path: str
@@ -80,7 +80,7 @@ class Param:
 
     @property
     def rest_shape(self) -> tuple[int, ...]:
-        """The full, unpadded shape of the parameter at rest, or of its rows encoded in ``frozen_format``."""
+        """The full, unpadded shape at rest, where the rows may be encoded in ``frozen_format``."""
         fmt = self.frozen_format
         return self.shape if fmt is None else (self.shape[0], fmt.nbytes(prod(self.shape[1:])))
 
@@ -161,7 +161,7 @@ class Plan:
             raise RuntimeError(f"{what} knows no slices of torch's tensor parallelism yet; {instead}")
 
     def resting(self, param: Param) -> Geometry:
-        """Return the geometry of a parameter as stored: of its rows, or of its rows encoded in ``frozen_format``."""
+        """Return the geometry of a parameter at rest, where its rows may be encoded in ``frozen_format``."""
         fmt = param.frozen_format
         return self.geometry(param) if fmt is None else Geometry(param.rest_shape, self.mesh, param.sharded)
 
@@ -177,9 +177,9 @@ class Plan:
 
     @property
     def kept_unsharded(self) -> tuple[str, ...]:
-        """Paths of the sharded parameters that are gathered once for forward and backward. ZeRO-3 chooses whole units
-        when it schedules a step, so read the paths from ``traces_of(model).plan``. Forward still frees parameters that
-        backward does not read (biases)."""
+        """Paths of the sharded parameters that are gathered once for forward and backward. Scheduling a ZeRO-3 step
+        adds whole units, so read the paths from ``traces_of(model).plan``. Forward still frees parameters that backward
+        does not read (biases)."""
         return tuple(
             param.path for param in self.params if param.sharded and param.kept_unsharded and not param.resident
         )
@@ -191,8 +191,8 @@ class Plan:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """The bytes of a bucket and in flight, and the number of units gathered ahead. These sizes do not depend on the
-        shapes of inputs, which may differ between ranks: all ranks must launch equal collectives."""
+        """The sizes of buckets, the bounds in flight, and the number of units gathered ahead. All ranks must launch
+        equal collectives, so these sizes do not depend on the shapes of inputs, which may differ between ranks."""
         if self.memory_bytes is None:
             return choose(self.policy, on_cpu(self.largest_unit_bytes))
         largest = max(max(param.full_bytes, param.grad_bytes) for param in self.params)
@@ -200,7 +200,7 @@ class Plan:
 
     @cached_property
     def unit_bytes(self) -> Mapping[str, int]:
-        """The bytes of each unit. Each parameter counts the larger of full parameter and gradient."""
+        """A mapping from units to bytes: the sum of each parameter's full or gradient size, whichever is larger."""
         counts: Counter[str] = Counter()
         for param in self.params:
             counts[param.unit] += max(param.full_bytes, param.grad_bytes)
@@ -221,9 +221,9 @@ class Plan:
     def state_bytes(self) -> int:
         """An estimate of the bytes at rest on each rank's device.
 
-        The estimate counts shards, resident parameters, and for trained parameters gradients and :data:`STATES`
-        optimizer tensors. It leaves out buffers and step counts. ZeRO-1's shards count twice, although they are views
-        of full parameters. ``tz.tools.memory`` has the exact number.
+        The estimate includes shards, resident parameters, and, for trained parameters, gradients and :data:`STATES`
+        optimizer tensors. It leaves out buffers and step counts. It counts ZeRO-1's shards twice: they are views of the
+        full parameters, which are included, too. ``tz.tools.memory`` has the exact number.
         """
         total = 0
         for param in self.params:
@@ -249,7 +249,7 @@ class Plan:
         return replace(self, params=tuple(params))
 
     def shard_shape(self, param: Param) -> tuple[int, ...]:
-        """Return the shape at rest: of this rank's rows with padding, or of the full parameter if it is replicated."""
+        """Return the shape at rest: that of this rank's padded rows, or of the full parameter if it is replicated."""
         return self.resting(param).at_rest
 
     def rests_on_host(self, param: Param) -> bool:
@@ -374,15 +374,15 @@ class Plan:
         return 0
 
     def _receives(self, param: Param, axis: str) -> int:
-        if axis != SHARD or not param.sharded or self.reduce_encoding(param, axis).block:  # receives what it sends
+        if axis != SHARD or not param.sharded or self.reduce_encoding(param, axis).block:  # as many as it sends
             return self.reduce_sends(param, axis, self.mesh.shard.place)
         return self.geometry(param).numel * (self.mesh.shard.size - 1) * param.reduce_dtype.itemsize
 
     def gather_work(self, param: Param) -> tuple[int, int]:
-        """Return the memory traffic of a gather's encoding, and of its decoding, in bytes. A cast is an encoding."""
+        """Return the memory traffic of encoding and of decoding for a gather, in bytes. A cast is an encoding, too."""
         rows, full = prod(self.shard_shape(param)), self.mesh.shard.size * prod(self.shard_shape(param))
         if param.frozen_format:
-            return 0, param.rest_bytes + param.full_bytes  # also on one rank alone
+            return 0, param.rest_bytes + param.full_bytes  # even on a single rank
         if self.gathers_bytes(param):
             payload = self.payload_bytes(param)
             decoded = self.mesh.shard.size * payload + full * param.compute_dtype.itemsize
@@ -390,7 +390,7 @@ class Plan:
         return (rows * (param.dtype.itemsize + param.compute_dtype.itemsize), 0) if self._casts(param) else (0, 0)
 
     def reduce_work(self, param: Param, axis: str) -> tuple[int, int]:
-        """Return the memory traffic of encoding, and of decoding, in bytes, for a reduction over an axis."""
+        """Return the memory traffic of encoding and of decoding for a reduction over an axis, in bytes."""
         # Each encoded part is written once and summed once. Between replicas the sum is encoded again, for all ranks.
         rows, peers = prod(self.shard_shape(param)), self.ranks_over(axis) - 1
         mean = rows * param.dtype.itemsize

@@ -27,7 +27,7 @@ class Stage:
     name: str
     sharded: bool  # the optimizer steps this rank's rows, and gradients are reduce-scattered
     resident: bool  # the full parameter stays in memory between steps
-    kept_unsharded: bool  # alive from its first use in forward to its last in backward; in ZeRO-3 only the last units
+    kept_unsharded: bool  # the full parameter lives from forward to backward; in ZeRO-3 only in the last units
 
 
 #                     sharded  resident  kept_unsharded
@@ -96,20 +96,20 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-COUNTS = {  # fields that count something, with their units
+COUNTS = {  # fields that hold a count, with the word for what is counted
     "replicate_below_bytes": "bytes",
     "bucket_bytes": "bytes",
     "in_flight_bytes": "bytes",
     "prefetch": "units",
 }
 OPEN = ("bucket_bytes", "prefetch", "in_flight_bytes")  # None: plan/sizes.py chooses
-PATHS = {  # fields of paths
+PATHS = {  # fields that hold paths
     "ignored": "paths of parameters or submodules, such as ('router',)",
     "replicated": "patterns of paths of parameters or submodules, such as ('*.bias',)",
     "keep_unsharded": "paths of units, such as ('blocks.3',)",
     "recompute_units": "paths of units, such as ('blocks.0',)",
 }
-SHOWN = 4  # paths of one field in a repr
+SHOWN = 4  # at most this many paths of a field are shown in a repr
 RECOMPUTE = ("none", "cheap", "units")
 SWITCHES = ("gather_per_unit", "reshard_after_backward", "cpu_offload", "check_gradients")
 
@@ -136,50 +136,51 @@ class Policy:
             right before its use (default None: 2 on the CPU, 1 on a GPU).
         in_flight_bytes: the bound on bytes in flight. Gathers start ahead of their use while the gathered bytes stay
             within the bound; 0 starts each gather right before its use. Reductions stay in flight while the gradients
-            that they read and the gradients being computed stay within the bound. Gathers ahead of their use count with
-            these gradients, unless only reductions of the last ``prefetch`` units are in flight. A single collective of
-            any size may be in flight. (Default None: on the CPU twice the largest unit, 4 to 32 MiB, and one byte less
-            for gathers; on a GPU the largest unit and the largest bucket, but at most a quarter of the memory that the
-            state leaves.)
+            that they read and the gradients being computed stay within the bound. The bytes of gathers ahead of their
+            use are added to these gradients, unless only reductions of the last ``prefetch`` units are in flight. A
+            single collective of any size may be in flight. (Default None: on the CPU twice the largest unit, 4 to 32
+            MiB, and one byte less for gathers; on a GPU the largest unit plus the largest bucket, but at most a quarter
+            of the memory that is not state.)
         times: measured times (:func:`thunder_zero.tools.measure_times`), which replace ``prefetch``. Each gather then
-            starts as late as possible so that it still ends before compute needs it, with one collective at a time on
-            the wire. ``in_flight_bytes`` still applies (default None).
+            starts at the latest time at which it still ends before compute needs it, if the wire carries one collective
+            at a time. ``in_flight_bytes`` still applies (default None).
         gather_per_unit: True to gather a parameter that several units use in forward (tied weights) once for each unit,
             and to free it in between (default False: one gather). It has no effect on a parameter that is kept
             unsharded.
         reshard_after_forward: ZeRO-3 only. True: forward frees all units. None (default): forward keeps the last units,
             which backward needs first, as long as that does not raise the peak of gathered bytes.
             ``Plan.kept_unsharded`` lists them.
-        reshard_after_backward: ZeRO-2 only. True (default): each micro-batch gathers. False: parameters that a forward
-            under ``no_sync`` gathered stay gathered until the last micro-batch, which reduces, has read them. That
-            needs memory for the gathered model.
-        recompute: which values of forward backward computes again instead of reading saved values. ``"none"``: only
+        reshard_after_backward: ZeRO-2 only. True (default): each micro-batch gathers the parameters. False: parameters
+            gathered under ``no_sync`` stay gathered until the micro-batch that reduces has read them. This takes memory
+            for all parameters.
+        recompute: the choice of forward's values that are not saved, but computed again in backward. ``"none"``: only
             values that the module checkpoints. ``"cheap"`` (default): results of pointwise operations, casts, norms,
             softmax and other reductions of rows, where that saves memory and adds no gather. ``"units"``: all values
             except the inputs and outputs of units.
         recompute_units: paths of units that are recomputed as with ``"units"``, for any ``recompute`` (default none).
         keep_unsharded: ZeRO-3 only. Paths of units that forward does not free, in addition to the units that
-            ``reshard_after_forward=None`` keeps. Each saves a gather (default none).
+            ``reshard_after_forward=None`` keeps. Each unit saves a gather (default none).
         cpu_offload: True to keep shards, gradients and optimizer state in host memory. Each shard is copied to the
-            device before its gather, and its gradient back after the reduction (default False; on a CPU it only warns).
+            device before its gather, and its gradient is copied back after the reduction (default False; on a CPU the
+            only effect is a warning).
         broadcast_from: the rank in the process group whose parameters and buffers all ranks copy at the start; None
             (default) requires them to be equal already.
         check_gradients: True to raise on NaN or Inf in a reduced gradient, on every rank, before the optimizer's step
-            (default False; costs one pass and one small collective a backward). Do not combine it with a gradient
+            (default False; costs one pass and one small collective per backward). Do not combine it with a gradient
             scaler, which skips such steps.
         gather_format: ZeRO-1 to 3. The format of parameters on the wire: ``Int8()`` sends bytes with a scale for each
-            block of elements, about a quarter of float32. All ranks, owners included, compute with the decoded values;
-            shards stay exact. ``nn.Embedding``, ``nn.EmbeddingBag`` and parameters of one dimension (biases, norms)
-            are sent unchanged, unless a dict of patterns of paths names them: ``{"*": Int8(), "head": None}``. The last
-            pattern that matches decides (default None: all are sent unchanged).
+            block of elements, about a quarter of the size in float32. All ranks, owners included, compute with the
+            decoded values; shards are not rounded. ``nn.Embedding``, ``nn.EmbeddingBag`` and parameters of one
+            dimension (biases, norms) are sent unchanged, unless a dict of patterns of paths names them: ``{"*": Int8(),
+            "head": None}``. The last pattern that matches decides (default None: all are sent unchanged).
         reduce_format: ZeRO-1 to 3. The format of gradients on the wire: ``Int8()``. Each rank encodes its part of a
             gradient once, with stochastic rounding, which is unbiased. The owner sums in float32 (default None).
-        frozen_format: ZeRO-2 and 3. The format of frozen parameters, at rest and on the wire: ``NF4()``, 4 bits an
-            element with a scale for each block, about a quarter of bfloat16. It applies to floating-point parameters of
-            two dimensions or more that it makes smaller. Embeddings stay unchanged, unless a dict of patterns names
-            them, as in ``gather_format`` (default None: frozen parameters stay unchanged).
+        frozen_format: ZeRO-2 and 3. The format of frozen parameters, at rest and on the wire: ``NF4()``, 4 bits per
+            element with a scale for each block, about a quarter of the size in bfloat16. It applies to floating-point
+            parameters of two dimensions or more that it makes smaller. Embeddings stay unchanged, unless a dict of
+            patterns names them, as in ``gather_format`` (default None: frozen parameters stay unchanged).
         passes: functions from timeline to timeline, called in this order before the last built-in pass, ``free``
-            (:mod:`thunder_zero.schedule.passes`). Each result is proved, as after built-in passes (default none).
+            (:mod:`thunder_zero.schedule.passes`). Each result is proved (default none).
         transport: a function from a process group and a number to a :class:`thunder_zero.comm.transport.Transport`, for
             example a subclass of ``thunder_zero.comm.pairwise.PairwiseGloo``. Hybrid sharding has three transports,
             which may share a group but have different numbers (default None: by the backend).

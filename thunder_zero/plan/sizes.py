@@ -1,7 +1,7 @@
 """Sizes of buckets and bounds in flight, from the policy, the units and the device. Frozen data.
 
 On the CPU, with gloo, small buckets are fastest (measured: docs/performance.md). A GPU's compute hides the gather of a
-whole unit, and NCCL needs large messages. So on a GPU a unit is one bucket, and is gathered one unit ahead.
+whole unit, and NCCL needs large messages. So on a GPU a unit is one bucket, and its gather starts one unit ahead.
 """
 
 from __future__ import annotations

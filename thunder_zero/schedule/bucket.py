@@ -1,7 +1,7 @@
 """Merges the gathers, and the reductions, of one unit into buckets: one collective each.
 
-Gathers of one unit start together, where the first one started, if no gather of another unit is between them.
-Reductions of one unit start together, where the last one started::
+Gathers of one unit start together, at the start of the first gather, unless a gather of another unit is between them.
+Reductions of one unit start together, at the start of the last reduction::
 
     gather fut0 <- t_w    w                 gather fut0 <- t_w, t_b    w b
     wait   w    <- fut0   w                 wait   w, b <- fut0        w b
@@ -99,7 +99,7 @@ def _buckets_of_means(timeline: Timeline, buckets: Sequence[Sequence[int]]) -> l
 
 
 def _merge(timeline: Timeline, buckets: Sequence[Sequence[int]], *, place: int) -> Timeline:
-    """Merge the launches of each bucket, and their waits, where its first (0) or last (-1) member was."""
+    """Merge the launches of each bucket, and their waits, at the index of its first (0) or last (-1) member."""
     ops = timeline.ops
     wait_of = {op.reads[0]: index for index, op in enumerate(ops) if op.kind is Kind.WAIT}
     values = dict(timeline.values)

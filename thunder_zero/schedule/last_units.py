@@ -25,7 +25,7 @@ def choose_last_units(timeline: Timeline, schedule: Callable[[Timeline], Timelin
 
     Args:
         timeline: the timeline before any pass.
-        schedule: a function that places and frees the gathers of a timeline.
+        schedule: a function that inserts and moves gathers, and inserts FREEs.
     """
     if timeline.plan.policy.reshard_after_forward:
         return timeline
@@ -41,7 +41,7 @@ def choose_last_units(timeline: Timeline, schedule: Callable[[Timeline], Timelin
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the largest number up to ``limit`` that fits, if all smaller numbers fit, too. 0 always fits.
+    """Return the largest number up to ``limit`` that fits. All numbers below a number that fits must fit; 0 must fit.
 
     Each try may be expensive, so only a few numbers are tried: first powers of two, then by bisection.
 

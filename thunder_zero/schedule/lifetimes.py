@@ -77,9 +77,9 @@ def gathered_bytes(timeline: Timeline, unit: str | None = None) -> tuple[int, ..
     """Return the bytes of gathered parameters that are alive after each operation, in all units or in ``unit``.
 
     A gathered parameter occupies its full bytes from the launch of its gather, where the buffer is allocated, to its
-    FREE. Resident parameters (ZeRO-1: sharded, but full at rest) do not count. If a backend sends chunks of equal size
-    (NCCL), a parameter is padded to a multiple of W rows. Parameters that stay gathered after the step
-    (``policy.reshard_after_backward=False``) no longer count then.
+    FREE. Resident parameters (ZeRO-1: sharded, but full at rest) are not included. If a backend sends chunks of equal
+    size (NCCL), a parameter is padded to a multiple of W rows. Parameters that stay gathered after the step
+    (``policy.reshard_after_backward=False``) are included only up to their FREE.
     """
 
     def change(op: Op) -> int:

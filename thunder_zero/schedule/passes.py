@@ -50,7 +50,7 @@ PASSES = (
 
 
 def run(timeline: Timeline) -> Timeline:
-    """Schedule a lifted timeline with every pass in order. Prove it before the first pass and after each pass.
+    """Run every pass, in order, on a lifted timeline. Prove the timeline before the first pass and after each pass.
 
     The user's passes (``Policy.passes``) run before the last pass, ``free``.
 

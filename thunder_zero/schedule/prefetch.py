@@ -13,9 +13,9 @@ gather starts right after an earlier wait, so that the computations between two 
     wait   c            wait   c
     compute ..          compute ..
 
-``Sizes.prefetch``, or ``policy.times``, decides which wait. With ``prefetch=n``, the gathers of a unit start after the
-first wait of the n-th unit before it. ``policy.times`` chooses the latest wait after which the gather can still end in
-time, with one gather at a time on the wire::
+``Sizes.prefetch``, or ``policy.times``, decides after which wait a gather starts. With ``prefetch=n``, the gathers of a
+unit start after the first wait of the n-th unit before it. ``policy.times`` chooses the latest wait after which the
+gather can still end in time, with one gather at a time on the wire::
 
     gather a            gather a
     wait   a            wait   a
@@ -131,7 +131,7 @@ def _starts_at_use(plan: Plan) -> bool:
 
 
 def _starts(timeline: Timeline, start: int, stop: int) -> list[tuple[int, Op]]:
-    """Return (index, gather) pairs of one phase. The gather starts right after the index."""
+    """Return (index, gather) pairs of one phase. Each gather starts right after its index."""
     uses = _uses(timeline, start, stop)
     starts: list[tuple[int, Op]] = []
     earliest = start - 1
@@ -241,8 +241,8 @@ def ended_before(nbytes: Sequence[int], bound: int) -> list[int]:
 def ended_in_time(computed: Sequence[float], on_wire: Sequence[float]) -> list[int]:
     """Return how many gathers in a sequence have ended at the latest start of each gather.
 
-    From its latest start, a gather still ends before compute waits for it, and so do all later gathers. One gather at a
-    time is on the wire. A gather starts right after a wait, or before all waits.
+    A gather that starts then still ends before compute waits for it, and so do all later gathers. One gather at a time
+    is on the wire. A gather starts right after a wait, or before all waits.
 
     Args:
         computed: seconds of compute from each gather's wait to the next wait.

@@ -13,8 +13,8 @@ fewer bytes. Its operations are copied right before the first operation of backw
     compute gh <- g, a                      compute gh <- g, a_again
 
 The saved values are a minimum cut: the fewest bytes from which cheap operations (``Op.cheap``) can compute all other
-values. Views of one memory count once. Parameters count 0 bytes, and so do inputs that operations of backward read.
-Other inputs count, since the caller may have dropped them.
+values. Views of one memory count once. Saving a parameter costs 0 bytes, and so does saving an input that operations of
+backward read. Saving any other input costs its bytes, since the caller may have dropped it.
 
 A recomputed operation may read a gathered parameter only while backward holds it for other operations. So recomputing
 adds no gather, starts no gather earlier, and frees no parameter later. The pass runs after all passes that place
@@ -55,8 +55,8 @@ def recompute(timeline: Timeline) -> Timeline:
 
 
 def saved_bytes(timeline: Timeline) -> int:
-    """Return the bytes that forward computes or gathers and backward reads. Each memory counts once. Parameters that
-    are not kept unsharded do not count: backward gathers them again."""
+    """Return the bytes that forward computes or gathers and backward reads. Views of one memory are counted once.
+    Parameters that backward gathers again are not counted."""
     dropped = regathered(timeline)
     forward = {name for op in timeline.ops if not op.backward for name in op.writes if name not in dropped}
     read = {name for op in timeline.ops[:-1] if op.backward for name in op.reads}
@@ -88,7 +88,7 @@ class _Phases:
 
     @cached_property
     def available(self) -> dict[str, range]:
-        """A mapping from forward's gathered parameters to the indices where backward holds them for other uses."""
+        """A mapping from forward's gathered parameters to the indices where backward holds them without recomputing."""
         timeline = self.timeline
         last = last_reads(timeline, self.gathered)
         result: dict[str, range] = {}
@@ -115,12 +115,12 @@ class _Phases:
 
     @cached_property
     def overwritten(self) -> frozenset[str]:
-        """The values whose memory is overwritten. Forward saves them, and no recomputed operation reads them."""
+        """The values whose memory is overwritten. They must be saved, and no recomputed operation may read them."""
         return overwritten(self.timeline)
 
     @cached_property
     def fixed(self) -> frozenset[str]:
-        """The memory that operations of backward read, computations excepted."""
+        """The memory that backward's operations, other than computations, read."""
         ops = self.timeline.ops[:-1]
         return frozenset(
             self.timeline.memory(name) for op in ops if op.backward and op.kind is not Kind.COMPUTE for name in op.reads
@@ -154,7 +154,7 @@ class _Phases:
         )
 
     def may_read(self, name: str) -> bool:
-        """Return whether backward can read a derived value of forward: it holds the value, or computes it again."""
+        """Return whether backward holds, or may recompute, a derived value of forward."""
         index = self.writer[name]
         if any(self.available[full].stop <= self.timeline.backward_start for full in self.gathered[name]):
             return False
@@ -180,7 +180,7 @@ def _chain(phases: _Phases, refused: set[int]) -> dict[str, int]:
 
 
 def _is_computed(phases: _Phases, name: str, computed: set[str], nodes: Mapping[str, int]) -> bool:
-    if name in phases.gathered:  # derived: backward holds the values that it reads, and can compute the others
+    if name in phases.gathered:  # derived: backward holds the value, or can compute it again
         return name not in phases.first_reader and phases.timeline.ops[phases.writer[name]].kind is Kind.COMPUTE
     memory = phases.timeline.memory(name)
     return memory in computed or (memory in nodes and memory != name)  # a view of saved memory costs nothing
@@ -218,7 +218,7 @@ def cheapest_to_keep(
 ) -> tuple[set[int], set[int]]:
     """Choose which values to keep, and which to compute again, so that the fewest bytes are kept: a minimum cut.
 
-    Of several minimum cuts, the one that recomputes least is chosen. This cut is unique, so all ranks choose it.
+    If there are several minimum cuts, choose the cut that recomputes least. It is unique, so all ranks choose it.
 
     Args:
         nbytes: bytes of each value.

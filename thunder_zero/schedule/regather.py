@@ -54,8 +54,8 @@ def _regather_in_backward(timeline: Timeline) -> Timeline:
 
 def _needed_early(timeline: Timeline, chain: Mapping[str, int]) -> dict[int, list[str]]:
     """Return a mapping from the index where backward first needs a unit to the values that backward gathers again
-    there. In units that are recomputed whole, these are biases and parameters that backward needs. The choice does not
-    depend on which operations are recomputed."""
+    there. In units that are recomputed whole, these values are biases and parameters that backward needs. The choice
+    does not depend on which operations are recomputed."""
     recomputed = timeline.plan.recomputed
     if not recomputed or not chain:
         return {}
@@ -73,9 +73,9 @@ def _regather_in_forward(timeline: Timeline) -> Timeline:
         return timeline
     unit_of = {name: unit for unit, chain in chains.items() for name in chain}
     values = dict(timeline.values)
-    # value -> gathers of other units before it was written
+    # value -> number of gathers of other units before it was written
     gathers_before: dict[str, int] = {}
-    # unit -> gathers of other units before its latest copies, and the names of its copies
+    # unit -> number of gathers of other units before its latest copies, and the names of its copies
     copied: dict[str, tuple[int, dict[str, str]]] = {}
     gathers: Counter[str] = Counter()  # by unit
     ops: list[Op] = []
@@ -163,7 +163,7 @@ def copy_chain(
 
 
 def rename_reads(op: Op, names: Mapping[str, str]) -> Op:
-    """Return the operation, with its reads renamed as ``names`` says."""
+    """Return the operation with its reads renamed. ``names`` maps old names to new names."""
     if names.keys().isdisjoint(op.reads):  # the usual case
         return op
     return replace(op, reads=tuple(names.get(read, read) for read in op.reads))

@@ -152,7 +152,7 @@ def making(timeline: Timeline) -> Counter[int]:
 def gathers_ahead(timeline: Timeline) -> dict[int, tuple[int, int]]:
     """Return a mapping from the index of each gather to a number of reductions and a number of bytes.
 
-    Gathers with no computation between them are a group. The first number counts the reductions of gradients that began
+    Gathers with no computation between them are a group. The first number is how many reductions of gradients began
     before the last ``Sizes.prefetch`` groups. The second number is the bytes of the group up to this gather. The
     mapping is empty if ``Sizes.prefetch`` is 0 or ``Policy.times`` replaces it.
     """

@@ -1,4 +1,4 @@
-"""The timeline of a step, one operation a line: frozen data that passes rewrite and reports read.
+"""The timeline of a step, one operation per line: frozen data that passes rewrite and reports read.
 
 A timeline holds both phases of a step, forward first::
 
@@ -91,7 +91,7 @@ class Op:
         source: indices of the operation's lines in the lifted trace. A bucket has several lines, a FREE has none. If
             the traces that run were lifted, they include the lines that encode for a launch or decode after a wait.
         work: COMPUTE only: the class of work.
-        flops: COMPUTE only: FLOPs of its products, attention and convolutions; everything else counts 0.
+        flops: COMPUTE only: FLOPs of its products, attention and convolutions; 0 for all other work.
         over: GATHER and REDUCE: the axis of the mesh. Over "replicate" and "tensor" a REDUCE reads the means of another
             REDUCE. COMPUTE: "tensor" for a collective of torch's tensor parallelism, and for its wait.
         sends: COMPUTE only: bytes that this rank sends in a collective of torch's tensor parallelism.
@@ -138,7 +138,7 @@ class Value:
     Attributes:
         nbytes: bytes of the value's elements; for a handle, of the result in flight.
         dtype: name of the dtype, ``"float32"``; NUMBER for a Python number.
-        base: the value whose memory it views; "" if it is not known to be a view.
+        base: the value whose memory this value views; "" if this value is not known to be a view.
     """
 
     nbytes: int
@@ -259,7 +259,7 @@ class Timeline:
         return op.kind is Kind.REDUCE and op.over != self.plan.reduced_over(self.params_of(op)[0])[0]
 
     def recomputes(self, op: Op) -> bool:
-        """Return whether an operation recomputes a value that forward did not save. Derived values do not count."""
+        """Return whether an operation recomputes a value that forward did not save; False for a derived value."""
         return op.kind is Kind.COMPUTE and op.repeated and self.derived.keys().isdisjoint(op.writes)
 
     def memory(self, name: str) -> str:
@@ -291,9 +291,9 @@ class Timeline:
         return op.sends
 
     def wire_bytes(self, op: Op) -> int:
-        """Return the bytes that rank 0 sends or receives in one collective, whichever is more. All ranks return this
-        number. Rank 0 is the busiest rank, since it owns the most rows. It sends most in a gather, receives most in a
-        reduce-scatter, and averages most between replicas."""
+        """Return the bytes that rank 0 sends or receives in one collective, whichever is more. All ranks return the
+        number of rank 0. Rank 0 is the busiest rank, since it owns the most rows. It sends most in a gather, receives
+        most in a reduce-scatter, and averages most between replicas."""
         return sum(self._busiest(op, param) for param in self.params_of(op))
 
     def _busiest(self, op: Op, param: Param) -> int:
@@ -318,7 +318,7 @@ class Timeline:
 
 
 def overwritten(timeline: Timeline) -> frozenset[str]:
-    """Return the values whose memory an operation overwrites, or may overwrite. No later operation may read these."""
+    """Return the values whose memory an operation overwrites, or may overwrite. No later operation may read them."""
     memory_of: dict[str, str] = {}  # value -> the first value that may have the same memory
     for op in timeline.ops:
         if op.work is Work.VIEW and op.reads:

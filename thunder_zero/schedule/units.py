@@ -1,4 +1,4 @@
-"""Divides forward between units, for ``Policy.recompute="units"``.
+"""Cuts forward into segments of one unit each, for ``Policy.recompute="units"``.
 
 An operation belongs to the unit whose parameters it reads. The cut between two units is where the fewest bytes are
 alive, between the last operation of the first unit and the first operation of the second unit::
@@ -25,7 +25,7 @@ NOT_RECOMPUTED = {Work.RANDOM, Work.OTHER, Work.NONE}  # work that is never reco
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of forward's operations that belong to one unit, from its first to its last index."""
+    """A run of forward's operations that belong to one unit. The run is a range of indices."""
 
     unit: str
     first: int
@@ -33,7 +33,7 @@ class Run:
 
 
 def runs(timeline: Timeline) -> list[Run]:
-    """Return the runs of forward, in order. They depend on the program alone, not on shapes."""
+    """Return the runs of forward, in order. The runs depend on the program alone, not on shapes."""
     units, position = _units_of_values(timeline), _unit_positions(timeline)
     readers: list[tuple[str, int]] = []
     for index, op in enumerate(timeline.ops):
@@ -53,7 +53,7 @@ def _unit_positions(timeline: Timeline) -> dict[str, int]:
 
 
 def _units_of_values(timeline: Timeline) -> dict[str, frozenset[str]]:
-    """Return the values that do not depend on data, mapped to their parameters' units. Constants have no units."""
+    """Return a mapping from values that do not depend on data to the units of their parameters (none for constants)."""
     paths = {name: path for name, path in timeline.inputs.items() if path is not None}
     units = {name: frozenset((timeline.plan.by_name[paths[name]].unit,)) for name in timeline.replicated}
     units |= {name: frozenset((param.unit,)) for _, name, param in timeline.gathered}

@@ -24,7 +24,7 @@ class HasTimeline(Protocol):
 
     @property
     def timeline(self) -> Timeline:
-        """Both phases of a step."""
+        """The timeline of both phases of a step."""
 
 
 def check(timeline: Timeline | HasTimeline, trained: Collection[str] = ()) -> None:

@@ -40,8 +40,8 @@ def check_in_flight(timeline: Timeline) -> None:
 
 def _check_ahead(timeline: Timeline) -> None:
     """Check that at most ``Sizes.prefetch`` units, or a single unit, are gathered ahead. A unit is ahead until one of
-    its gathers has ended, or until backward reads one of its parameters that forward gathered. A gather that its wait
-    follows directly does not count."""
+    its gathers has ended, or until backward reads one of its parameters that forward gathered. A gather whose wait
+    follows directly is not ahead."""
     if timeline.plan.policy.times is not None:
         return
     prefetch = timeline.plan.sizes.prefetch
@@ -80,13 +80,13 @@ def check_making(timeline: Timeline) -> None:
     """Prove that gradients and gathers ahead stay within ``in_flight_bytes``.
 
     Full gradients in flight, and gradients that are being computed, stay within the bound, unless nothing is in flight.
-    Gathers that start ahead count, too, unless only reductions of the last ``Sizes.prefetch`` units are in flight. The
-    rule holds before fusion only: a fuser computes several gradients at once.
+    The bound also limits gathers that start ahead, unless only reductions of the last ``Sizes.prefetch`` units are in
+    flight. The rule holds before fusion only: a fuser computes several gradients at once.
     """
     bound = timeline.plan.sizes.in_flight_bytes
     begun = making(timeline)
     ahead = gathers_ahead(timeline)
-    running: dict[str, int] = {}  # handle of a reduction in flight -> reductions that began before it
+    running: dict[str, int] = {}  # handle of a reduction in flight -> number of earlier reductions
     made_bytes = in_flight = reductions = 0
     for index, op in enumerate(timeline.ops):
         made_bytes += begun[index]

@@ -1,4 +1,4 @@
-"""Proves that recomputing changed nothing but recomputed operations."""
+"""Proves that recomputing only added allowed, recomputed operations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _is_recomputed(op: Op) -> bool:
 
 
 def _check_others_stay(timeline: Timeline, before: Timeline) -> None:
-    """Check that all other operations have the same kinds, parameters and order as in ``before``."""
+    """Check that operations that are not recomputed have the same kinds, parameters and order as in ``before``."""
 
     def not_recomputed(timeline: Timeline) -> list[tuple[int, Op]]:
         return [(index, op) for index, op in enumerate(timeline.ops) if not _is_recomputed(op)]
@@ -67,8 +67,8 @@ def _check_lives_no_longer(timeline: Timeline, before: Timeline) -> None:
 
 def _last_reads_by_others(timeline: Timeline) -> dict[str, tuple[int, int]]:
     """Return a mapping from gathered parameters to the index of their last read, and the number of operations before
-    that read. Recomputed operations do not count. Resident parameters, and biases of units that are recomputed whole,
-    are left out."""
+    that read. Reads by recomputed operations are ignored. Resident parameters, and biases of units that are recomputed
+    whole, are left out."""
     last = last_reads(timeline, gathered_from(timeline))
     before = list(accumulate((not _is_recomputed(op) for op in timeline.ops), initial=0))
     return {

@@ -72,12 +72,12 @@ class _Folding:
             yield op
 
     def _coded_launch(self, op: Op) -> Op | None:
-        """Return the launch that a wait ends, if the received values must be decoded."""
+        """Return the launch that a wait ends, or None if the received values need no decoding."""
         launch = self._launched.get(op.reads[0]) if op.kind is Kind.WAIT else None
         return launch if launch and self._executor.decoder_of(launch) else None
 
     def close(self) -> None:
-        """Raise if a value was not sent, or not decoded."""
+        """Raise if an encoded value was not sent, or if a received value was not decoded."""
         for encoded in self._encoded.values():
             raise ScheduleError(f"line {encoded.position} encodes {encoded.path}, which no launch sends")
         for launch, wait in self._arrived.values():

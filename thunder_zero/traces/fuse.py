@@ -78,7 +78,7 @@ def _last_readers(trace: TraceCtx) -> dict[str, int]:
 def _region(
     name: str, lines: Sequence[BoundSymbol], numbers: Sequence[Proxy], returned: set[str], *, backward: bool
 ) -> BoundSymbol:
-    """Return one line that fuses the given lines. It reads all numbers: no line reads the symbols in its sizes."""
+    """Return one line for the given lines. It reads all symbolic sizes, since no line lists the sizes that it uses."""
     written = {proxy.name: proxy for line in lines for proxy in line.flat_proxy_outs}
     read = {proxy.name: proxy for line in lines for proxy in line.flat_proxy_args if proxy.name not in written}
     read |= {number.name: number for number in numbers}

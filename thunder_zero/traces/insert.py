@@ -15,8 +15,8 @@ that takes their rows on this rank::
 
     (t0, t1) = zero_rows((t_w, t_b), ('w', 'b'))
 
-At the start of the prologue, :func:`take_rows` inserts ``zero_check_call``, by which Thunder chooses a program for
-``no_sync`` and the guard of the call (``compat/thunder/guards.py``). Thunder's checks of the DTensors are removed,
+At the start of the prologue, :func:`take_rows` inserts ``zero_check_call``. This line makes Thunder choose a program
+that fits ``no_sync`` and the call's guard (``compat/thunder/guards.py``). Thunder's checks of the DTensors are removed,
 since ``frontends/placement.py`` checks DTensors before each forward.
 """
 
@@ -90,8 +90,8 @@ def insert_synchronize(computation: TraceCtx, facts: Facts) -> TraceCtx:
 
 
 def take_rows(prologue: TraceCtx, facts: Facts, guard: int) -> None:
-    """Insert into the prologue, in place, the line that takes rows, and the line that checks the call. A program serves
-    calls with the program's ``guard`` and ``synced``."""
+    """Insert into the prologue, in place, the line that takes rows, and the line that checks the call. A program runs
+    only for calls with the program's ``guard`` and ``synced``."""
     executor, plan = facts.executor, facts.plan
     unpacked: dict[str, tuple[TensorProxy, Param]] = {}
     for line in prologue.bound_symbols:

@@ -71,7 +71,7 @@ def lift(trace: TraceCtx, facts: Facts, *, coded: bool = False) -> Timeline:
 
 
 def lift_phases(forward: TraceCtx, backward: TraceCtx | None, facts: Facts) -> Timeline:
-    """Return the timeline of the two traces that run. ``Op.source`` is an index of a line in its own phase."""
+    """Return the timeline of the two traces that run. ``Op.source`` has indices into the trace of its phase."""
     phases = [forward.bound_symbols, [] if backward is None else backward.bound_symbols]
     ops: list[Op] = []
     for is_backward, lines in enumerate(phases):
@@ -101,7 +101,7 @@ def _gradients(args: Sequence[Any], returned: Sequence[Any], facts: Facts) -> tu
 
 
 def _lift_line(line: BoundSymbol, index: int, backward: bool, facts: Facts) -> Iterator[Op]:
-    """Yield the operation of a line, or nothing for lines that unpack, comment or name the phase."""
+    """Yield the operation of a line, or nothing for a line that unpacks arguments, is a comment, or names the phase."""
     if operator_of(line) is not None:  # the usual case: a computation
         yield _lift_computation(line, index, backward, facts)
         return
@@ -170,7 +170,7 @@ def _sent_by(line: BoundSymbol, plan: Plan) -> int:
 
 
 def _require_planned_symbol(symbol: Symbol, paths: Sequence[str], axis: str, facts: Facts) -> None:
-    """Raise ScheduleError if the plan requires another symbol for a reduction. Timelines only have REDUCE."""
+    """Raise ScheduleError if the plan requires another symbol for a reduction. A timeline only has REDUCE."""
     for path in paths if symbol is not facts.executor.all_gather else ():
         if symbol is not (planned := facts.executor.reduction(facts.plan.by_name[path], axis)):
             raise ScheduleError(f"a line reduces {path} with {symbol.name}; the plan needs {planned.name}")
@@ -201,7 +201,7 @@ def _add_params(ops: Sequence[Op]) -> Iterator[Op]:
     """Yield the operations, and give each wait the parameters of its launch. A wait for a torch collective becomes a
     plain computation if the collective is not tensor-parallel."""
     params: dict[str, tuple[str, ...]] = {}
-    handles: set[str] = set()  # of tensor-parallel collectives
+    handles: set[str] = set()  # handles of tensor-parallel collectives
     for op in ops:
         if op.moves:
             handles.update(op.writes)

@@ -64,9 +64,9 @@ class _Pruning:
         facts: the facts of its program.
         timeline: the timeline of the trace.
         zero: values that are zero.
-        has_tangent: values that depend on tangents that exist.
+        has_tangent: values that depend on tangents that are not missing.
         replaced_by: a mapping from values to their replacements.
-        kept: a mapping from handles to a bool for each tensor, True if the tensor is not zero.
+        kept: a mapping from handles to bools, one for each tensor: True if the tensor is not zero.
         lost: paths of parameters without a gradient.
         left_out: removed values that may not be zero, mapped to the operations that would compute them.
     """
@@ -107,7 +107,7 @@ class _Pruning:
                 yield from self._prune_computation(op, line)
 
     def _prune_computation(self, op: Op, line: BoundSymbol) -> Iterator[Op]:
-        """Yield a computation after the zeros that it reads, or nothing if its result is zero or an operand."""
+        """Yield a computation after the zeros that it reads, or nothing if its result is zero or equals an operand."""
         zeros = [name for name in op.reads if name in self.zero]
         if not zeros or not self.has_tangent.isdisjoint(op.reads):
             if not self.has_tangent.isdisjoint(op.reads):
@@ -138,7 +138,7 @@ class _Pruning:
             yield maker
 
     def _make_zero(self, op: Op, line: BoundSymbol, name: str) -> Op:
-        """Return an operation that materializes a zero. From here on the value does not count as zero."""
+        """Return an operation that materializes a zero. From then on, the value is not in ``zero``."""
         proxy = next(arg for arg in line.flat_proxy_args if self.replaced_by.get(arg.name, arg.name) == name)
         args, dtype, device = [*map(int, proxy.shape)], to_torch_dtype(proxy.dtype), to_torch_device(proxy.device)
         if shape := self.facts.shapes.get(proxy.name):
@@ -214,7 +214,7 @@ def _keeps_zeros(line: BoundSymbol) -> bool:
 
 
 def _zeros_of(name: str, shape: SymbolicShape, dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tensor]:
-    """Return a function that creates zeros, given the numbers of the shape's symbols. Its name is unique in a trace."""
+    """Return a function that creates zeros, given the values of the shape's symbols. Each function's name is unique."""
 
     def zeros(*numbers: int) -> torch.Tensor:
         return torch.zeros(shape.of(*numbers), dtype=dtype, device=device)

@@ -118,7 +118,7 @@ def operator_of(line: BoundSymbol) -> Any:
 
 
 def draws_random_numbers(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call draws random numbers. Torch tags attention, too, which draws only with dropout."""
+    """Return whether a call draws random numbers. Torch also tags attention, which draws only with dropout."""
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     for index, argument in enumerate(target._schema.arguments):
@@ -129,8 +129,8 @@ def draws_random_numbers(target: Any, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def read_for_shape(target: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """Return the arguments of which a backward operator reads only the shape and dtype, on all devices. These are a
-    layer norm's bias, and a layer's weight if the input needs no gradient."""
+    """Return the arguments that a backward operator reads only for their shape and dtype, on all devices: a layer
+    norm's bias, and a layer's weight if the input needs no gradient."""
     candidates: Sequence[Any]
     match target:
         case torch.ops.aten.convolution_backward.default:
@@ -205,7 +205,7 @@ def _moves(line: BoundSymbol) -> bool:
 
 
 def flops_of_line(line: BoundSymbol) -> int:
-    """Return the FLOPs of a line from torch's registry, or from torch's formulas for attention on the CPU."""
+    """Return the FLOPs of a line by torch's formula for its operator, or 0 if torch has no formula."""
     target = operator_of(line)
     if not isinstance(target, OpOverload):
         return 0

@@ -135,7 +135,7 @@ def prove(scheduled: Scheduled, forward: TraceCtx, backward: TraceCtx | None = N
 
 @contextmanager
 def _telling_all_ranks(facts: Facts, phases: Iterable[str]) -> Iterator[None]:
-    """Send an error in the block to the other ranks, which would else wait for this rank's schedule."""
+    """Send an error in the block to the other ranks, which would otherwise wait for this rank's schedule."""
     try:
         yield
     except Exception as error:  # a user's pass may raise anything
@@ -176,7 +176,7 @@ def defer_reductions(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
 
 
 def close_backward(trace: TraceCtx, facts: Facts) -> TraceCtx:
-    """Return the trace with the last lines that a backward with reductions needs.
+    """Append the last lines that a backward with reductions needs; return the trace.
 
     A trace that returns no gradient, as under ``torch.no_grad()``, is returned unchanged: any line after forward's
     outputs would make Thunder build a backward, and connect the outputs to it.

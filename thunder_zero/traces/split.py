@@ -1,6 +1,6 @@
 """Splits a joint trace into the traces that run, forward and backward, each with ``del`` lines.
 
-The traces equal those of Thunder's ``split_into_forward_and_backward`` and ``del_last_used``, but share the line
+The traces equal the results of Thunder's ``split_into_forward_and_backward`` and ``del_last_used``, but share the line
 objects of the joint trace. Thunder copies lines. Copies lose cached reads and writes, which take longer to compute than
 the split. Lines of backward that nothing needs are left out.
 """
@@ -73,7 +73,7 @@ def _make_backward(
     """Return the backward trace, which unpacks the values that forward saved, and the tangents."""
 
     def backward_fn(saved_for_backward: Any, cotangents: Any) -> None:
-        """Give the trace its signature."""
+        """Define the signature of the trace."""
 
     backward = TraceCtx(fn=backward_fn)
     backward.tags.add(TraceTag.BACKWARD)

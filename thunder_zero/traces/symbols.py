@@ -10,11 +10,11 @@ tensors and paths of parameters::
     t9 = zero_reduce_scatter_coalesced((g0, g1), ('h.0.w', 'h.0.b'))
     (s0, s1) = zero_wait_coalesced(t9)
 
-``insert.py`` writes only ``zero_synchronize(t_h_0_w, 'h.0.w')``, which returns the full parameter; its gradient is the
-mean over ranks. Autodiff replaces a synchronise by its gradient rule, ``_synchronize_grad``: gather and wait, and in
-backward reduction and wait, if the parameter is trained. Without autodiff (``torch.no_grad``), ``lower_synchronize``
-inserts gather and wait, when Thunder assigns lines to executors. A replicated parameter is at most cast, and its
-gradient is all-reduced. ``sharded/runtime.py`` has the functions that the lines call.
+``insert.py`` writes only ``zero_synchronize(t_h_0_w, 'h.0.w')``, which returns the full parameter. A synchronise's
+gradient is the mean over ranks. Autodiff replaces a synchronise by its gradient rule, ``_synchronize_grad``: gather and
+wait, and in backward reduction and wait, if the parameter is trained. Without autodiff (``torch.no_grad``),
+``lower_synchronize`` inserts gather and wait, when Thunder assigns lines to executors. A replicated parameter is at
+most cast, and its gradient is all-reduced. ``sharded/runtime.py`` has the functions that the lines call.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class Runtime(Protocol):
         """True if a program that is compiled now reduces gradients, False if it defers them (``no_sync``)."""
 
     def guard(self, lookups: tuple[Any, ...]) -> int:
-        """Return the number of the guard of a program that is compiled now. ``lookups`` lists the reads of its
-        forward."""
+        """Return the number of the guard of a program that is compiled now. ``lookups`` lists the names that its
+        forward looked up."""
 
     def check_call(self, synced: bool, guard: int) -> None:
         """Raise if a program that was compiled with this ``synced`` and this guard may not run now."""
@@ -155,11 +155,11 @@ class DryRuntime:
         self.synced = synced
 
     def guard(self, lookups: tuple[Any, ...]) -> int:
-        """Return 0: these programs never run."""
+        """Return 0. Ignore ``lookups``: the programs of a dry run never run."""
         return 0
 
     def check_call(self, synced: bool, guard: int) -> None:
-        """Accept every call: a dry run has one program."""
+        """Accept every call, since a dry run has one program."""
 
     def take_rows(self, shards: Sequence[Tensor], paths: Sequence[str]) -> tuple[Tensor, ...]:
         """Return the shards unchanged, since there are no rows."""

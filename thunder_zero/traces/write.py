@@ -28,7 +28,7 @@ HEADER = ("from thunder.executors.torchex import no_autocast", "@torch.no_grad()
 
 
 def function_of(trace: TraceCtx) -> Callable[..., Any]:
-    """Return the trace as a function, which runs without gradients and without autocast, as traces do."""
+    """Return the trace as a function that runs without gradients and without autocast."""
     names: dict[str, Any] = {}  # the globals of the text
     text: list[str] = []
     known: set[Symbol] = set()  # symbols whose names are in ``names``
