@@ -52,7 +52,7 @@ ROWS = (
         ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"),
     ),
     Replacement(
-        "automatic (forward and backward gather and free parameters); `with tz.full_parameters(model) as module:` "
+        "automatic (parameters are gathered and freed in each phase); `with tz.full_parameters(model) as module:` "
         "gives full values",
         ("unshard", "reshard", "reset_iter_state"),
     ),
