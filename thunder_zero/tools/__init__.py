@@ -1,6 +1,6 @@
 """Tools that explain, forecast and plan: ``thunder_zero.tools``. Training imports none of them.
 
-In: a module and inputs, a model that ran, or a checkpoint. Out: frozen data that prints itself::
+In: a module and inputs, a model that ran, or a checkpoint. Out: frozen data with a printed form::
 
     module, inputs -- dry_run.py --> Traces --> ask/ printing/   what each line does, and why it is there
                                       |   |

@@ -1,4 +1,4 @@
-"""``tz.tools.fake_mesh``: makes a mesh of absent ranks, for traces of tensor-parallel modules.
+"""``tz.tools.fake_mesh``: makes a mesh without processes, for traces of tensor-parallel modules.
 
 ::
 
@@ -22,7 +22,7 @@ from thunder_zero.plan.policy import is_count
 
 @contextmanager
 def fake_mesh(shape: Sequence[int], names: Sequence[str] = ("dp", "tp"), *, rank: int = 0) -> Iterator[DeviceMesh]:
-    """Temporarily make a mesh of absent ranks. Its collectives send nothing.
+    """Temporarily make a device mesh whose ranks need no processes. Its collectives send nothing.
 
     Slice and trace the module inside the block. After the block, the traces remain valid, but the module does not.
 

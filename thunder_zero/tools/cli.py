@@ -1,4 +1,4 @@
-"""``thunder-zero``: the command for checkpoints, traces, plans and reports, and for this machine.
+"""``thunder-zero``: the command for checkpoints, traces, plans, reports and this machine.
 
 thunder-zero inspect CHECKPOINT [--verify]
 thunder-zero consolidate CHECKPOINT OUT.safetensors [--dtype bfloat16] [--optimizer] [--ema NAME]

@@ -65,7 +65,7 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
     """Measure the errors that ``Policy.gather_format`` and ``Policy.reduce_format`` cause in a step.
 
     Every rank must call this function. ``step`` runs once with the formats and once without. Then the gradients are
-    restored. Other effects of ``step`` remain.
+    restored. Other effects of ``step`` are not undone.
 
     >>> print(tz.tools.wire_error(model, lambda: loss_of(model, batch).backward()))
     parameter      gathers, reductions  gather    gradient  cosine

@@ -80,8 +80,8 @@ def _bytes_per_second(state: State, timeline: Timeline, rounds: int) -> float:
 def computed(waits: Sequence[Waited], expected: Sequence[tuple[str, bool, bool]]) -> tuple[Seconds, Seconds]:
     """Return the seconds of compute between the waits of successive gathers, in forward and in backward.
 
-    A gather gets the seconds between its wait and the next, without waits for reductions. The last gather of a phase
-    gets no seconds. If several buckets of a phase begin with one path, the path gets the shortest time.
+    A gather gets the seconds between its wait and the next gather's wait, without waits for reductions. The last gather
+    of a phase gets no seconds. If several buckets of a phase begin with one path, the path gets the shortest time.
 
     Args:
         waits: the waits of one step, in order.

@@ -114,7 +114,7 @@ def _figures(timeline: Timeline, recomputed: Sequence[tuple[Op, str]], unit: str
 
 
 def _recomputed_ops(timeline: Timeline) -> list[tuple[Op, str]]:
-    """Return (operation, unit) pairs. The unit's backward runs the operation to recompute a forward value.
+    """Return (operation, unit) pairs. The operation recomputes a forward value in the unit's backward.
 
     Operations that read only parameters are left out. ``timeline`` must be scheduled, but not fused: fusers merge
     operations.

@@ -1,4 +1,4 @@
-"""Holds the differences between two programs, by unit: frozen data that prints itself.
+"""Holds the differences between two programs, by unit: frozen data with a printed form.
 
 ::
 

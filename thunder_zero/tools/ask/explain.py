@@ -43,7 +43,7 @@ NEAR = 3  # the most names that an error proposes
 
 
 def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Device | str | None = None) -> Explanation:
-    """Return the life of one parameter in a step. The result prints as text.
+    """Explain the gathers, frees and gradient reduction of one parameter in a step. The result prints as text.
 
     >>> print(tz.explain(traces, "blocks.3.mlp.weight", device="h100"))
 
@@ -311,7 +311,7 @@ def _why_once(param: Param, plan: Plan) -> str:
 def _why_launch(timeline: Timeline, launch: int, after: int, bound: Bound) -> str:
     """Return the reason for the position of a gather's launch.
 
-    ``after`` and ``bound`` are what :func:`thunder_zero.schedule.prefetch.bounds` returns for the gather.
+    ``after`` and ``bound`` are the values that :func:`thunder_zero.schedule.prefetch.bounds` returns for the gather.
     """
     phase = "backward" if timeline.ops[launch].backward else "forward"
     if bound is Bound.PHASE:

@@ -1,4 +1,4 @@
-"""Holds the life of one parameter in one program: frozen data that prints itself.
+"""Holds the life of one parameter in one program: frozen data with a printed form.
 
 ::
 
@@ -27,7 +27,7 @@ MOST = 2  # the most gathers in a summary
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a trace. ``phase`` is "forward" or "backward"; ``position`` is its index in the phase's trace."""
+    """A line of a trace. ``phase`` is "forward" or "backward". ``position`` is an index into the phase's trace."""
 
     phase: str
     position: int
@@ -113,7 +113,7 @@ class Explanation:
         plan: the plan of all parameters, with the rank and the world size.
         rows: the rows of this rank, as (first row, last row + 1); None if the rank has all rows.
         resting_bytes: the bytes of this rank's rows, padding included, which it holds between steps.
-        lifetime: when the stage gathers and frees the parameter, in words.
+        lifetime: a description of when the stage gathers and frees the parameter.
         gathers: the gathers of the parameter, in the order in which they run.
         gradient: the gradient of the parameter, if any.
         why_no_gradient: the reason why the parameter has no gradient; "" if it has a gradient.

@@ -44,8 +44,8 @@ def save_timeline(
 ) -> None:
     """Write the forecast of a step for https://ui.perfetto.dev, optionally beside a profile of measured steps.
 
-    The forecast has a lane for compute, a lane for each wire, and a counter of gathered bytes. Each slice names its
-    parameters. The arguments of a slice are the line of the trace, FLOPs and bytes. The profile is shifted in time, so
+    The forecast has a lane for compute, a lane for each wire, and a counter of gathered bytes. Each event names its
+    parameters. The event's arguments are the line of the trace, FLOPs and bytes. The profile is shifted in time, so
     that its first launch of a collective coincides with the forecast's first launch.
 
     >>> with torch.profiler.profile() as profile:

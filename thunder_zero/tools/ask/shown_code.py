@@ -92,7 +92,7 @@ def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[Shown
 
     Args:
         trace: the trace of a phase.
-        freed: a mapping from positions of ``del`` lines to names of gathered parameters that are freed.
+        freed: a mapping from positions of ``del`` lines to the names of the gathered parameters that these lines free.
     """
     views = _views(trace)
     folded = {name: views.chains[name].apply(views.chains[name].root.name) for name in views.folded}
@@ -127,7 +127,7 @@ class _Views:
     Attributes:
         chains: a mapping from names of views to chains.
         folded: names of views that only one operator reads. These views are printed inside the operator's line.
-        appended: a mapping from results of operators to views that are their only readers. These views are printed at
+        appended: a mapping from each operator's result to the view that is its only reader. These views are printed at
             the end of the operator's line.
     """
 
@@ -161,7 +161,7 @@ def _views(trace: TraceCtx) -> _Views:
 
 
 def _makes_one_value(bsym: BoundSymbol | None) -> bool:
-    """Return whether a line calls an operator that returns a single value, and this value is not a view."""
+    """Return whether a line calls an operator that returns a single value, which is not a view."""
     return (
         bsym is not None
         and operator_of(bsym) is not None
@@ -184,14 +184,14 @@ def _step(bsym: BoundSymbol) -> _Step:
 
 
 def _shape(proxy: TensorProxy) -> tuple[Any, ...]:
-    """Return a shape with names for symbolic sizes, since Thunder would trace comparisons of symbols."""
+    """Return a shape in which names replace symbols. Thunder would trace comparisons of symbols."""
     return tuple(size.name if isinstance(size, Proxy) else size for size in proxy.shape)
 
 
 def _line(bsym: BoundSymbol) -> str:
     """Return the code of a line that calls no operator.
 
-    Paths are left out if the names of values show the paths. A return shows the outputs and the saved values.
+    Paths are left out if the names of values show the paths. A return statement has the outputs and the saved values.
     """
     if isinstance(bsym.sym.executor, ZeroExecutor) and bsym.flat_proxy_outs and len(bsym.args) > 1:
         values, paths, *axes = bsym.args

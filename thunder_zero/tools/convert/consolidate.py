@@ -134,7 +134,7 @@ def _read_model(source: OpenCheckpoint, dtype: torch.dtype | None, ema: str | No
 
 
 def _averaged(source: OpenCheckpoint, model: list[TensorToWrite], ema: str) -> list[TensorToWrite]:
-    """Return the tensors of a model, with the averages of an EMA in place of averaged tensors."""
+    """Return the tensors of a model. The averages of an EMA replace the parameters that it tracks."""
     prefix = f"{EMAS}.{ema}.{MODEL}."
     averages = source.tensors(prefix)
     if not averages:

@@ -37,7 +37,7 @@ class OpenCheckpoint:
         }
 
     def values(self, prefix: str) -> dict[str, Any]:
-        """Return values, except tensors, whose keys begin with a prefix. Keys of the result omit the prefix."""
+        """Return the non-tensor values whose keys begin with a prefix. Keys of the result omit the prefix."""
         keys = [
             key
             for key, stored in self.metadata.state_dict_metadata.items()
@@ -52,7 +52,7 @@ class OpenCheckpoint:
         return value.to(dtype)
 
     def require_readable(self) -> None:
-        """Read all values, and all tensors one at a time. Raise if the metadata does not match."""
+        """Read all values, and all tensors one at a time. Raise if they do not match the metadata."""
         for key, stored in self.tensors("").items():
             self.read(key, stored.properties.dtype)
         self.values("")

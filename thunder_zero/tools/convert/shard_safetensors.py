@@ -35,8 +35,8 @@ def shard_safetensors(
 ) -> Path:
     """Make a checkpoint of a model from safetensors files, as ``ranks`` ranks would have saved it.
 
-    This is the inverse of :func:`consolidate`. The function needs no process group, and memory for only one rank's rows
-    of a tensor. Any number of ranks can load the checkpoint. The link ``latest``, used to resume training, stays.
+    This is the inverse of :func:`consolidate`. It needs no process group, and holds only one rank's rows of a tensor in
+    memory. Any number of ranks can load the checkpoint. The link ``latest``, used to resume training, is not changed.
 
     >>> tz.tools.shard_safetensors("model.safetensors", "runs/start", ranks=8, dtype="float32")
 
@@ -72,7 +72,7 @@ def shard_safetensors(
 
 
 class FromFiles(WritePlanner):
-    """A write plan for the rows of one rank. Rows are read from files lazily, just before a write."""
+    """DCP's plan to write the rows of one rank. Rows are read from files lazily, just before a write."""
 
     def __init__(
         self, tensors: Tensors, files: Mapping[str, Path], ranks: int, rank: int, done: Callable[[int], None]
@@ -83,7 +83,7 @@ class FromFiles(WritePlanner):
         self._tensors, self._files, self._ranks, self._rank, self._done = tensors, files, ranks, rank, done
 
     def create_local_plan(self) -> SavePlan:
-        """Return the plan of the rows that this rank writes."""
+        """Return DCP's plan to write this rank's rows."""
         items = [item for tensor in self._tensors.values() for item in _items(tensor, self._ranks, self._rank)]
         return SavePlan(items, planner_data=self.mappings)
 

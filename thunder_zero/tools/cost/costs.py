@@ -1,4 +1,4 @@
-"""The cost of each operation on a device: FLOPs, traffic with memory, bytes sent, seconds.
+"""The cost of each operation on a device: FLOPs, memory traffic, bytes sent, seconds.
 
 ::
 
@@ -47,13 +47,13 @@ class CollectiveKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """A collective on its wire, as a ring.
+    """A collective on its wire, modelled as a ring.
 
     Attributes:
         lane: the wire.
         ranks: number of ranks in the ring.
         stride: distance between neighbours, in ranks.
-        nbytes: bytes that the busiest rank sends. It receives as many.
+        nbytes: bytes that the busiest rank sends. It receives an equal number of bytes.
         steps: number of messages from each rank to its neighbour.
         sends: the kind of the collective.
         tensors: number of tensors in the bucket.
@@ -91,8 +91,8 @@ def ring(op: Op, timeline: Timeline) -> Ring | None:
 def traffic_bytes(op: Op, timeline: Timeline) -> int:
     """Return the bytes that a computation reads and writes, or 0 for a view and for an operation of another kind.
 
-    Each tensor counts once, an expanded tensor as the memory that it views. An indexed tensor, such as an embedding
-    table, counts at most as many bytes as are written. Only the inputs and outputs of a fused region count.
+    Count each tensor once, and for an expanded tensor the memory that it views. For an indexed tensor, such as an
+    embedding table, count at most the written bytes. Count only the inputs and outputs of a fused region.
     """
     if op.kind is not Kind.COMPUTE or op.is_torchs or op.work in (Work.NONE, Work.VIEW):
         return 0
@@ -109,7 +109,7 @@ def _read_bytes(name: str, timeline: Timeline) -> int:
 
 
 def _coding(op: Op, timeline: Timeline) -> tuple[int, int]:
-    """Return two numbers of bytes: the memory traffic to encode a launch's payload, and to decode its result."""
+    """Return the bytes of memory traffic to encode a launch's payload, and to decode the launch's result."""
     plan = timeline.plan
     work = [
         plan.gather_work(param) if op.kind is Kind.GATHER else plan.reduce_work(param, op.over)
@@ -134,8 +134,8 @@ FUSED = FREE | {Work.POINTWISE, Work.REDUCTION}
 def fused_traffic(timeline: Timeline) -> tuple[int, ...]:
     """Return the bytes that each operation reads and writes if pointwise lines are fused.
 
-    The last line of a fused kernel has all bytes of the kernel: its inputs, and the values that are read outside the
-    kernel. Views have 0 bytes.
+    All bytes of a fused kernel belong to its last line: the kernel's inputs, and the values that are read outside it.
+    Views have 0 bytes.
     """
     kernels, stored, readers = _kernels(timeline), _stored_in(timeline), _readers(timeline)
     fused = {position for kernel in kernels for position in kernel}
@@ -152,7 +152,7 @@ def fused_traffic(timeline: Timeline) -> tuple[int, ...]:
 
 
 def _stored_in(timeline: Timeline) -> dict[str, str]:
-    """Return a mapping from values to the value whose memory they use. A view uses the memory of its input."""
+    """Return a mapping from each value to the value whose memory it uses. A view uses the memory of its input."""
     stored: dict[str, str] = {}
     for op in timeline.ops:
         for name in op.writes:
@@ -176,7 +176,7 @@ def _readers(timeline: Timeline) -> defaultdict[str, list[int]]:
 
 
 def _kernels(timeline: Timeline) -> list[list[int]]:
-    """Return the positions of lines for each fused kernel: lines of one phase and depth that share values."""
+    """Return the positions of each fused kernel's lines. The lines share values, phase and depth."""
     depths, graph, written = _depths(timeline), nx.Graph(), dict[str, int]()
     for position, op in enumerate(timeline.ops[:-1]):
         if _is_fused(op):
@@ -213,7 +213,7 @@ def _depths(timeline: Timeline) -> list[int]:
 
 
 def _latest(reader: Op, depth: int) -> int:
-    """Return the greatest depth that a line may have if ``reader``, which has ``depth``, reads its value."""
+    """Return the greatest possible depth of a line whose value is read by ``reader``, at depth ``depth``."""
     return depth if _is_fused(reader) or reader.kind is not Kind.COMPUTE else depth - 1
 
 

@@ -56,22 +56,22 @@ def estimate(
         device: a :class:`~thunder_zero.tools.Device`, a key of ``tz.tools.DEVICES`` such as ``"h100"``, or the path of
             a file (``.json``) from ``thunder-zero calibrate``.
         loss: a function from the result of forward to the loss (default: no loss).
-        optimizer: a class of optimizers, or a function from parameters to an optimizer (default: no optimizer). Losses
-            and optimizers are counted operator by operator.
-        fused: True if pointwise lines count as fused, as by nvFuser or torch.compile (default: True if the model's
-            executors fuse on the device). Thunder's default executors fuse on a GPU. A model of ``compile`` is fused
-            only if its argument ``fuse`` was given.
+        optimizer: a class of optimizers, or a function from parameters to an optimizer (default: no optimizer). The
+            cost of a loss or an optimizer is the sum over its operators.
+        fused: True to assume that pointwise lines are fused, as by nvFuser or torch.compile (default: True if the
+            model's executors fuse on the device). Thunder's default executors fuse on a GPU. A model of ``compile`` is
+            fused only if its argument ``fuse`` was given.
 
     Returns:
         The seconds of the step, of compute and of exposed communication, the critical path, MFU, and the times of all
         operations.
 
     Raises:
-        TypeError: ``traces`` or ``device`` has another type, or :func:`thunder_zero.tools.memory` raises TypeError for
+        TypeError: ``traces`` or ``device`` has a wrong type, or :func:`thunder_zero.tools.memory` raises TypeError for
             the loss or the optimizer.
         ValueError: the device lacks FLOP/s for a dtype or a needed link, or was calibrated with another number of
             ranks.
-        RuntimeError: the loss or the optimizer reads a value.
+        RuntimeError: the loss or the optimizer reads the value of a tensor.
     """
     if not isinstance(traces, Traces):
         raise TypeError(f"estimate takes Traces, got {type(traces).__name__}; pass what trace or traces_of returns")
@@ -83,7 +83,7 @@ def estimate(
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """The time of forward and backward in a step, and of the loss and the optimizer if :func:`estimate` got them.
+    """The time of forward and backward in a step, and of the loss and the optimizer if :func:`estimate` received them.
 
     Attributes:
         timeline: the operations.
@@ -169,7 +169,7 @@ class Estimate:
         return self.model_seconds / self.seconds if self.seconds else 0.0
 
     def tokens_per_second(self, tokens: int) -> float:
-        """Return the tokens that a rank trains per second. ``tokens`` is the rank's number of tokens in a step."""
+        """Return a rank's throughput in tokens per second. ``tokens`` is the rank's number of tokens in a step."""
         return tokens / self.seconds
 
     def __repr__(self) -> str:
@@ -217,8 +217,8 @@ class Estimate:
 def step_time(timeline: Timeline, device: Device, *, fused: bool = False, model: Timeline | None = None) -> Estimate:
     """Forecast the time of a scheduled timeline on a device.
 
-    If ``fused``, pointwise lines count as fused. ``model`` is a timeline without recomputation, whose FLOPs count for
-    MFU (default: the operations of ``timeline`` that are not ``repeated``).
+    If ``fused``, pointwise lines count as fused. MFU is computed from the FLOPs of ``model``, a timeline without
+    recomputation (default: the operations of ``timeline`` that are not ``repeated``).
     """
     costs = costs_of(timeline, device, fused=fused)
     return Estimate(timeline, device, costs, sum(model_seconds(model or timeline, device)))
@@ -227,7 +227,7 @@ def step_time(timeline: Timeline, device: Device, *, fused: bool = False, model:
 def counts_fused(traces: Traces, device: Device, fused: bool | None = None) -> bool:
     """Return whether pointwise lines of the traces count as fused on the device.
 
-    Traces with fused regions need no further fusion. For other traces ``fused`` decides. By default lines count as
+    Traces with fused regions need no further fusion. For other traces, return ``fused``. By default lines count as
     fused if the model's executors fuse on the device: on a described GPU, but not on a measured CPU.
     """
     if traces.has_regions:
@@ -244,7 +244,7 @@ def model_seconds(timeline: Timeline, device: Device) -> list[float]:
 
 
 def simulate(timeline: Timeline, costs: Sequence[Cost], device: Device) -> tuple[Span, ...]:
-    """Return the spans of the operations. If ``Device.overlaps`` is False, compute waits for each launch at once."""
+    """Return the spans of the operations. If ``Device.overlaps`` is False, compute waits right after each launch."""
     shared = (Lane.SHARD, Lane.TENSOR) if in_node(timeline.plan.mesh, device) else ()
     lanes = Lanes(frozenset(shared))
     finishing: dict[str, float] = {}

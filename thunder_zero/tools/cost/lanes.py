@@ -106,7 +106,7 @@ class Lanes:
             self._queues.setdefault(lane, deque()).append(ring)
 
     def compute(self, op: int, seconds: float, *, always: bool = False) -> None:
-        """Advance compute by ``seconds``, and record a span. A span of 0 seconds is recorded only if ``always``."""
+        """Advance compute by ``seconds``, and record a span. If ``always``, even a span of 0 seconds is recorded."""
         if not seconds and not always:
             return
         start, after = self._now

@@ -12,7 +12,7 @@ RUNS = "torchtitan's Llama 3.1 8B on 8 H100, December 2024"
 
 
 def expected_seconds(bound: float) -> tuple[float, float]:
-    """Return the range of seconds to expect for a step with a lower bound, based on published runs.
+    """Return the expected range of a step's seconds, from a lower bound and published runs.
 
     >>> expected_seconds(0.66)[0]
     1.0

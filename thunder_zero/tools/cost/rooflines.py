@@ -23,7 +23,7 @@ def gather_bytes(nbytes: float, ranks: float = inf) -> float:
 
 
 def tokens_to_hide(device: Device, stage: int, dtype: str = "bfloat16", itemsize: int = 2) -> float:
-    """Return the smallest number of tokens per rank with which compute hides communication, for many ranks.
+    """Return the smallest number of tokens per rank with which compute hides communication among many ranks.
 
     A parameter takes 2 FLOPs per token in forward and 4 in backward. Each all-gather and each reduce-scatter sends the
     parameter once, in elements of ``itemsize`` bytes, over the device's links inside a node.
@@ -33,7 +33,7 @@ def tokens_to_hide(device: Device, stage: int, dtype: str = "bfloat16", itemsize
 
 
 def _phases(stage: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (FLOPs per parameter and token, bytes sent as a multiple of the model) for forward and for backward."""
+    """Return (FLOPs per parameter and token, bytes sent divided by the model's bytes) for forward and for backward."""
     row = STAGES[stage]
     if not row.sharded:
         return (FORWARD, 0), (BACKWARD, GATHER + SCATTER)  # an all-reduce is a reduce-scatter and an all-gather
@@ -44,7 +44,7 @@ def state_bytes(parameters: float, stage: int = 0, ranks: int = 1, *, resident: 
     """Return the bytes of parameters, gradients and optimizer state of a rank, in mixed precision with Adam.
 
     A parameter element takes ``resident`` bytes, and so does its gradient. Its optimizer state takes ``optimizer``
-    bytes: a float32 copy of the parameter, and two averages. The stage decides which of them are sharded.
+    bytes: a float32 copy of the parameter, and two averages. The stage decides which of these tensors are sharded.
     """
     row = STAGES[stage]
     shares = {
@@ -62,8 +62,8 @@ def tensor_bytes(*shape: int, itemsize: int = 4) -> int:
 
 @dataclass(frozen=True)
 class GptShape:
-    """The sizes of a decoder-only transformer without biases and norms, whose embedding is tied to the head. The MLPs'
-    hidden layers have the width ``hidden``."""
+    """The sizes of a decoder-only transformer without biases and norms, which ties its embedding to its head. The
+    hidden layers of the MLPs have the width ``hidden``."""
 
     layers: int
     width: int
@@ -89,8 +89,8 @@ class GptShape:
     def flops_megatron(self, tokens: float, passes: int = 3) -> float:
         """Return the FLOPs of a step by the formula of Narayanan et al., 2021.
 
-        ``passes`` is 4 if backward recomputes forward, otherwise 3. The formula was derived for 4 passes. Scripts also
-        use it with 3 passes, which undercounts the head.
+        ``passes`` is 4 if backward recomputes forward, otherwise 3. The formula was derived for 4 passes. Some scripts
+        also use it with 3 passes, which undercounts the head's FLOPs.
         """
         bracket = 1 + self.length / (6 * self.width) + self.vocabulary / (16 * self.layers * self.width)
         return 24 * passes * tokens * self.layers * self.width**2 * bracket

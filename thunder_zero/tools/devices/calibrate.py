@@ -55,9 +55,9 @@ def calibrate(
 ) -> Calibrated:
     """Measure times of compute and communication on this machine, as curves over sizes, for ``tz.tools.estimate``.
 
-    A process without a group measures its CPU. In a group, every rank calls this function. All ranks compute at the
-    same time, since they share caches and memory. Collectives use the transports of a step. All ranks return equal
-    devices. Use the number of torch threads of training. Nothing else should run on the machine.
+    Without a process group, only this CPU is measured. In a group, every rank calls this function. All ranks compute at
+    the same time, since they share caches and memory. Collectives use the same transports as a training step. All ranks
+    return equal devices. Use as many torch threads as in training. Nothing else should run on the machine.
 
     >>> device = tz.tools.calibrate(seconds=10)
     >>> tz.tools.estimate(traces, device, loss=loss, optimizer=torch.optim.AdamW).seconds

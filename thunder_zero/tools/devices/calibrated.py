@@ -37,7 +37,7 @@ class Curve:
 
     @staticmethod
     def measured(points: Iterable[tuple[float, float]]) -> Curve:
-        """Return the curve of measured points, without noise that makes a size faster than a smaller size."""
+        """Return a curve through measured points. Noise that makes a larger size faster is removed."""
         sizes, seconds = zip(*sorted(points), strict=True)
         return Curve(tuple(zip(sizes, accumulate(seconds, max), strict=True)))
 
@@ -67,7 +67,7 @@ class CollectiveCurves:
         wire: a collective's time on the wire, within a burst of collectives.
         finish: time that the wait takes from compute after all messages have arrived, for sums and copies.
         taken: time that the collective takes from compute while it is in flight.
-        tensor_seconds: time that a bucket's launch takes longer for each further tensor.
+        tensor_seconds: additional time of a launch for each further tensor in the bucket.
     """
 
     launch: Curve

@@ -13,10 +13,10 @@ from thunder_zero.tools.printing.words import count, folded, summed_up
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The speed at which a device sends data while it receives data at the same speed.
+    """A device's link, on which it sends and receives at the same time and at equal speeds.
 
     Attributes:
-        bytes_per_second: bytes that a ring sends in a second, over all physical links together.
+        bytes_per_second: bytes that the device sends per second, over all physical links together.
         latency_seconds: latency of one step of a ring.
     """
 
@@ -55,7 +55,7 @@ class Device:
     """A device of a machine, and its links to other devices.
 
     Attributes:
-        name: name for messages and tables.
+        name: the name in messages and tables.
         flops_per_second: FLOP/s of dense matrix products, keyed by dtype name (``"bfloat16"``).
         memory_bytes_per_second: speed of reading and writing the device's memory.
         memory_bytes: size of the device's memory.
@@ -98,7 +98,7 @@ class Device:
         return folded(", ".join(parts))
 
     def seconds(self, flops: float, dtype: str, traffic_bytes: float, work: str = "") -> float:
-        """Return the seconds of an operation: the seconds of its FLOPs or of its memory traffic, if longer.
+        """Return the seconds of an operation: the larger of the seconds for its FLOPs and for its memory traffic.
 
         ``work``, the class of work, matters only for calibrated devices.
 

@@ -178,9 +178,9 @@ class Collectives:
         return {"launch": launch, "finish": finish, "burst": burst}
 
     def time_slowdown(self, kind: str, wire: float, held: float) -> float:
-        """Return the seconds by which a concurrent collective of the largest size slows compute down.
+        """Return the seconds that a concurrent collective of the largest size adds to compute.
 
-        The collective takes ``wire`` seconds on the wire. Subtract ``held``, the seconds of its launch and its wait.
+        The collective takes ``wire`` seconds on the wire. ``held``, its launch and wait, is left out.
         """
         start = self._starts[kind, SIZES[-1]]
         left, right = torch.ones(ROWS, OVERLAPPED_WIDTH), torch.ones(OVERLAPPED_WIDTH, OVERLAPPED_WIDTH)

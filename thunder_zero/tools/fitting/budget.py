@@ -1,8 +1,8 @@
 """Chooses tensors to keep for backward, so that a step fits into memory at the least cost.
 
-Each choice is measured on a schedule in which all units make this choice. This gives bytes and a cost for each unit. In
-a unit's backward, all earlier units still hold their bytes for backward. So choices for the units a, b, c, in the order
-of forward, fit if::
+Each choice is measured on a schedule that applies this choice to all units. This gives bytes and a cost for each unit.
+In a unit's backward, all earlier units still hold their bytes for backward. So choices for the units a, b, c, in the
+order of forward, fit if::
 
     a.peak                       <= budget
     a.left + b.peak              <= budget
@@ -64,7 +64,7 @@ def cheapest(units: Sequence[Sequence[UnitCost]], budget: int) -> tuple[int, ...
 
 
 def _unbeaten(partial: list[_Partial], grain: int) -> list[_Partial]:
-    """Drop a partial choice if another is as good or better in both cost and bytes (multiples of ``grain``)."""
+    """Drop each partial choice if another has no higher cost and no more bytes (rounded up to ``grain``)."""
     unbeaten: list[_Partial] = []
     least = float("inf")
     rounded = (replace(choices, left=-(-choices.left // grain) * grain) for choices in partial)
@@ -96,7 +96,7 @@ class Parts:
         units: the units, in the order of forward.
         options: the choices for each unit.
         choices: for each part, the bytes and the cost of each option. The beginning of backward belongs to the last
-            unit. The end of backward and forward have a single option.
+            unit. Forward and the end of backward have a single option.
         most_too_high: the most bytes by which the parts of a candidate add up to more than its peak.
     """
 
@@ -107,7 +107,7 @@ class Parts:
 
     @classmethod
     def read_off(cls, units: tuple[str, ...], options: tuple[UnitChoice, ...], alike: Sequence[Candidate]) -> Parts:
-        """Return the parts, measured on a candidate for each option, in which all units choose this option."""
+        """Return the parts. Each option is measured on a candidate that applies this option to all units."""
         end = max(_peak(candidate, candidate.segments[ROOT]) for candidate in alike)
         forward = max(
             _peak(candidate, range(candidate.timeline.backward_start)) - sum(candidate.left.values())
@@ -146,7 +146,7 @@ class Parts:
         return (0, *(self._number[choice] for choice in choices), 0)
 
     def sums(self, numbers: Sequence[int]) -> tuple[int, float]:
-        """Return the most bytes alive and the cost of a step with these option indices."""
+        """Return the most bytes alive in a step, and the step's cost, for these option indices."""
         left = peak = 0
         cost = 0.0
         for options, number in zip(self.choices, numbers, strict=True):

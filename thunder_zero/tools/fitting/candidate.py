@@ -45,7 +45,7 @@ USUAL_PRICES = Prices()
 
 @dataclass(frozen=True)
 class Candidate:
-    """A policy for a lifted timeline, with the prices of its work."""
+    """A policy to apply to a timeline without passes, and the prices of work."""
 
     lifted: Timeline
     policy: Policy
@@ -111,7 +111,7 @@ class Candidate:
 
     @cached_property
     def left(self) -> dict[str, int]:
-        """A mapping from units to the bytes that forward leaves for the unit's backward."""
+        """A mapping from each unit to the bytes that forward leaves for the unit's backward."""
         unit_at = {position: unit for unit, positions in self.segments.items() for position in positions}
         counts: Counter[str] = Counter()
         for memory, life in lifetimes(self.timeline).items():
@@ -150,7 +150,7 @@ class Candidate:
 
 
 def under(plan: Plan, policy: Policy) -> Plan:
-    """Return the plan under a policy that differs only in choices for units and in bytes."""
+    """Return the plan under a policy that differs only in choices for units and in numbers of bytes."""
     kept = {param.path for param in plan.params if param.unit in policy.keep_unsharded}
     return replace(plan.keeping(kept), policy=policy)
 

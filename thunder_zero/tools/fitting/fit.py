@@ -92,8 +92,8 @@ def fit(
         args, kwargs: the arguments of its forward.
         memory_bytes: memory of a rank, such as ``"24GiB"``. The optimizer's step must fit as well.
         world_size: number of ranks (default: the size of the default process group).
-        policy: a policy for all other fields, such as the stage (default: ZeRO-3). ``recompute="units"`` becomes
-            ``"cheap"``.
+        policy: a policy with the values of all other fields, such as the stage (default: ZeRO-3). ``recompute="units"``
+            becomes ``"cheap"``.
         file: the file to print to (default: the standard output).
         loss, optimizer, backend, reserve: as for :func:`thunder_zero.tools.memory`.
         fuse, replicas, mesh, dp_mesh_dims: as for :func:`thunder_zero.trace`.
@@ -192,8 +192,8 @@ def _confirm(compiled: _Compiled, memory_bytes: int) -> Policy | None:
 def _fit_least(compiled: _Compiled, memory_bytes: int) -> Policy | None:
     """Compile policies of low memory until a policy fits. Return the cheapest compiled policy that fits, if any.
 
-    Policies with one choice for all units come first, since a wrong correction could hide them. The requested policy
-    with all units recomputed is also compiled, because the error names its exact peak.
+    Policies with one choice for all units come first, since wrongly corrected estimates could rule them out. The
+    requested policy with all units recomputed is also compiled, because the error names its exact peak.
     """
     search = compiled.search
     finders = [partial(search.alike, choice, search.sized[-1]) for choice in (RECOMPUTED, PLAIN)]
@@ -210,7 +210,7 @@ def _all_recomputed(compiled: _Compiled) -> Policy:
 
 
 def _refused(compiled: _Compiled, as_asked: Memory, memory_bytes: int) -> DoesNotFit:
-    """Return the error for a search without a fitting policy, with the smallest exact peak."""
+    """Return the error for a search in which no policy fits. The error has the smallest exact peak."""
     if as_asked.optimizer_step is not None and as_asked.optimizer_step > memory_bytes:
         _fit_least(compiled, memory_bytes)  # the message compares the least peak with the step
     least = _least(compiled, as_asked.optimizer_step or 0)

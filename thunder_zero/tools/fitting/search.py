@@ -62,7 +62,7 @@ class Search:
         return best
 
     def about(self, memory_bytes: int, overhead: Overhead) -> Policy | None:
-        """Return a policy nearly as cheap as the result of :meth:`best`, with fewer evaluations."""
+        """Return a policy nearly as cheap as the result of :meth:`best`, from fewer evaluations."""
         return min(self._fitting(memory_bytes, overhead), key=self.cost, default=None)
 
     def least(self, overhead: Overhead) -> Policy:
@@ -96,7 +96,7 @@ class Search:
 
     @cached_property
     def sized(self) -> tuple[Policy, ...]:
-        """The requested policy, and copies with less in flight: two units, one unit, no unit."""
+        """The requested policy, and copies with fewer bytes in flight: the bytes of two units, of one unit, and 0."""
         sizes, largest = self.lifted.plan.sizes, self.lifted.plan.largest_unit_bytes
         smaller = [(min(sizes.bucket_bytes, in_flight // 2), in_flight) for in_flight in (2 * largest, largest, 0)]
         pairs = [(sizes.bucket_bytes, sizes.in_flight_bytes)]
@@ -120,7 +120,7 @@ class Search:
         return [self.alike(choice, sized) for choice in self._options]
 
     def _fitting(self, memory_bytes: int, overhead: Overhead) -> list[Policy]:
-        """Return a cheap policy for each bucket size, if a policy with this size fits."""
+        """Return a cheap policy for each bucket size with which a policy fits."""
         policies = (self._fitting_of(sized, memory_bytes - overhead(sized)) for sized in self.sized)
         return [policy for policy in policies if policy is not None]
 
@@ -198,7 +198,7 @@ def with_choices(choices: Mapping[str, UnitChoice], sized: Policy) -> Policy:
 
 
 def _neighbours(numbers: tuple[int, ...], options: int) -> Iterator[tuple[int, ...]]:
-    """Yield option indices with one or two changes. The first and last index belong to no unit and stay."""
+    """Yield option indices with one or two changes. The first and the last index have no unit and never change."""
     inner = range(1, len(numbers) - 1)
     for indices in (*((index,) for index in inner), *combinations(inner, 2)):
         for new_numbers in product(range(options), repeat=len(indices)):

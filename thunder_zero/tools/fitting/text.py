@@ -57,8 +57,8 @@ class LeastMemory:
     Attributes:
         nbytes: bytes at the peak.
         recomputed: number of units that are recomputed as a whole; None for a model without units.
-        saved_by_units: bytes that the requested policy's peak loses when all units are recomputed. Negative if the peak
-            grows.
+        saved_by_units: bytes by which the requested policy's peak shrinks if all units are recomputed. Negative if the
+            peak grows.
         saved_by_cheap: bytes that ``recompute="cheap"`` saves if the requested policy has ``"none"``; otherwise 0.
         in_flight_bytes: bytes in flight.
     """

@@ -1,4 +1,4 @@
-"""Holds a forecast of memory: frozen data that prints itself.
+"""Holds a forecast of memory: frozen data with a printed form.
 
 ::
 
@@ -78,10 +78,10 @@ class Storage:
     """Memory that tensors share.
 
     Attributes:
-        kind: the kind of data that it holds.
+        kind: the kind of data in the storage.
         nbytes: the size of the storage.
         name: a path for a parameter, a gradient or a buffer of the module. Optimizer state has the path and the key,
-            such as "blocks.0.up.weight: exp_avg". A collective's buffer has the parameters as in ``print_trace``.
+            such as "blocks.0.up.weight: exp_avg". A collective's buffer has the parameters' label from ``print_trace``.
             Every other storage has the name of a value of the trace.
         module: path of the module whose parameter was used last before the allocation; "" if no parameter was used.
         line: the allocating line's index in ``Memory.lines``; -1 if the storage exists before the step.
@@ -207,7 +207,7 @@ def outside_of_the_peak(memory: Memory) -> list[str]:
 def _tensor(storage: Storage, memory: Memory) -> str:
     """Return a line such as ``1.00 MiB  saved for backward     blocks.0.up: t3 = torch.erf(t2)``.
 
-    A storage without a module shows its phase.
+    If the storage has no module, the line names the phase.
     """
     statement = ""
     if storage.line >= 0 and storage.kind in COMPUTED:

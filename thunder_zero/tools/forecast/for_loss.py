@@ -22,7 +22,7 @@ def for_loss(traces: Traces, loss: Loss) -> Traces:
     >>> traces = tz.tools.for_loss(tz.trace(model, tokens, labels=labels, policy=3), lambda output: output.loss)
 
     Raises:
-        TypeError, NoForecast: :func:`thunder_zero.tools.memory` would raise for this loss.
+        TypeError, NoForecast: :func:`thunder_zero.tools.memory` would raise this exception for the loss.
     """
     if traces.backward is None or traces.without is None:
         return traces

@@ -71,7 +71,7 @@ def run_region(region: BoundSymbol, values: dict[str, Any], record: Callable[[Te
     Args:
         region: the fused line.
         values: a mapping from names to the values of earlier lines. Tensors are meta tensors.
-        record: a function that counts a tensor's storage from now until the storage is freed.
+        record: a function that counts a tensor's storage from its call until the storage is freed.
     """
     returned = {proxy.name for proxy in region.flat_proxy_outs}
     if any(operator_of(line) is None for line in region.subsymbols):
@@ -120,7 +120,7 @@ def _buffers(lines: Sequence[BoundSymbol]) -> set[str]:
 
 
 def _last_readers(lines: Sequence[BoundSymbol], counted: set[str]) -> dict[str, int]:
-    """Return the position of each value's last reader. Reads through values without a buffer count."""
+    """Return the position of each value's last reader. Reads through values without a buffer are included."""
     last: dict[str, int] = {}
     for position, line in reversed(list(enumerate(lines))):
         outputs = {proxy.name for proxy in line.flat_proxy_outs}

@@ -56,8 +56,8 @@ def memory(
 
     Args:
         model_or_traces: the result of :func:`thunder_zero.trace`, or a model with ZeroTransform that was called.
-        shapes: new shapes of inputs, by name, as for :func:`thunder_zero.tools.resized`. New shapes
-            find the largest batch that fits, without a compilation for each size.
+        shapes: new shapes of inputs, by name, as for :func:`thunder_zero.tools.resized`. New shapes need no
+            compilation, for example in a search for the largest batch that fits.
         loss: a function from the result of forward to the loss, if forward does not return the loss. The forecast
             assumes that the training code keeps no output. Tensors in the function's closure, such as targets, are not
             counted.
@@ -71,7 +71,7 @@ def memory(
     Raises:
         TypeError: ``model_or_traces`` is neither traces nor a model with ZeroTransform.
         ValueError: ``backend`` is unknown, ``reserve`` is negative, or ``resized`` raises for ``shapes``.
-        RuntimeError: the model was not called yet, or a line reads a value
+        RuntimeError: the model was not called yet, or a line reads a tensor's value
             (:class:`thunder_zero.tools.forecast.watch.NoForecast`).
     """
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
@@ -93,7 +93,7 @@ def begin_replay(
     accumulating: bool = False,
     contexts: tuple[Context, Context] | None = None,
 ) -> Replay:
-    """Allocate the memory at rest, and return the step. The loss and the optimizer run inside ``contexts``."""
+    """Allocate the memory at rest, and return a replay. Its loss and its optimizer run inside ``contexts``."""
     rehearsal = Rehearsal(traces.plan, backend, synced=traces.synced)
     for path, tensor in rehearsal.at_rest():
         watch.record(tensor).name = path

@@ -38,7 +38,7 @@ def optimizer_at_rest(
 
     Raises:
         TypeError: ``make`` is not a function from parameters to an optimizer.
-        NoForecast: the optimizer reads a value, or its step needs a closure.
+        NoForecast: the optimizer reads a tensor's value, or its step needs a closure.
     """
     if isinstance(make, torch.optim.Optimizer) or not callable(make):
         raise TypeError(
@@ -96,8 +96,8 @@ def take_step(
 class Rehearsal(LocalState):
     """A model's state, made of meta tensors, for :class:`thunder_zero.sharded.runtime.ModelRuntime`.
 
-    The step follows an optimizer's step. So ZeRO-1 refreshes all parameters, and parameters that stay unsharded after a
-    micro-batch (``reshard_after_backward=False``) are gathered again.
+    The rehearsed step follows an optimizer's step. So ZeRO-1 refreshes all parameters, and parameters that stay
+    unsharded after a micro-batch (``reshard_after_backward=False``) are gathered again.
     """
 
     def __init__(self, plan: Plan, backend: str, *, synced: bool) -> None:

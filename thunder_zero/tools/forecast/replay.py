@@ -1,6 +1,6 @@
 """Runs the lines of the traces on meta tensors, as a training step would.
 
-The lines are the lines of the step. So allocations, views and deletions match the step::
+The same lines run as in the step, so allocations, views and deletions match the step::
 
     inputs -> forward lines -> outputs -> loss -> gradients of outputs -> backward lines -> gradients -> optimizer
                      \\______ saved values (two lists, of tensors and numbers) ____/
@@ -174,7 +174,7 @@ class Replay:
         return [[by_name[proxy.name] for proxy in proxies] for proxies in self.traces.backward.args[0]]
 
     def _run_loss(self, result: list[Any], loss: Loss | None) -> list[Tensor | None]:
-        """Return the loss's gradients of forward's outputs. Without a loss, return uninitialized gradients.
+        """Return the loss's gradients with respect to forward's outputs; uninitialized gradients without a loss.
 
         ``result`` is emptied when training code would drop forward's result.
         """
@@ -321,7 +321,7 @@ def call_loss(loss: Loss, output: Any) -> Tensor:
     """Return the loss of a model's result.
 
     Raises:
-        NoForecast: the loss reads a value.
+        NoForecast: the loss reads a tensor's value.
         TypeError: ``loss`` takes other arguments, or its result is not a tensor of one number with a gradient.
     """
     action = "give one that reads no value (.item(), if, a boolean mask), or none"

@@ -1,6 +1,6 @@
 """``tz.tools.resized``: changes the input sizes of a traced program, without tracing or compiling.
 
-If sizes are symbols, a program's lines hold for any size. Its values still have the shapes of the traced call. The
+If sizes are symbols, a program's lines are valid for any size. Its values still have the shapes of the traced call. The
 lines run once on meta tensors of the new sizes, so that every value gets its new shape::
 
     arange = aten.arange(s27)          s27 = 12, arange has (12,)      ->      s27 = 512, arange has (512,)
@@ -39,7 +39,7 @@ def resized(traces: Traces, shapes: Shapes) -> Traces:
 
     Args:
         traces: traces with symbolic sizes, from ``dynamic=True`` or from a model called with several lengths.
-        shapes: a mapping from names of inputs to new shapes. Other inputs with the symbol or the size also change.
+        shapes: a mapping from names of inputs to new shapes. Other inputs with the same symbol or size also change.
 
     Raises:
         ValueError: an input is unknown, a size is a constant of the program, or sizes do not fit together.

@@ -1,4 +1,4 @@
-"""The wire of a rank without peers, which allocates the buffers of a step and sends nothing.
+"""A wire that allocates the buffers of a step and sends nothing, for a rank without peers.
 
 ::
 
@@ -53,7 +53,7 @@ class _UnsentPairwiseGloo(PairwiseGloo):
     """Gloo's transport without its messages and threads."""
 
     def _average_in_background(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """Return ``start``, so that it runs when its result is awaited."""
+        """Return ``start`` unchanged, to compute the average in the wait instead of on a thread."""
         return start
 
     def _bucket(self) -> GlooBucket:
@@ -96,7 +96,7 @@ def _transport(plan: Plan, backend: str) -> TaggedTransport:
 
 
 class UnsentWire(Wire):
-    """A wire without peers. Host memory also uses ``device``, the meta device."""
+    """A wire without peers. Tensors for host memory are also on ``device``, the meta device."""
 
     def __init__(self, plan: Plan, backend: str, device: torch.device) -> None:
         super().__init__(_transport(plan, backend), plan, device)

@@ -1,7 +1,7 @@
 """Records when the storages of meta tensors are allocated and freed.
 
-A storage counts once, for any number of views. Its address identifies it, and a weak reference reports its end. The
-watched code may name any device, and may use materialized tensors. New tensors are on the meta device.
+A storage counts once, for any number of views. Its address identifies it, and a weak reference reports when it is
+freed. The watched code may name any device, and may use materialized tensors. New tensors are on the meta device.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Allocation:
 
 
 class Watch(TorchDispatchMode):
-    """Records the storages that are allocated inside the block. Storages from outside the block do not count.
+    """Records the storages that are allocated inside the block. Storages from outside the block are not counted.
 
     Attributes:
         kind: the initial kind of new storages.
@@ -130,13 +130,13 @@ class Watch(TorchDispatchMode):
         return self._alive[key]
 
     def stop_counting(self, tensor: Tensor) -> None:
-        """End the allocation of a tensor, which moves to memory that is not watched."""
+        """Record the tensor's storage as freed, since the tensor moves to unwatched memory."""
         self._end(self.record(tensor))
 
     def _substitute(self, tensor: Tensor) -> Tensor:
-        """Return a meta tensor like ``to_meta``, but turn views of one storage into views of one substitute.
+        """Return a meta tensor. Turn views of one storage into views of one substitute.
 
-        A storage that the watch has not recorded is from outside the block. Its substitute does not count either.
+        A storage that the watch has not recorded is from outside the block. Its substitute is not counted either.
         """
         storage = tensor.untyped_storage()
         if storage._cdata not in self._alive:
@@ -164,7 +164,7 @@ class Watch(TorchDispatchMode):
         self.highest_in_line = self.now
 
     def begin_step(self) -> None:
-        """Forget the freed storages, and restart the highest bytes."""
+        """Forget the freed storages, and reset the highest bytes to the bytes alive."""
         self.allocations = [allocation for allocation in self.allocations if allocation.freed is None]
         self.highest, self.events_at_highest = self.now, self.events
 

@@ -30,7 +30,7 @@ class DecoderSizes:
         blocks: number of blocks.
         width: size of a token's vector between blocks.
         heads: number of query heads.
-        key_heads: number of key and value heads. Each is shared by ``heads / key_heads`` query heads.
+        key_heads: number of key and value heads. Each head is shared by ``heads / key_heads`` query heads.
         hidden: size of a token's vector inside an MLP.
         vocabulary: number of rows of the embedding.
         length: number of tokens of a sequence.
@@ -57,7 +57,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(sizes.width, sizes.width, bias=False)
 
     def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Return the attention of ``x`` (batch, length, width), in the shape of ``x``."""
+        """Return the attention's output for ``x`` (batch, length, width), in the shape of ``x``."""
         batch, length, _ = x.shape
         # -1, because under tensor parallelism a rank has only a part of the heads.
         query, key, value = (

@@ -43,7 +43,7 @@ class NamedModel:
     """A model that :func:`thunder_zero.tools.plan_training` makes itself, for sequences of any length.
 
     Attributes:
-        name: a name for tables and messages.
+        name: the name in tables and messages.
         make: a function from the length of a sequence to a module. Its forward takes tokens (batch, length).
         sequence_length: the default number of tokens of a sequence.
         loss: a function from the result of forward to the loss (default: cross entropy of logits).

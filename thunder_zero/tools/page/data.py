@@ -212,7 +212,7 @@ def _memory_of(program: PageProgram, memory: Memory) -> Data:
 
 
 def _places(program: PageProgram, memory: Memory) -> list[int]:
-    """Return the page positions of the lines of a forecast of memory."""
+    """Return the positions on the page of the lines of a forecast of memory."""
     places: dict[int, int] = {}
     for number, line in enumerate(program.lines):
         if line.memory is not None:

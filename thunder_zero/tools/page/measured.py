@@ -79,13 +79,13 @@ def _scaled(cost: Cost, compute: float, wire: float) -> Cost:
 
 
 def by_profile(forecast: Estimate, events: Sequence[Mapping[str, Any]]) -> Estimate:
-    """Return the last whole step of a profile, in times of the host.
+    """Return the estimate with the host's times, from the last whole step of a profile.
 
     A collective is in flight from its launch to the end of its wait.
 
     Args:
         forecast: the estimate of forward and backward, without a loss and an optimizer.
-        events: events in Chrome's trace event format. Only events with labels of this package count.
+        events: events in Chrome's trace event format. Only events with labels of this package are used.
 
     Raises:
         ValueError: the profile has no whole step of this program.

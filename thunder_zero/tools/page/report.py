@@ -80,8 +80,8 @@ def report(
     Raises:
         TypeError: ``model_or_traces`` is neither traces nor a model with ZeroTransform, or ``estimate`` or ``memory``
             raises.
-        ValueError: ``beside`` has another module. Or ``measured`` is not a profile with a whole step of this program.
-            Or the device lacks a rate or a link that the step needs.
+        ValueError: ``beside`` has another module, ``measured`` is not a profile with a whole step of this program, or
+            the device lacks a rate or a link that the step needs.
         OSError: a file cannot be read or written.
         RuntimeError: the model was not called yet.
     """

@@ -1,4 +1,4 @@
-"""Estimates the traffic of AdamW, and the memory of a rank that holds no tensors."""
+"""Estimates the memory traffic of AdamW, and a rank's memory that belongs to no tensor."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ def plan_training(
 ) -> TrainingPlan:
     """Compare stages and meshes for a model before anything runs: memory, bytes sent, time of a step.
 
-    A few of the model's identical blocks are traced and repeated. No tensor of the model is allocated. The optimizer is
-    AdamW.
+    A few of the model's identical blocks are traced, and their figures are extended to all blocks. No tensor of the
+    model is allocated. The optimizer is AdamW.
 
     >>> print(tz.tools.plan_training("llama3-8b", world_size=1024, device="h100", memory_bytes="80GiB"))
     >>> tz.tools.plan_training(module, tokens, world_size=16).chosen
@@ -88,14 +88,14 @@ def plan_training(
         frozen_format: as in :class:`thunder_zero.Policy`, for stages 2 and 3 (default: None).
         stages: stages to compare (default: 0 to 3).
         tp: number of tensor-parallel ranks inside a node, or several numbers to compare, such as ``(1, 2, 4, 8)``.
-        tp_plan: styles by names, as for ``parallelize_module``, or a function that slices a meta copy of the module
-            over a mesh (default: a named model's own plan).
+        tp_plan: styles keyed by name, as for ``parallelize_module``, or a function that slices a meta copy of the
+            module over a mesh (default: a named model's own plan).
 
     Raises:
         ValueError: ``model`` or ``device`` is unknown, an option does not fit the model, or no parameter is trained. It
             is also raised if ranks do not fill nodes, ``tp`` does not divide the devices of a node or has no plan, or
             ``global_batch`` is not a multiple of the data-parallel ranks.
-        TypeError: ``model`` or ``device`` is of another type.
+        TypeError: ``model`` or ``device`` has a wrong type.
         RuntimeError: ``tp`` is more than 1 and there is a process group.
     """
     stages = _known_stages(stages)

@@ -52,7 +52,7 @@ class SubjectPrograms:
         how: the tensor-parallel plan.
         captured: captured modules, keyed by number of blocks.
         compiled: traces, keyed by policy, presence of replicas, and number of blocks.
-        enough: a mapping from policies to the number of traced blocks with which the blocks repeat.
+        enough: a mapping from policies to the number of blocks to trace until their work repeats.
     """
 
     subject: Subject
@@ -68,12 +68,12 @@ class SubjectPrograms:
 
     @cached_property
     def block_bytes(self) -> int:
-        """The bytes of the largest block. The policies of a table do not change this number."""
+        """The bytes of the largest block. This number does not depend on the policy."""
         policy = Policy(mixed_precision=self.asked.mixed_precision)
         return self.plan(policy, MeshShape(1, self.shards, self.slices)).largest_block_bytes
 
     def plan(self, policy: Policy, mesh: MeshShape) -> Plan:
-        """Return the whole model's plan on the first rank."""
+        """Return the whole model's plan for rank 0."""
         return make_plan(self.subject.module, policy, mesh.at_rank_0(), *self._sliced)
 
     @cached_property
@@ -184,5 +184,5 @@ def _on_mesh(traces: Traces, plan: Plan) -> Traces:
 
 
 def adamw(params: object) -> torch.optim.Optimizer:
-    """Return an AdamW without the temporaries of ``foreach``, which a fused AdamW does not need either."""
+    """Return an AdamW that, like a fused AdamW, needs no temporaries of the size of all parameters."""
     return torch.optim.AdamW(params, foreach=False)  # type: ignore[arg-type]

@@ -61,7 +61,7 @@ def _period_around(keys: Sequence[Hashable], position: int, length: int) -> Peri
 
 
 def positions(length: int, period: Period | None, copies: int) -> list[int]:
-    """Return, for each position of the longer sequence, the position that it copies in the sequence of ``length``."""
+    """Return, for each position of the longer sequence, its source in the sequence of ``length`` items."""
     if period is None or not copies:
         return list(range(length))
     middle = list(range(period.start, period.end)) * copies

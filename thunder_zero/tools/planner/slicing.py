@@ -16,7 +16,7 @@ Slicing = Mapping[str, ParallelStyle] | Callable[[nn.Module, DeviceMesh], object
 
 
 def sliced_copy(module: nn.Module, mesh: DeviceMesh, slicing: Slicing) -> nn.Module:
-    """Return a copy of the module on the meta device, sliced over a mesh of one dimension."""
+    """Return a copy of the module on the meta device, sliced over a one-dimensional mesh."""
     tensors = chain(module.parameters(), module.buffers())
     memo: dict[int, Any] = {id(tensor): _without_values(tensor) for tensor in tensors}
     copy = deepcopy(module, memo)

@@ -36,7 +36,7 @@ class Subject:
     """A module to plan for.
 
     Attributes:
-        name: a name for tables and messages.
+        name: the name in tables and messages.
         module: the module. It may be on the meta device, since its values are never read.
         args, kwargs: the arguments of forward, for one rank's share of a batch.
         loss: a function from the outputs of forward to the loss, or None.
@@ -101,7 +101,7 @@ def subject_of(
 
     Raises:
         ValueError: an option does not fit this kind of model, or no parameter is trained.
-        TypeError: ``model`` is of another type.
+        TypeError: ``model`` has a wrong type.
     """
     if isinstance(model, nn.Module):
         if length is not None or micro_batch != 1:

@@ -46,7 +46,7 @@ class MeshShape:
         return self.replicas * self.shards * self.slices
 
     def at_rank_0(self) -> Mesh:
-        """Return the mesh on its first rank."""
+        """Return the mesh as rank 0 sees it."""
         return Mesh.of(self.shards, replicas=self.replicas, slices=self.slices if self.slices > 1 else None)
 
     @property
@@ -93,7 +93,7 @@ def meshes(stage: int, world_size: int, devices_per_node: int, slices: int = 1) 
 
 @dataclass(frozen=True, repr=False)
 class PlanRow:
-    """A stage on a mesh, with the lowest recompute level that fits. Bytes and seconds are those of the busiest rank.
+    """A stage on a mesh, with the lowest recompute level that fits. Bytes and seconds refer to the busiest rank.
 
     Attributes:
         stage: the stage, 0 to 3.
@@ -148,14 +148,14 @@ class PlanRow:
 
     @property
     def name_with_ranks(self) -> str:
-        """The stage and the mesh with its unit, such as ``ZeRO-3 on 128 x 8 ranks``."""
+        """The stage and the mesh, followed by the word "ranks", such as ``ZeRO-3 on 128 x 8 ranks``."""
         slices = f" of data, each of {self.mesh.slices} in slices (tp)" if self.mesh.slices > 1 else ""
         return f"{STAGES[self.stage].name} on {self.mesh.data} rank{'s' if self.mesh.ranks > 1 else ''}{slices}"
 
 
 @dataclass(frozen=True, repr=False)
 class TrainingPlan:
-    """A recommended stage and mesh for a training, with the table behind it.
+    """A recommended stage and mesh for a training run, with the table that supports the choice.
 
     Attributes:
         model: name of the model.

@@ -23,7 +23,7 @@ from rich.table import Column
 
 @contextmanager
 def show_progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar if stderr is a terminal. Yield a function that takes the bytes done since its last call."""
+    """Show a bar if stderr is a terminal. Yield a function to call with the bytes done since its last call."""
     console = Console(stderr=True)
     if not console.is_terminal:  # rich would print an empty line
         yield lambda count: None

@@ -36,7 +36,7 @@ MOST_ITEMS = 12  # the most items of a collection in a shortened statement
 
 
 def stdout_console() -> Console:
-    """Return a console on the standard output. If this is no terminal, the console has 100 columns."""
+    """Return a console on the standard output. If the output is not a terminal, the console has 100 columns."""
     return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
@@ -81,7 +81,7 @@ def short(code: str) -> str:
 def fold(code: str, widths: Sequence[int]) -> list[str]:
     """Return lines that show the statements of ``code``, without its comments.
 
-    A long statement takes the fewest lines. Its collections and argument lists keep the first items that fit, and
+    A long statement takes the fewest lines. Its collections and argument lists show the first items that fit, and then
     the number of omitted items. Calls of operators keep all arguments.
 
     Args:
@@ -141,7 +141,7 @@ def _is_operator(node: ast.AST) -> bool:
 
 
 def _shortened(code: str, items: int) -> str:
-    """Return a statement with the first items of each collection, and the number of omitted items."""
+    """Return a statement that shows only the first items of each collection, and the number of omitted items."""
     (statement,) = ast.parse(code).body
     for node in ast.walk(statement):
         collection = _collection(node)

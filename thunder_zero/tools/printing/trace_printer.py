@@ -51,7 +51,7 @@ def print_rows(rows: Sequence[Row | Gap], plan: Plan, phase: str, console: Conso
         rows: the rows and gaps of a phase.
         plan: the plan of the traces.
         phase: the phase for the title, such as "backward under no_sync".
-        console: the console, which decides about colours. A terminal also decides about the width.
+        console: the console, which selects the colours. A terminal also selects the width.
     """
     width = min(max(console.width, NARROWEST), WIDEST) if console.is_terminal else WIDTH
     columns = _columns(rows, width)

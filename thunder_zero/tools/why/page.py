@@ -38,7 +38,7 @@ CAUSES = {
 
 
 def why(script: Path, arguments: Sequence[str], *, steps: int, device: str | None) -> None:
-    """Run a script as Python does. Rank 0 prints a page for each model, after ``steps`` steps or at the end.
+    """Run a script like ``python`` does. Rank 0 prints a page for each model, after ``steps`` steps or at the end.
 
     Raises:
         SystemExit: ``script`` or ``device`` does not exist, ``steps`` is out of range, or the script fails.
