@@ -109,7 +109,7 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str
 
 
 class ShardedTrainer(Trainer):
-    """A mixin that overrides those methods of a trainer that do not work with a sharded model."""
+    """A mixin that overrides the methods of a trainer that would not work with a sharded model."""
 
     _for_compile: ClassVar[dict[str, Any]]  # arguments of compile; empty if the trainer gets a sharded model
 
@@ -131,10 +131,10 @@ class ShardedTrainer(Trainer):
         self.accelerator.unwrap_model = lambda model, *args, **kwargs: unwrap(_plain(model), *args, **kwargs)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Do nothing: sharding moves only this rank's rows."""
+        """Do nothing, since sharding moves this rank's rows to the device."""
 
     def _precompute_ref_logps(self, *args: Any) -> Any:
-        """Move the plain model to its device first: ``DPOTrainer`` calls the model before it is sharded."""
+        """Move the plain model to its device first, since ``DPOTrainer`` calls the model before it is sharded."""
         if self.ref_model is None:
             super()._move_model_to_device(self.model, self.args.device)
         return super()._precompute_ref_logps(*args)
@@ -147,7 +147,7 @@ class ShardedTrainer(Trainer):
         """Compute the loss.
 
         Raises:
-            RuntimeError: the trainer called the plain module, whose parameters are only rows.
+            RuntimeError: the trainer called the plain module, whose parameters are only this rank's rows.
         """
         try:
             return super().compute_loss(model, *args, **kwargs)
@@ -183,7 +183,7 @@ class ShardedTrainer(Trainer):
         save(Path(output_dir) / RUN, self.model_wrapped, self.optimizer.optimizer, extra=self._extra())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load weights of a plain trainer's checkpoint. A sharded trainer loads weights later, with the optimizer."""
+        """Load weights from a plain trainer's checkpoint. Other checkpoints are loaded later, with the optimizer."""
         if not _has_run(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, self.model_wrapped)
 
@@ -203,7 +203,7 @@ class ShardedTrainer(Trainer):
 def _require_methods(trainer: type[Any]) -> None:
     """Raise TypeError if a class lacks a method that :class:`ShardedTrainer` overrides.
 
-    Otherwise the trainer would never call the override, and would save only the rows of rank 0.
+    Otherwise the trainer would never call the override. For example, it would save only the rows of rank 0.
     """
     overrides = vars(ShardedTrainer).keys() - {"_extra", "_precompute_ref_logps", *dir(object)}
     if missing := sorted(

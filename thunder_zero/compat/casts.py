@@ -85,7 +85,7 @@ def _subclass(
 
 
 def _cast(tree: Any, dtype: torch.dtype | None, owner: Any) -> Any:
-    """Return a structure of the same type whose floating-point tensors are cast. Thunder traces this function.
+    """Return a copy of a structure in which floating-point tensors are cast. Thunder traces this function.
 
     ``owner`` is a submodule, or the name of the root module. Thunder would check a submodule's name in each forward.
 

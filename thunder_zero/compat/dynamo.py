@@ -106,7 +106,7 @@ def users_error(error: Exception) -> tuple[Exception, list[FrameSummary]]:
 
 
 def users_line(stack: str) -> tuple[str, int] | None:
-    """Return the file and number of the user's line in the text of a stack.
+    """Return the file and number of the user's line in the text of a stack trace.
 
     The user's line is the innermost line that is neither in torch nor in this package.
     """
@@ -187,8 +187,8 @@ def _plain_parameters(kinds: tuple[type[Tensor], ...]) -> AbstractContextManager
     """Let dynamo treat tensors of these classes as plain tensors, or parameters, inside the block.
 
     Otherwise ``has_torch_function`` would be true in functions of torch that dynamo traces into, such as
-    ``F.rms_norm``, and dynamo cannot trace the code that follows. Methods that torch has in Python (``w.norm()``), rows
-    (``a, b = w``) and ``type(w)`` would also differ from a parameter's.
+    ``F.rms_norm``, and dynamo cannot trace the code that follows. ``type(w)``, unpacking (``a, b = w``) and methods
+    that torch writes in Python (``w.norm()``) would also give other results.
     """
     home: Any = builder
     subclass_of = home.infer_subclass_type
@@ -234,15 +234,15 @@ def floats_constant() -> Any:
 
 
 def _is_no_error(record: logging.LogRecord) -> bool:
-    """Return whether a log record is below the level of errors, since torch raises each error that it logs."""
+    """Return whether a log record is below the level ERROR. Torch raises the errors that it logs."""
     return record.levelno < logging.ERROR
 
 
 def is_for_all_modes(graph: fx.GraphModule, forward: Any) -> bool:
     """Return whether a graph captured with gradients on is all of ``forward``, and also valid with gradients off.
 
-    Both hold if no code around the graph runs, and no captured code reads the grad mode. Call this while dynamo
-    compiles the graph.
+    No code may run outside of the graph, and no captured code may read the grad mode. Call this while dynamo compiles
+    the graph.
     """
     ended: Any = graph.compile_subgraph_reason
     codes = TracingContext.get_traced_code() or []

@@ -25,12 +25,12 @@ import torch
 from looseversion import LooseVersion
 
 DROPPED_METHODS = frozenset(("align_as", "align_to", "has_names", "refine_names", "rename"))
-KNOWN = {"torch": "2.13", "lightning-thunder": "0.2.6"}  # versions that need all workarounds of this room
+KNOWN = {"torch": "2.13", "lightning-thunder": "0.2.6"}  # versions that need all workarounds of this package
 TESTED = {"torch": ("2.13", "2.16"), "lightning-thunder": ("0.2.6", "0.3")}  # (first, below)
 
 
 def known(package: str) -> bool:
-    """Return whether the installed version of torch or Thunder is known to need this room's workarounds."""
+    """Return whether the installed version of torch or Thunder is known to need this package's workarounds."""
     return f"{version(package)}.".startswith(f"{KNOWN[package]}.")
 
 

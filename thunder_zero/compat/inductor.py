@@ -32,7 +32,7 @@ Kernel = Callable[[list[Any]], Sequence[Any]]
 
 
 class HoldsForSomeSizes(Exception):
-    """An error: inductor's code would be valid for some of the graph's sizes only, without a check of the sizes."""
+    """Raised if inductor's code would be valid for only some sizes of the graph's inputs, and would not check them."""
 
 
 def kernel(
@@ -43,7 +43,7 @@ def kernel(
     Args:
         graph: a graph that returns a list. Its placeholders are tensors, and integers for symbolic sizes.
         inputs: fake tensors and symbolic integers.
-        layouts: for each output a tensor with the strides that the output must have, or None to let inductor choose.
+        layouts: a tensor for each output, with the strides that the output must have. None lets inductor choose.
         mode: the FakeTensorMode of the inputs.
 
     Raises:
@@ -78,7 +78,7 @@ def _compiled(
 
 
 def _guard_behind(error: BaseException | None) -> BaseException | None:
-    """Return the error of a refused guard behind inductor's error, or None."""
+    """Return the ShapeEnvGuardError that caused inductor's error, or None."""
     while error is not None and not isinstance(error, ShapeEnvGuardError):
         error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
     return error
@@ -92,7 +92,7 @@ def faking(mode: Any) -> Iterator[None]:
 
 
 def laid_out(outputs: Sequence[Any], layouts: Sequence[Any]) -> list[Any]:
-    """Return outputs with the strides of the tensors in ``layouts``. None leaves an output unchanged."""
+    """Return outputs with the strides of the tensors in ``layouts``. An output whose layout is None is unchanged."""
     return [_laid_out_like(output, layout) for output, layout in zip(outputs, layouts, strict=True)]
 
 
@@ -107,7 +107,7 @@ def _laid_out_like(value: Any, layout: Any) -> Any:
 
 @contextmanager
 def for_all_sizes(mode: Any) -> Iterator[None]:
-    """Make new guards on symbolic sizes raise inside the block, since dynamo has created all guards before.
+    """Make new guards on symbolic sizes raise inside the block, since dynamo has already created its guards.
 
     Raises:
         ShapeEnvGuardError: code inside the block depends on the value of a symbolic size.

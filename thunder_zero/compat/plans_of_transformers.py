@@ -35,7 +35,7 @@ COMPARED = {  # styles whose results tests compare with those of one process
 
 
 def apply_plan(model: Any, mesh: DeviceMesh, plan: Mapping[str, str] | None) -> None:
-    """Slice a model of transformers according to its own plan.
+    """Slice a model of transformers according to the model's plan, in which ``plan`` overrides styles.
 
     Raises:
         RuntimeError: the installed transformers has no plans, or transformers is not installed.

@@ -1,6 +1,6 @@
 """needed while: torch has no public API for the functions and classes in NAMES.
 
-The table gives the purpose of each name, and a public replacement that torch lacks. Names are imported lazily::
+The table gives the purpose of each name, and the public API that torch lacks. Names are imported lazily::
 
     from thunder_zero.compat.private import aot_stage2_compile
 
@@ -36,7 +36,7 @@ class Private(NamedTuple):
     Attributes:
         where: the module and, after a colon, the name in the module.
         purpose: the purpose of the name in thunder_zero.
-        replacement: a public replacement that torch lacks.
+        replacement: the public API that torch lacks.
     """
 
     where: str

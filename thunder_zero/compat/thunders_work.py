@@ -76,7 +76,7 @@ Count = Callable[[list[Shape], BoundSymbol], int]  # (shapes of the tensors amon
 
 
 def flops_of_symbol(bsym: BoundSymbol) -> int | None:
-    """Return the FLOPs of a line, or None if the table does not have its name."""
+    """Return the FLOPs of a line, or None if ``COUNTS`` lacks the line's symbol."""
     count = COUNTS.get(bsym.sym.name)
     # A tensor is an argument, or an item of an argument (``addmm_vjp`` has its inputs in a sequence).
     shapes = [tuple(map(int, proxy.shape)) for proxy in bsym.flat_proxy_args if isinstance(proxy, TensorProxy)]
@@ -88,12 +88,12 @@ def _output(bsym: BoundSymbol) -> Shape:
 
 
 def _product(shapes: list[Shape], bsym: BoundSymbol, *, left: int = 0) -> int:
-    """Return the FLOPs of a product, such as ``matmul``. Tensor ``left`` has the contracted dimension last."""
+    """Return the FLOPs of a product, such as ``matmul``. The last dimension of tensor ``left`` is contracted."""
     return 2 * prod(_output(bsym)) * shapes[left][-1]
 
 
 def _product_vjp(shapes: list[Shape], bsym: BoundSymbol, *, left: int = 0) -> int:
-    """Return the FLOPs of a product's gradient, which computes three products of equal size.
+    """Return the FLOPs of a line that computes a product and its gradient: three products of equal size.
 
     These are the recomputed product, and the gradients of both factors.
     """
@@ -104,8 +104,8 @@ def _product_vjp(shapes: list[Shape], bsym: BoundSymbol, *, left: int = 0) -> in
 def _attention(shapes: list[Shape], bsym: BoundSymbol, *, query: int = 0, widths: tuple[int, int] = (1, 1)) -> int:
     """Return the FLOPs of attention, ``2 * queries * keys * (widths[0] * query width + widths[1] * value width)``.
 
-    For forward ``widths`` is (1, 1): one product makes the scores, and one multiplies them with the values. Query heads
-    may share key heads. ``shapes[query]`` is the shape of the queries, followed by the shapes of keys and values.
+    In forward ``widths`` is (1, 1), for two products: the scores, and the weighted sums of the values. Query heads may
+    share key heads. ``shapes[query]`` is the shape of the queries, followed by the shapes of keys and values.
     """
     queries, keys, values = shapes[query : query + 3]
     width = widths[0] * queries[-1] + widths[1] * values[-1]
@@ -113,7 +113,7 @@ def _attention(shapes: list[Shape], bsym: BoundSymbol, *, query: int = 0, widths
 
 
 def _convolution(positions: Shape, filters: Shape, *, times: int = 1) -> int:
-    """Return the FLOPs of a convolution: each position uses the filters of its group, ``times`` times."""
+    """Return the FLOPs of ``times`` equal convolutions. Each position uses the filters of its group."""
     return times * 2 * prod(positions) * prod(filters[1:])
 
 

@@ -6,8 +6,7 @@ change the policy. The other arguments set the ranks, the device and the initial
     ZeroTransform(tz.ZERO3, prefetch=2, device="cuda")   ->   policy = replace(tz.ZERO3, prefetch=2)
                                                               device = torch.device("cuda")
 
-These checks need no module. Sharding a module later checks the device against the process group, and the names of
-weights against the module.
+These checks need no module. The device and the names of weights are checked when a module is sharded.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Spent:
 
 @contextmanager
 def metered() -> Iterator[Callable[[], Spent]]:
-    """Yield a function that returns the cost of the block, once the block has ended."""
+    """Yield a function that returns the cost of the block. Call the function after the block."""
     start, resident = time.monotonic(), resident_bytes()
     taken: list[Spent] = []
     yield lambda: taken[0]

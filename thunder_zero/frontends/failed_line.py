@@ -40,7 +40,7 @@ def note_failed_line(error: BaseException, programs: Iterable[Entry]) -> None:
 
 
 def _op_of(code: str, timeline: Timeline) -> Op | None:
-    """Return the operation that writes a value to which a line of code assigns, or None."""
+    """Return the operation that computes the values to which a line of code assigns, or None."""
     names = {name.strip(" ()") for name in code.partition(" = ")[0].split(",")}
     return next((op for op in timeline.ops if not names.isdisjoint(op.writes)), None)
 

@@ -219,7 +219,7 @@ def _added(name: str) -> str:
 
 
 def _hides_nothing(holder: Mapping[str, Any], kinds: Mapping[str, str]) -> Check:
-    """Return a check that ``model.name = ...`` hides no attribute of the plain module, since programs read the latter.
+    """Return a check that ``model.name = ...`` hides no attribute of the plain module that programs would read.
 
     ``kinds`` maps each attribute of the plain module to its kind, such as "parameter".
     """

@@ -183,9 +183,9 @@ def repair_fused(trace: TraceCtx, scheduled: Scheduled, fusers: Sequence[FusionE
     """Return the fused joint trace, repaired after Thunder's rematerialisation.
 
     Rematerialisation may let a region of backward recompute from an input of a region of forward, even from a gathered
-    parameter (``compat/thunder/fusion_repair.py``). It also weighs a tensor by its dtype alone, so forward may save
-    more bytes than were scheduled. In that case the fusers run again without rematerialisation, and the trace that
-    saves fewer bytes is returned.
+    parameter (``compat/thunder/fusion_repair.py``). Rematerialisation also weighs a tensor by its dtype alone, so
+    forward may save more bytes than were scheduled. In that case the fusers run again without rematerialisation, and
+    the trace that saves fewer bytes is returned.
     """
     if not any(bsym.sym.is_fusion for bsym in trace.bound_symbols):
         return trace
@@ -202,5 +202,5 @@ def repair_fused(trace: TraceCtx, scheduled: Scheduled, fusers: Sequence[FusionE
 
 
 def _saves_nothing(forward: TraceCtx) -> bool:
-    """Return whether a forward trace saves nothing for backward, and therefore waits for all its collectives."""
+    """Return whether a forward trace saves nothing for backward. Such a trace waits for all its collectives."""
     return TraceTag.AUGMENTED_FORWARD not in forward.tags or not any(forward.bound_symbols[-1].args[1])

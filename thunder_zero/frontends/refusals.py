@@ -6,7 +6,7 @@ model. Both return nothing, or raise an error with the problem, its reason and a
     submodule 'emb' of Net (Embedding) has max_norm, and forward writes to the weight, which is sharded; normalise the
     rows in forward
 
-``PARTS`` lists refused kinds of submodules. They are checked before sharding, and again before a program is compiled.
+``PARTS`` lists refused kinds of submodules. Submodules are checked before sharding, and before each compilation.
 Thunder's front end refuses more kinds (``compat/thunder/untraceable.py``).
 """
 

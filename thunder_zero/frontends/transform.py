@@ -144,7 +144,7 @@ class ZeroTransform(ProgramTransform):
         model.register_forward_hook(self._after_forward)
 
     def _slices(self, module: nn.Module, ranks: Ranks) -> dict[str, int]:
-        """Return the dimensions along which torch sliced parameters: none, since Thunder traces no DTensors."""
+        """Return no sliced dimensions. Raise ValueError for tensor parallelism, since Thunder traces no DTensors."""
         if ranks.tensor is not None:
             raise ValueError(
                 f"mesh has a dimension for tensor parallelism, {ranks.tensor.mesh_dim_names}, and Thunder traces no "
@@ -178,7 +178,7 @@ class ZeroTransform(ProgramTransform):
     def _before_forward(self, model: ThunderModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Check the model, and return the arguments of forward in the dtypes of compute.
 
-        This runs before Thunder reads the model, since Thunder's errors would not name the change.
+        This runs before Thunder reads the model. Thunder's error about a changed model would not name the change.
         """
         if is_tracing():
             raise TypeError(

@@ -223,7 +223,7 @@ class ZeroModule(ShardedModel, ThunderModule):
     def set_buffer(self, name: str, value: Tensor) -> None:
         """Set a buffer of the plain module to a value that forward assigned. Thunder calls this method.
 
-        The value is detached: Thunder's tensor has a gradient function, which the next forward would refuse.
+        The value is detached: Thunder's tensor has a ``grad_fn``, because of which the next forward would raise.
         """
         set_tensor(self.plain, name.removeprefix("."), value.detach())
 
@@ -244,7 +244,7 @@ class ZeroModule(ShardedModel, ThunderModule):
         return super().__call__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the plain module with its shards. The copy holds values but refuses to compute.
+        """Return a copy of the plain module with its shards. A forward of the copy raises.
 
         ``AveragedModel`` averages into such a copy, and state dicts load into it.
         """
@@ -270,7 +270,7 @@ class ZeroModule(ShardedModel, ThunderModule):
         return super().__getattr__(name)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise in ``torch.save(model)``, ``pickle`` and ``copy``, which call this method."""
+        """Raise TypeError. ``torch.save(model)``, ``pickle`` and ``copy.copy`` call this method."""
         raise TypeError(
             f"cannot pickle a {type(self.plain).__name__} that thunder_zero trains: it has process groups and compiled "
             f"programs; tz.save(path, model, optimizer) writes a checkpoint, and "
@@ -279,7 +279,7 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     @property
     def __jit_ignored_attributes__(self) -> NoReturn:
-        """Raise in ``torch.jit``, which reads this attribute first, so that the error names ``torch.jit``."""
+        """Raise RuntimeError. ``torch.jit`` reads this attribute first, so the error can name ``torch.jit``."""
         raise RuntimeError(
             f"torch.jit cannot look into the compiled programs of {type(self._model).__name__}; give it the plain "
             f"module inside of: with tz.full_parameters(model) as module"
@@ -297,7 +297,7 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """Raise in DistributedDataParallel, which reads this before it would send rank 0's shards to all ranks."""
+        """Raise RuntimeError. DistributedDataParallel reads this before it would send rank 0's shards to all ranks."""
         raise RuntimeError(
             f"DistributedDataParallel was given a {type(self._model).__name__} that thunder_zero trains: its backward "
             f"already averages gradients, and from stage 1 on ranks hold different rows; train the model without it "

@@ -1,8 +1,8 @@
 """Strategies for Lightning's Fabric and Trainer.
 
-Only this package imports Lightning, and ``import thunder_zero`` does not import it. The strategies are for the
-package ``lightning``, which LitGPT uses, and not for ``lightning_fabric`` or ``pytorch_lightning``: a Fabric or a
-Trainer accepts only strategies of its own package. Calls take these ways::
+Only this package imports Lightning, and ``import thunder_zero`` does not import it. The strategies are for the package
+``lightning``, not for ``lightning_fabric`` or ``pytorch_lightning``, since a Fabric or a Trainer accepts only
+strategies of its own package. Calls take these ways::
 
     Fabric    script -> Fabric's wrapper -> Forward -> ZeroModule -> the plain module, with shards
                                  \\______________________________________/

@@ -128,7 +128,7 @@ class ZeroStrategy(DDPStrategy):
         return stack
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Do nothing: the full module may not fit on the device. ``setup_module`` moves only shards to the device."""
+        """Do nothing. The full module may not fit on the device. ``setup_module`` moves only shards to the device."""
 
     def setup_module(self, module: nn.Module) -> Forward:
         """Compile and shard a plain module, or shard a jitted module. This is a collective.
@@ -191,7 +191,7 @@ class NoBackwardSync:
 class Forward(nn.Module):
     """The module inside Fabric's wrapper, which calls the sharded model.
 
-    When the user calls another method of the module, Fabric temporarily sets this method as the module's ``forward``.
+    When the user calls a method other than forward, Fabric temporarily sets that method as the module's ``forward``.
     """
 
     def __init__(self, model: ZeroModule, module: nn.Module) -> None:
@@ -206,7 +206,7 @@ class Forward(nn.Module):
         """Call the sharded model.
 
         Raises:
-            RuntimeError: Fabric has set another method as ``forward``, which is not compiled.
+            RuntimeError: the user called a method other than forward through Fabric's wrapper.
         """
         if self._current_forward() is not self._first_forward:
             raise RuntimeError(

@@ -32,7 +32,7 @@ RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # functions of torch
 
 
 class Untraced(Exception):
-    """An error: AOTAutograd cannot trace a graph of dynamo. The text says why, and what to do."""
+    """Raised if AOTAutograd cannot trace a graph of dynamo. The message says why, and what to do."""
 
 
 def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
@@ -110,7 +110,7 @@ def _number_of_outputs(exported: JointWithDescriptors) -> int:
 
 
 def _with_fixed_sizes(value: Any) -> Any:
-    """Return a fake of fixed sizes for a parameter that is new to dynamo, and any other value unchanged.
+    """Return a fake with fixed sizes for a parameter that is new to dynamo, and any other value unchanged.
 
     Dynamo does not know slices of parameters, and AOTAutograd would make their sizes symbolic.
     """
@@ -120,7 +120,7 @@ def _with_fixed_sizes(value: Any) -> Any:
 
 
 def _has_known_sizes(node: fx.Node) -> bool:
-    """Return whether all sizes of an input had values in the call that dynamo captured."""
+    """Return whether all sizes of an input are known for the call that dynamo captured."""
     value = node.meta.get("val")
     sizes = value.shape if isinstance(value, Tensor) else (value,)
     return all(hint(size) is not None for size in sizes if isinstance(size, py_sym_types))
@@ -141,7 +141,7 @@ def _drops(node: fx.Node) -> bool:
 
 @contextmanager
 def _undefined_tensors_avoided(recurrent: Sequence[fx.Node]) -> Iterator[None]:
-    """Trace an LSTM on the CPU without mkldnn, whose operator saves an undefined tensor that torch cannot trace."""
+    """Trace an LSTM on the CPU without mkldnn's operator, since torch cannot trace its undefined saved tensor."""
     was_enabled = get_mkldnn_enabled()
     set_mkldnn_enabled(was_enabled and not recurrent)
     try:

@@ -38,14 +38,14 @@ class Joint:
     Attributes:
         graph: the joint graph. It takes inputs, then tangents. It returns forward's outputs, then gradients of inputs.
         differentiates: True if there is a backward.
-        turns_on: True if forward turns gradients on itself, in a call that has them off.
+        turns_on: True if forward itself turns gradients on in a call with gradients off.
         without_history: the indices of outputs that forward computes with gradients off, or only from values without
             history.
         names: the names of the inputs of dynamo's graph.
         outputs: the number of forward's outputs, including new values of mutated inputs. A tensor subclass counts as
             its inner tensors and objects.
         mutated: the positions of inputs that forward writes to.
-        parts: the user's names of items of returned tuples, by the keys of :func:`names_of_parts`.
+        parts: the user's names of items of returned tuples, keyed like the result of :func:`names_of_parts`.
         exported: the result of AOTAutograd's export.
     """
 

@@ -149,7 +149,7 @@ def is_contiguous(value: Tensor) -> bool:
 
 
 def generator_state(like: Tensor) -> Tensor:
-    """Return a fake of the state of the random generator of a fake tensor's device."""
+    """Return a fake state of the random generator of a fake tensor's device."""
     state = torch.get_rng_state() if like.device.type == "cpu" else torch.empty(16, dtype=torch.uint8)
     with like.fake_mode:  # type: ignore[attr-defined]  # it is a FakeTensor
         return torch.empty(state.shape, dtype=state.dtype)

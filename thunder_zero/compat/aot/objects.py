@@ -1,7 +1,7 @@
 """needed while: AOTAutograd passes meshes of DTensors to phases, and expects them as results.
 
-In: phases that take tensors only. Out: phases that take and return all parts. AOTAutograd splits tensor subclasses into
-parts before a phase, and rebuilds them afterwards::
+In: phases that take tensors only. Out: phases that take and return tensors and meshes. AOTAutograd splits tensor
+subclasses into parts before a phase, and rebuilds them afterwards::
 
     forward([rows, mesh, x])  ->  phases.forward([rows, x])  ->  [y, mesh]
 """
@@ -68,7 +68,7 @@ class WithObjects:
         return gradients
 
     def _flat(self, tangents: Sequence[Any]) -> Iterator[Any]:
-        """Yield each tensor of the tangents. Torch gives one None for a missing subclass. Yield None for each part."""
+        """Yield the tensors of the tangents. Expand torch's None for a missing subclass to a None for each part."""
         values, before, missing = iter(tangents), None, False
         for node, desc in self._tangents:
             whole = whole_tangent(desc)

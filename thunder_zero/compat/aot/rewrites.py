@@ -62,9 +62,9 @@ def choose_where_masks_write(graph: fx.GraphModule) -> None:
 
 
 def begin_without_gradients(graph: fx.GraphModule) -> bool:
-    """Turn gradients off at the start of a graph that turns gradients on. Return whether the graph does so.
+    """Turn gradients off at the start of a graph that turns gradients on. Return whether it was such a graph.
 
-    Otherwise AOTAutograd would trace all of the graph with gradients on.
+    Otherwise AOTAutograd would trace the whole graph with gradients on.
     """
     switches = graph.graph.find_nodes(op="call_function", target=set_grad_enabled)
     turns_on = any(node.args[0] for node in switches)
@@ -77,7 +77,7 @@ def begin_without_gradients(graph: fx.GraphModule) -> bool:
 
 
 def outputs_without_history(graph: fx.GraphModule) -> frozenset[int]:
-    """Return the indices of outputs without autograd history, since the graph computes them with gradients off.
+    """Return the indices of outputs that have no autograd history, because gradients are off where they are computed.
 
     An output that depends only on values without history has no history, either. An in-place operator returns its
     input, with the input's history.
@@ -98,7 +98,7 @@ def outputs_without_history(graph: fx.GraphModule) -> frozenset[int]:
 def copy_views_of_parameters(graph: fx.GraphModule, inputs: Sequence[Any], infos: Sequence[Any]) -> bool:
     """Replace outputs that are views of parameters by copies. Return whether any output was replaced.
 
-    AOTAutograd would recompute the view from the parameter, whose placeholder has this rank's rows only.
+    AOTAutograd would recompute such a view from the parameter's placeholder, which has only this rank's rows.
 
     Args:
         graph: a graph of dynamo.
@@ -130,7 +130,7 @@ def compute_with_tensors(graph: fx.GraphModule) -> None:
 
 
 def mark_backward(graph: fx.GraphModule) -> None:
-    """Mark the lines that depend on a tangent. Torch does not mark the backward of a user's autograd function."""
+    """Tag lines that depend on a tangent as backward. Torch does not tag the backward of a user's autograd function."""
     backward: set[fx.Node] = set()
     for node in graph.graph.nodes:
         if node.op == "placeholder" and output_of(node) is not None:

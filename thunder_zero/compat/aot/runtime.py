@@ -105,7 +105,7 @@ def _boxed(function: Boxed) -> Boxed:
 def _checked(check: Callable[[Node], None]) -> Iterator[None]:
     """Make the autograd function that AOTAutograd builds inside the block call ``check`` before each backward.
 
-    A missing tangent is then None, where torch would pass zeros.
+    Backward gets None for a missing tangent, where torch would pass zeros.
     """
     factory: Any = runtime_wrappers._AOTDispatchAutogradFunctionFactory
     build = factory.build
@@ -133,7 +133,7 @@ def _checked(check: Callable[[Node], None]) -> Iterator[None]:
 
 
 def _stubs(joint: Joint, saved: Sequence[Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return graphs with the calling conventions of the phases. AOTAutograd reads the saved values. No graph runs."""
+    """Return graphs with the signatures of the phases. AOTAutograd reads the graphs' metadata, but never runs them."""
     forward, backward = fx.Graph(), fx.Graph()
     inputs = [_copied(forward, node) for node in joint.all_placeholders() if output_of(node) is None]
     call = forward.call_function(_stub, tuple(inputs))

@@ -4,7 +4,7 @@
 plain ``thunder.jit`` do not. ``tracing.py`` puts lookasides and shortcuts into Thunder's tables (``patches.py``), and
 removes them afterwards. Repairs and checks of lines are functions of traces::
 
-    opaque_calls, reads, ...    guard values that Thunder would take for constants, or raise, during interpretation
+    opaque_calls, reads, ...    during interpretation: guard values that Thunder would take for constants, or raise
     wrong_gradients             raises for some lines, before and after autodiff
     trace_repairs               repairs lines
     operators                   keeps an operator of torch one line in each phase

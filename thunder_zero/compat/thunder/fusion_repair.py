@@ -71,7 +71,7 @@ class _Repair:
         return self.names[name]
 
     def _gathered(self, name: str, forward: Op) -> str:
-        """Return the result of backward's gather of a parameter. Move the gather up, or add a new gather."""
+        """Move backward's gather of a parameter up, or add a gather. Return the name of the gather's result."""
         index = forward.writes.index(name)
         path = forward.params[index]
         if path in self.waits:
@@ -88,7 +88,7 @@ class _Repair:
         return f"{name}_repaired"
 
     def _computed(self, name: str, op: Op) -> str:
-        """Return a copy of forward's value that backward recomputes from its own gathers."""
+        """Recompute a value of forward from backward's own gathers, and return the copy's name."""
         self.names.update((out, f"{out}_repaired") for out in op.writes)
         writes = tuple(f"{out}_repaired" for out in op.writes)
         self.add(replace(op, writes=writes, backward=True, repeated=True))

@@ -54,7 +54,7 @@ class Namespace(Protocol):
 def form_of(value: Any) -> Form:
     """Return the form of an argument: its structure, types, and values that Thunder does not check.
 
-    The form of a number or string is its type only. The form of a tensor has its class.
+    The form of a number or string is its type only. The form of a tensor includes its class.
     """
     return _Forms().of(value)
 
@@ -72,7 +72,7 @@ def _form_read(value: Any, exact: bool = False) -> Form:
 
 
 def _flat_form(value: Any) -> Form:
-    """Return the form of a plain collection of None and values that Thunder checks, or None for other values. Fast."""
+    """Return the form of a plain collection of None and values that Thunder checks, or None for other values."""
     kind, items = type(value), value
     if kind is dict:
         items = value.values()
@@ -163,14 +163,14 @@ def _contents(cell: CellType) -> Any:
 
 
 def changes_unseen(value: Any) -> bool:
-    """Return whether a value may change while its form stays equal, such as an iterator or an array."""
+    """Return whether a value, such as an iterator or an array, may change without a change of its form."""
     if isinstance(value, Iterator) or type(value).__hash__ is None:
         return not isinstance(value, (*COLLECTIONS, *CHECKED, CellType)) and not attributes_of(value)
     return False
 
 
 class _Same:
-    """The form of an object that is compared by identity. ``now`` returns it, or None after its end."""
+    """The form of an object that is compared by identity. ``now`` returns the object, or None once it is freed."""
 
     def __init__(self, value: Any) -> None:
         self._id = id(value)
@@ -216,7 +216,7 @@ class Slotted:
 
 
 def namespaces_of(holder: Any, name: str) -> Iterator[tuple[Any, Namespace]]:
-    """Yield (owner, namespace) tuples for the namespaces that decide an attribute. The owner is an object or a class.
+    """Yield (owner, namespace) tuples for the namespaces that define an attribute. The owner is an object or a class.
 
     Namespaces that nobody changes, or that other checks compare, are left out.
     """
@@ -342,7 +342,7 @@ class Guards:
         return self._guards[number].holds(self.form)
 
     def _warn(self) -> None:
-        """Warn once if the form of an argument, or of a value that forward reads, differs in several programs."""
+        """Warn once if the form of an argument, or of a value that forward reads, differs between several programs."""
         subjects: dict[Hashable, str] = {name: f"argument {name!r}" for name, _ in self.form}
         subjects |= {lookup.key: f"{lookup.name!r}, which forward reads" for lookup in self._guards[-1].lookups}
         for key, subject in subjects.items():

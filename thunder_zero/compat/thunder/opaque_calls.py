@@ -48,7 +48,7 @@ def find_lookaside(fn: Any, /, *args: Any, **kwargs: Any) -> Any:
         for name in DEFAULTS:
             note(fn, Slotted(fn), name)
     lookaside = _find_lookaside(fn, *args, **kwargs)
-    reads_nothing = fn is object.__init__ or getattr(fn, "__name__", "") == "__get__"  # neither reads its arguments
+    reads_nothing = fn is object.__init__ or getattr(fn, "__name__", "") == "__get__"  # these read no arguments
     if lookaside is None and is_opaque(fn) and not reads_nothing and is_ours():
         for arg in args:
             check_parts(arg, set())

@@ -103,7 +103,7 @@ def _dtype(proxy: TensorProxy) -> dtypes.dtype:
 # needed while: Thunder draws random numbers again where backward recomputes.
 # Here backward uses the random numbers that forward drew, or an error is raised. Thunder tags every line of an
 # activation checkpoint for recomputation, also a dropout, which would draw another mask. Lines that draw lose the tag,
-# so that their results are saved. Thunder's own checkpoint tags its lines in autodiff only, so it is opened here:
+# so that their results are saved. Thunder tags lines of its own checkpoint only in autodiff, so they are inlined here:
 #
 #     y = ltorch.checkpoint(f, x, w)         h = ltorch.mul(x, w)           # again in backward
 #                                       ->   d = ltorch.dropout(h, 0.5)     # its mask is saved
@@ -112,14 +112,14 @@ def _dtype(proxy: TensorProxy) -> dtypes.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """An operator's argument that turns random numbers off if it is 0 or False: its position, names and default."""
+    """An argument of an operator, such as ``p``, that turns the operator's random numbers off if it is 0 or False."""
 
     position: int
     names: tuple[str, ...]
     default: float
 
     def is_on(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Return whether the argument leaves an operator's random numbers on in a call."""
+        """Return whether the argument's value in a call is neither 0 nor False."""
         named = (kwargs[name] for name in self.names if name in kwargs)
         value = args[self.position] if self.position < len(args) else next(named, self.default)
         return bool(value.value if isinstance(value, NumberProxy) else value)

@@ -84,7 +84,7 @@ class Tracing:
         )
 
     def _attempt(self, front_end: Callable[[], Any]) -> Any:
-        """Call Thunder's front end. Raise the reported refusal, even if forward caught the error."""
+        """Call Thunder's front end. Raise the error that our functions reported, even if forward caught it."""
         self.findings.refusal, generator_states = None, opaque_calls.generators()
         try:
             result = front_end()
@@ -102,7 +102,7 @@ class Tracing:
 
 
 def _cell(function: Any, name: str) -> CellType:
-    """Return the cell of a function's free variable, or of the function that it wraps."""
+    """Return the cell of a free variable of a function, or of a function that this function wraps."""
     cells: dict[str, CellType] = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if name in cells:
         return cells[name]

@@ -1,7 +1,7 @@
 """needed while: Thunder takes a branch by a number that is unknown before the program runs.
 
-Thunder traces ``.item()`` as a number whose value is None, and takes the branch for None. Here the number raises where
-Python reads its value::
+Thunder traces ``.item()`` as a number whose value is None, and takes the branch for None. Here an error is raised where
+Python reads the number's value::
 
     if x.sum().item() > 0:      reads its bool    raises
     isinstance(n, int)          reads its type    returns a value

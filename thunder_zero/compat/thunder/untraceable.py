@@ -54,7 +54,7 @@ UNTRACEABLE: tuple[RefusedPart, ...] = (
 
 
 class Untraceable(NotImplementedError):
-    """An error: a trace of forward would be wrong, and Thunder's front end would not raise."""
+    """Raised if a trace of forward would be wrong, and Thunder's front end would not raise."""
 
 
 def not_traced(error: Exception) -> str | None:

@@ -10,7 +10,7 @@ from thunder_zero.compat.private import REGISTRY_KEY
 
 
 class Composed(dict[str, Any]):
-    """A module's registry that makes ``fully_shard`` raise before any change. A copied module gets an empty dict."""
+    """A module's registry of composable APIs, in which ``fully_shard`` raises. A copy is an empty dict."""
 
     def __init__(self, module: str) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ from thunder_zero.compat.private import c10d_world, coalescing_manager, set_pg_t
 
 @contextmanager
 def one_launch(group: ProcessGroup) -> Iterator[Any]:
-    """Launch the collectives inside the block as one. Yield an object whose ``wait()`` may be called after the block.
+    """Launch the block's collectives together. Yield an object whose ``wait()`` may be called after the block.
 
     After an exception inside the block, such as an interrupt, torch would leave collectives in the group's queue. Then
     later collectives of the group would never be launched.
@@ -36,7 +36,7 @@ def one_launch(group: ProcessGroup) -> Iterator[Any]:
 
 
 def let_go_of_groups(mesh: DeviceMesh) -> None:
-    """Drop a mesh's references to its process groups, which were destroyed."""
+    """Drop a mesh's references to process groups that were destroyed."""
     mesh._pg_registry.clear()
 
 
@@ -52,9 +52,9 @@ def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
 
 
 # needed while: gloo's thread polls a connection to which another thread writes.
-# Arriving data wakes the thread. If the thread then preempts a thread that is writing, it polls until it loses the core
-# again, which takes a third of a step's CPU time where cores are few. Linux can wake a thread without preempting
-# another thread, which changes only which thread waits.
+# Arriving data wakes the thread. If gloo's thread then preempts the writer, it polls until it loses the core again.
+# This takes a third of a step's CPU time where cores are few. Linux can wake a thread without preempting another
+# thread. Then gloo's thread waits for a core instead.
 
 GLOO_LOOP = "gloo_tcp_loop"  # the name of the thread
 

@@ -79,7 +79,7 @@ def share_found_inf(is_ours: Callable[[Sequence[Tensor]], bool]) -> None:
     Torch's own handler still gets all other lists of gradients. A second call is a no-op.
 
     Args:
-        is_ours: a predicate that is True if a list has a gradient of one of our models.
+        is_ours: a predicate of a list of gradients, true if one of them belongs to one of our models.
     """
     if _handlers:
         return
@@ -93,9 +93,9 @@ def share_found_inf(is_ours: Callable[[Sequence[Tensor]], bool]) -> None:
 
 
 def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run torch's operator on local tensors, then take the largest flag of all ranks that share a sharded gradient.
+    """Run torch's operator on local tensors, then set the flag to its maximum over ranks that share sharded gradients.
 
-    The flag has one element. Each dimension of each mesh takes one small collective.
+    The flag has one element. There is one small all-reduce for each dimension of each mesh.
     """
     grads, found, inverse = args
     local = [_local(tensor) for tensor in (found, inverse)]

@@ -87,8 +87,8 @@ def _autocast(device: str) -> tuple[bool, torch.dtype]:
 def shared_memory(inputs: Sequence[Any]) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Return groups of inputs that overlap in memory, as (position, first byte) pairs.
 
-    If a graph writes to inputs, PyTorch's trace is valid only for the overlaps of the first call. Dynamo does not guard
-    overlaps.
+    If a graph writes to inputs, PyTorch's trace is valid only for calls whose inputs overlap as in the first call.
+    Dynamo does not guard overlaps.
     """
     spans = []
     for position, value in enumerate(inputs):

@@ -238,10 +238,10 @@ class _Conversion:
     # Lines
 
     def _read_by_backward_alone(self, computed: Sequence[fx.Node], outputs: Sequence[Any]) -> set[fx.Node]:
-        """Return the lines of forward that only backward reads.
+        """Return the lines of forward that only backward reads, except random lines and numbers.
 
-        They are written in backward instead, before their first readers, and may read recomputed values there. Random
-        lines stay in forward, since they draw in order. So do numbers, which take less memory than tensors.
+        The caller writes them in backward, before their first readers, where they may read recomputed values. Random
+        lines stay in forward to keep the order of draws, and numbers because they take little memory.
         """
         needed = set()
         pending = [node for node in outputs if isinstance(node, fx.Node)]
@@ -284,7 +284,7 @@ class _Conversion:
         append(line(COPYING.get(node.target, node.target), args, kwargs, output))
 
     def _name_view(self, node: fx.Node) -> str | None:
-        """Return a name for a view without a variable, derived from its base; None if the view is not in forward."""
+        """Return a name for a view without a variable, derived from its base. Return None for any other line."""
         if users_value(node) is None or not is_view(node.target):
             return None
         base, target = node.all_input_nodes[0], cast(OpOverload, node.target)
@@ -293,9 +293,9 @@ class _Conversion:
         return f"{self.view_bases[node]}_{target.overloadpacket.__name__.removeprefix('_unsafe_')}{again}"
 
     def _make_stand_ins(self, node: fx.Node) -> dict[fx.Node, TensorProxy]:
-        """Emit an empty tensor for each parameter of which a line of backward reads only the shape.
+        """Emit an empty tensor for each freed parameter if a line of backward reads only the parameter's shape.
 
-        Return a mapping from nodes to these tensors. Otherwise backward would gather a freed parameter for its shape.
+        Return a mapping from the parameters' nodes to these tensors, which save backward the gathers.
         """
         stand_ins: dict[fx.Node, TensorProxy] = {}
         for parameter in read_for_shape(node.target, node.args) if is_backward(node) else ():
@@ -342,7 +342,7 @@ class _Conversion:
     # Results
 
     def _positions_of_gradients(self) -> dict[fx.Node, list[int]]:
-        """Return a mapping from nodes to the positions of the parameters' gradients that they compute."""
+        """Return a mapping from nodes that compute gradients of parameters to the positions of these gradients."""
         positions: dict[fx.Node, list[int]] = {}
         for position, (node, owner) in enumerate(self.gradients) if self.backward else ():
             if isinstance(node, fx.Node) and owner is not None and self.input_paths[owner] is not None:

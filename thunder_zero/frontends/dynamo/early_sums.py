@@ -26,7 +26,7 @@ CHEAP = (Work.VIEW, Work.POINTWISE)  # only such lines of backward move
 def with_early_sums(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Return the nodes of a joint graph, with sums of gradients as early as their inputs allow.
 
-    Lines that only a moved sum reads move with the sum. So do the lines from the sum to the returned gradient.
+    Two kinds of lines move with a sum: lines that only the sum reads, and lines from the sum to the returned gradient.
     """
     moving = _moving_nodes(nodes)
     if not moving:

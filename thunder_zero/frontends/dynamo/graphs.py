@@ -97,7 +97,7 @@ class Graphs:
     program_count: int = 0
 
     def name_of(self, frame: CompiledFrame) -> str:
-        """Return a function's name, such as "graph 0". First compilations are numbered, and ranks compare names."""
+        """Return a function's name, such as "graph 0". Functions are numbered by their first compilation."""
         return self.names.setdefault(frame.function, f"graph {len(self.names)}")
 
     def keep(self, captured: Captured) -> int:
@@ -112,7 +112,7 @@ class Graphs:
         return captured
 
     def drop_oldest(self) -> Iterator[list[Captured]]:
-        """Drop the oldest graphs of each function that has too many. Before each drop, yield the function's graphs."""
+        """Yield all graphs of each function that has too many graphs, then drop the oldest of them."""
         if len(self.captured) <= MOST:  # as in nearly every forward
             return
         kinds: dict[tuple[str, Paths], list[int]] = {}

@@ -48,7 +48,7 @@ class Fakes:
 def with_kernels(
     trace: TraceCtx, fakes: Fakes, forward_values: Mapping[str, Any], module: str
 ) -> tuple[TraceCtx, Mapping[str, Any]]:
-    """Return a phase whose regions call inductor's kernels, and a mapping from its values' names to fake values.
+    """Return a phase whose regions call inductor's kernels, and a mapping from the phase's names to fake values.
 
     Args:
         trace: the phase.

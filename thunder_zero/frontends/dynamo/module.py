@@ -1,7 +1,7 @@
 """DynamoModule: the sharded model that ``tz.compile`` returns, with its graphs.
 
 In: calls of the model. Out: the results of forward. Dynamo captures forward in the first call, and passes each graph to
-``_capture``, which gives it a number. When forward reaches a graph, ``_call(number, inputs)`` runs the graph::
+``_capture``, which numbers the graph. When forward reaches a graph, ``_call(number, inputs)`` runs the graph::
 
     forward    | graph | Python without a graph | graph |  ->  output
                    |                                |
@@ -77,7 +77,7 @@ class DynamoModule(ZeroModule):
         self._forward_fn = lambda *args, **kwargs: captured(*args, **kwargs)  # a module would become a submodule
 
     def graphs(self) -> Sequence[Sequence[Entry]]:
-        """Return the programs of each graph of the last forward. A graph's program that ran last is its last one."""
+        """Return the programs of each graph of the last forward. A graph's last program is the one that ran last."""
         return [[*programs.entries.values()] for programs in self._graphs.ran]
 
     def _count_programs(self) -> int:

@@ -34,10 +34,10 @@ TAKEN = frozenset(  # names that Thunder's traces use
 
 
 def names_of(joint: Joint) -> dict[fx.Node, str]:
-    """Return the names of values. Repeated names are numbered. Views without a variable have no name.
+    """Return a mapping from nodes to names. Repeated names are numbered. Views without a variable have no name.
 
-    A value that a checkpoint recomputes in backward is named after its original. Another line of backward has a name
-    only if it returns several values. It is named after the line of forward whose gradient it computes.
+    A value that a checkpoint recomputes in backward is named after its original. Any other line of backward has a name
+    only if it returns several values: the name of the line of forward whose gradient it computes.
     """
     nodes = [node for node in joint.graph.graph.nodes if node.op == "call_function"]
     forward = _producers([node for node in nodes if not is_backward(node)])
@@ -62,8 +62,8 @@ def names_of(joint: Joint) -> dict[fx.Node, str]:
 def _producers(nodes: Sequence[fx.Node]) -> dict[UsersValue, fx.Node]:
     """Return the node that computes each value that dynamo names.
 
-    If a function becomes several lines, the last line computes its value. If a single line reads a view, the view's
-    base gets the name.
+    If a function becomes several lines, the last line computes its value. Any other line is preferred to a view that
+    printing folds into its reader.
     """
     producers: dict[UsersValue, fx.Node] = {}
     for node in nodes:
@@ -81,7 +81,7 @@ def _producers(nodes: Sequence[fx.Node]) -> dict[UsersValue, fx.Node]:
 
 
 def _unnumbered_names(joint: Joint, producers: Mapping[UsersValue, fx.Node]) -> dict[UsersValue, str]:
-    """Return the name of each value of forward before names are numbered."""
+    """Return a mapping from values of forward to names, before repeated names are numbered."""
     variables = {value: variable_of(node) for value, node in producers.items() if value[2] is None}
     variables |= {value: joint.parts.get(value) for value in producers if value[2] is not None}
     modules = dict(_modules(producers))
@@ -108,7 +108,7 @@ def _modules(producers: Mapping[UsersValue, fx.Node]) -> Iterator[tuple[UsersVal
 
 
 def _view_with_name(node: fx.Node, producers: Mapping[UsersValue, fx.Node]) -> UsersValue | None:
-    """Return the user's variable of the first view that has one, along the folded views of a node, or None."""
+    """Follow the folded views of a node. Return the value of the first view that has a variable, or None."""
     while len(readers := _readers(node)) == 1 and _is_folded(readers[0]):
         node = readers[0]
         name = users_value(node)

@@ -146,7 +146,7 @@ def program_of(
 
 
 def program_without(program: pipeline.Program, missing: Sequence[str], *, fuses: bool) -> pipeline.Program:
-    """Return the program whose backward takes no gradients of some outputs. ``missing`` names these gradients."""
+    """Return a program whose backward does not take the output gradients that ``missing`` names."""
     with thunder_context():
         pruned = pipeline.compile_program(drop_tangents(program.scheduled, missing), phases_of(fuses=fuses))
     return replace(pruned, forward=program.forward)
@@ -176,7 +176,7 @@ def _nothing() -> None:
 
 
 class _Backward(NamedTuple):
-    """A backward: its function, and the positions of the saved tensors and saved numbers that the function takes."""
+    """A backward: the function, and the positions of the saved tensors and saved numbers that the function takes."""
 
     program: pipeline.Program
     run: Callable[..., Any]

@@ -40,7 +40,7 @@ class Proxies:
     values: dict[str, Any] = field(default_factory=dict)
 
     def make(self, name: str, value: Any) -> Any:
-        """Return a proxy of a tensor or symbol, with sizes from the captured call, or another value unchanged."""
+        """Return a proxy of a tensor or symbol, with sizes from the captured call, and any other value unchanged."""
         if not isinstance(value, (Tensor, *py_sym_types)):
             return value
         proxy: Proxy

@@ -20,13 +20,13 @@ class ClaimingExecutor(NeverFuses, OperatorExecutor):
     def claim(
         self, symbol: Any, checker: Callable[..., bool], run: Callable[..., tuple[TensorProxy, Gradients]]
     ) -> None:
-        """Claim lines of an operator.
+        """Claim the lines of an operator for which ``checker`` returns True.
 
         Args:
             symbol: Thunder's symbol of the operator.
             checker: a function of a line's arguments that returns whether to claim the line.
-            run: a function of the arguments that returns the output, and a function of the output's gradient that
-                yields each input with its gradient.
+            run: a function of the arguments that returns a tuple: the output, and a function. This function takes the
+                output's gradient, and yields each input with its gradient.
         """
 
         def lower(*args: Any, **kwargs: Any) -> TensorProxy:
