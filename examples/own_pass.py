@@ -26,7 +26,7 @@ BYTES = 1 << 20  # of gradients in a launch, at most
 
 def merged(timeline: Timeline) -> Timeline:
     """Start reductions of one dtype together, in the place of the last, and end them in the place of the last wait."""
-    ops, values = list(timeline.ops), dict(timeline.values)
+    ops, values, dropped = list(timeline.ops), dict(timeline.values), set[int]()
     wait_of = {op.reads[0]: index for index, op in enumerate(ops) if op.kind is Kind.WAIT}
     for members in _groups(timeline, wait_of):
         waits = [wait_of[ops[index].writes[0]] for index in members]
@@ -35,10 +35,9 @@ def merged(timeline: Timeline) -> Timeline:
         values[handle] = replace(values[handle], nbytes=nbytes)
         launch = replace(_joined([ops[index] for index in members]), writes=(handle,))
         wait = replace(_joined([ops[index] for index in waits]), reads=(handle,))
-        for index in (*members, *waits):
-            ops[index] = replace(ops[index], source=())  # marked as gone
+        dropped |= {*members, *waits} - {members[-1], max(waits)}
         ops[members[-1]], ops[max(waits)] = launch, wait
-    return timeline.with_ops([op for op in ops if op.source], values)
+    return timeline.with_ops([op for index, op in enumerate(ops) if index not in dropped], values)
 
 
 def _groups(timeline: Timeline, wait_of: dict[str, int]) -> list[list[int]]:

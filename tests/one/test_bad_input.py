@@ -187,6 +187,9 @@ CALLS: dict[type[Exception], list[tuple[Any, ...]]] = {
         (lambda m: thunder.jit(lambda x: x * 2, transforms=[tz.ZeroTransform()])(X), *FUNCTION),
         (lambda m: thunder.jit(m.forward, transforms=[tz.ZeroTransform()])(X), *FUNCTION),
         (lambda m: tz.trace(m, X, stage=3), "Mlp.forward does not take stage=3", "field of Policy", "pass policy=3"),
+        (lambda m: tz.trace(m, X, worldsize=3), "Mlp.forward does not take worldsize=3", "did you mean world_size?"),
+        (lambda m: tz.trace(m, X, replicate_below_byte=3), "replicate_below_byte=3", "mean replicate_below_bytes"),
+        (lambda m: tz.trace(m, X, foo=1), "does not take foo=1", "neither trace nor Policy knows it; it takes x"),
         (lambda m: tz.trace(m, X, prefetch=1), "prefetch=1", "dataclasses.replace(thunder_zero.ZERO3, prefetch=1)"),
     ],
     RuntimeError: [

@@ -274,6 +274,14 @@ def test_folded_lines_are_counted_and_tied_weights_are_one_parameter() -> None:
     assert "2.weight" not in text
 
 
+def test_a_timeline_is_printed_with_the_numbers_of_errors() -> None:
+    timeline, file = trace_model(3, small_model).timeline, StringIO()
+    tz.print_trace(timeline, file=file)
+    lines = [line.split() for line in file.getvalue().splitlines() if line != "-- backward --"]
+    assert [line[:3] for line in lines] == [["op", str(index), op.kind] for index, op in enumerate(timeline.ops)]
+    assert error_of(partial(tz.print_trace, timeline, unit="0")).startswith("ValueError: a timeline is printed whole")
+
+
 def drop_backward(traces: tz.tools.Traces) -> tz.tools.Traces:
     return tz.tools.Traces(traces.forward, None, traces.forward_timeline, traces.plan)
 

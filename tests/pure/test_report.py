@@ -242,3 +242,8 @@ def test_a_timeline_is_formatted_as_text() -> None:
         "compute <- y",
     ]
     assert "backward" not in format_timeline(TIMELINE.with_ops(OPS[:1]))
+    assert [line[:10] for line in format_timeline(timeline, numbered=True).splitlines()[1:4]] == [
+        "op 1    fr",
+        "-- backwar",
+        "op 2    ga",
+    ]

@@ -190,7 +190,10 @@ SECOND: dict[str, Any] = {"reads": ("h",), "writes": ("x0", "x1")}  # a wait for
 IN_BACKWARD: dict[str, Any] = {"backward": True, "repeated": True}
 
 ORDER: Faults = (
-    (lambda t: moved(t, "wait a.w", 0), "writes fut_a.w after op 0 has read it"),
+    (
+        lambda t: moved(t, "wait a.w", 0),
+        r"^.*op 0 \(wait a.w.*\) reads fut_a.w, which op \d+ \(gather a.w.*\) writes only later",
+    ),
     (lambda t: changed(t, "writes y2", writes=("y1",)), "writes y1, which op .* already wrote"),
     (lambda t: moved(t, "return", "return", -1), "is last, but it is not the return"),
     (lambda t: changed(t, "gather b.w again", backward=False), "belongs to forward, but comes after .* backward"),

@@ -42,7 +42,9 @@ def test_every_step_is_shown(sections: dict[str, str]) -> None:
     for step in passes.PASSES:
         changes = find(sections, f"7. Pass {step.__name__}:")
         idle = step.__name__ == "keep_last_units" and tutorial.POLICY.reshard_after_forward
-        assert changes.startswith("changes nothing here") if idle else re.search(r"^\+", changes, re.MULTILINE), step
+        shows = changes.startswith("changes nothing here") if idle else re.search(r"^\+", changes, re.MULTILINE)
+        hint = "set a policy in POLICY of examples/fsdp_by_hand.py under which this pass changes something"
+        assert shows, f"{step.__name__}: {hint}"
     assert "(5, 4) -> (3, 4)  rows 0:3 on rank 0, 3:5 on rank 1" in find(sections, "2.")
     for start, call, times in (
         ("1.", "zero_", 0),

@@ -12,7 +12,7 @@ These checks need no module. The device and the names of weights are checked whe
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -124,9 +124,8 @@ def policy_of(policy: Policy | int | None, changes: Mapping[str, Any]) -> Policy
         if name in INSTEAD and name not in known:
             raise TypeError(f"{name} is an argument of FSDP2; here: {INSTEAD[name]}")
         if name not in known:
-            similar = get_close_matches(name.lower(), known, n=3)
-            hint = f"; did you mean {' or '.join(similar)}?" if similar else "; thunder_zero.Policy lists its fields"
-            raise TypeError(f"{name}={value!r} is not a field of Policy{hint}")
+            hint = did_you_mean(name, known) or "thunder_zero.Policy lists its fields"
+            raise TypeError(f"{name}={value!r} is not a field of Policy; {hint}")
     if policy is None:
         return Policy(**changes)
     if isinstance(policy, bool) or not isinstance(policy, Policy | int):
@@ -138,6 +137,12 @@ def policy_of(policy: Policy | int | None, changes: Mapping[str, Any]) -> Policy
     if stage != chosen.stage:
         raise ValueError(f"stage is {stage!r} and the policy's stage is {chosen.stage}; give one of the two")
     return replace(chosen, **changes)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question with the known names that are similar to ``name``; "" if there are none."""
+    similar = get_close_matches(name.lower(), known, n=3)
+    return f"did you mean {' or '.join(similar)}?" if similar else ""
 
 
 def sources_of(init: object, weights: object) -> Sources:

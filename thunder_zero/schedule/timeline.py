@@ -333,7 +333,12 @@ class ScheduleError(Exception):
 
 def fault(timeline: Timeline, index: int, rule: str) -> ScheduleError:
     """Return the error of the operation at ``index``. ``rule`` ends the message, such as "is never waited for"."""
+    return ScheduleError(f"{name_of(timeline, index)} {rule}")
+
+
+def name_of(timeline: Timeline, index: int) -> str:
+    """Return the operation at ``index`` as errors name it: "op 22 (reduce 2.weight)"."""
     op = timeline.ops[index]
     names = op.params or op.writes or op.reads
     shown = ", ".join(names if len(names) <= MOST_NAMES else (*names[:MOST_NAMES], "..."))
-    return ScheduleError(f"op {index} ({op.kind} {shown}) {rule}")
+    return f"op {index} ({op.kind} {shown})"

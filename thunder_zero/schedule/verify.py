@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from thunder_zero.plan.mesh import SHARD
 from thunder_zero.schedule.derived import gathered_from, needed_in_backward, regathered
 from thunder_zero.schedule.lifetimes import last_reads
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, ScheduleError, Timeline, fault
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, ScheduleError, Timeline, fault, name_of
 from thunder_zero.schedule.verify_in_flight import check_in_flight, check_making
 
 
@@ -111,7 +111,8 @@ def _check_order(timeline: Timeline) -> None:
             if name in written:
                 raise fault(timeline, index, f"writes {name}, which op {written[name]} already wrote")
             if name in first_read:
-                raise fault(timeline, index, f"writes {name} after op {first_read[name]} has read it")
+                rule = f"reads {name}, which {name_of(timeline, index)} writes only later"
+                raise fault(timeline, first_read[name], rule)
             written[name] = index
 
 

@@ -20,7 +20,7 @@ from thunder_zero.comm.slices import mesh_and_slices, require_in_plan
 from thunder_zero.compat.casts import cast_inputs, casting_borders
 from thunder_zero.compat.plans_of_transformers import left_to_plan
 from thunder_zero.compat.uncapturable import RefusedPart
-from thunder_zero.frontends.arguments import check_arguments
+from thunder_zero.frontends.arguments import check_arguments, did_you_mean
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.frontends.dynamo.compile import Fuser, require_known
 from thunder_zero.frontends.dynamo.dry import export
@@ -96,8 +96,8 @@ def trace(
         The forward and backward traces, their timeline and the plan.
 
     Raises:
-        TypeError: ``module`` is not a plain module, ``policy`` is not a policy, ``device`` is not a device, or a field
-            of Policy is passed to forward.
+        TypeError: ``module`` is not a plain module, ``policy`` is not a policy, ``device`` is not a device, or forward
+            does not take an argument.
         ValueError: the stage, ``world_size``, ``rank`` or ``replicas`` is out of range, or is given beside a mesh. Or
             the module has no parameters, or has slices that do not fit the mesh. Or ``frontend`` is unknown, or does
             not take an argument.
@@ -115,7 +115,7 @@ def trace(
         raise TypeError(
             f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
         )
-    _refuse_policy_fields(module, kwargs)
+    _refuse_unknown_arguments(module, kwargs)
     planned, slices = Mesh.of(8 if world_size is None else world_size, rank, replicas), dict[str, int]()
     partial: Container[str] = ()
     if mesh is not None or dp_mesh_dims is not None:
@@ -265,17 +265,22 @@ def _memory_bytes(module: nn.Module, device: Device | str | None) -> int | None:
     return None if on_gpu is None else torch.cuda.get_device_properties(on_gpu).total_memory
 
 
-def _refuse_policy_fields(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Raise if a field of Policy is passed to forward. An error from forward would not mention Policy."""
-    parameters = signature(module.forward).parameters
+def _refuse_unknown_arguments(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Raise if forward does not take an argument. An error from forward would mention neither trace nor Policy."""
+    parameters = signature(module.forward, follow_wrapped=False).parameters  # a decorator may take more than forward
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    for name in [item.name for item in fields(Policy) if item.name in kwargs and item.name not in parameters]:
+    of_policy = [item.name for item in fields(Policy)]
+    of_trace = [item.name for item in signature(trace).parameters.values() if item.kind is item.KEYWORD_ONLY]
+    for name in [name for name in kwargs if name not in parameters]:
         change = f"{name}={kwargs[name]!r}"
         policy = repr(kwargs[name]) if name == "stage" else f"dataclasses.replace(thunder_zero.ZERO3, {change})"
-        raise TypeError(
-            f"{type(module).__name__}.forward does not take {change}, which is a field of Policy; pass policy={policy}"
-        )
+        if name in of_policy:
+            rest = f", which is a field of Policy; pass policy={policy}"
+        else:
+            hint = did_you_mean(name, [*of_trace, *of_policy]) or f"it takes {', '.join(parameters) or 'nothing'}"
+            rest = f", and neither trace nor Policy knows it; {hint}"
+        raise TypeError(f"{type(module).__name__}.forward does not take {change}{rest}")
 
 
 @contextmanager

@@ -13,13 +13,13 @@ from rich.console import Console
 from thunder_zero.frontends.compiled import Traces
 from thunder_zero.frontends.zero_module import traces_of
 from thunder_zero.plan.amounts import size
-from thunder_zero.schedule.timeline import Kind, Op
+from thunder_zero.schedule.timeline import Kind, Op, Timeline
 from thunder_zero.tools.ask.shown_code import shown
 from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
 from thunder_zero.tools.forecast.memory import memory as forecast_of
 from thunder_zero.tools.forecast.memory import require_forecast_of
 from thunder_zero.tools.forecast.watch import NoForecast
-from thunder_zero.tools.printing.line_meanings import PHASES, Gap, Row, SourceLine, rows, select
+from thunder_zero.tools.printing.line_meanings import PHASES, Gap, Row, SourceLine, format_timeline, rows, select
 from thunder_zero.tools.printing.text import short
 from thunder_zero.tools.printing.trace_printer import QUIET, print_rows, print_total
 from thunder_zero.traces.operators import operator_of
@@ -40,7 +40,7 @@ HOW_TO_READ_SLICES = "# tensor: a collective of torch's tensor parallelism, or t
 
 
 def print_trace(
-    model_or_traces: ThunderModule | Traces,
+    model_or_traces: ThunderModule | Traces | Timeline,
     phase: str = "both",
     file: IO[str] | None = None,
     *,
@@ -61,9 +61,12 @@ def print_trace(
     >>> tz.print_trace(model, "forward", unit="blocks.0")
     >>> tz.print_trace(traces, memory=tz.tools.memory(traces, loss=loss, optimizer=torch.optim.AdamW))
     >>> tz.print_trace(tz.traces_of(model, synced=False))  # the program under no_sync
+    >>> tz.print_trace(timeline)  # inside a pass
 
     Args:
-        model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
+        model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`. A
+            timeline is printed whole, with a line for each operation. A line begins with the operation's number, as in
+            errors: "op 22". It shows the operation's kind, writes, reads and parameters.
         phase: "forward", "backward" or "both".
         file: the file to print to (default: the standard output).
         unit: print only the compute and the collectives of this unit (default: all units).
@@ -76,15 +79,22 @@ def print_trace(
 
     Raises:
         ValueError: ``phase``, ``unit``, ``rank`` or ``only`` is unknown, or ``memory`` is a forecast of other traces.
+            Or a timeline comes with an argument that chooses lines.
         RuntimeError: the model was not called yet.
-        TypeError: ``model_or_traces`` is neither traces nor a model with ZeroTransform, or ``memory`` is not a
-            forecast.
+        TypeError: ``model_or_traces`` is not traces, a timeline or a model with ZeroTransform, or ``memory`` is not
+            a forecast.
     """
     if phase not in PHASES:
         raise ValueError(f"phase is {phase!r}; choose 'forward', 'backward' or 'both'")
     this_rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if rank not in range(world_size):
         raise ValueError(f"rank is {rank!r}; give the rank that prints, 0 to {world_size - 1}")
+    if isinstance(model_or_traces, Timeline):
+        if phase != "both" or unit is not None or only is not None or every_line or memory is not None:
+            raise ValueError("a timeline is printed whole; leave out phase, unit, only, every_line and memory")
+        if this_rank == rank:
+            print(format_timeline(model_or_traces, numbered=True), file=file)
+        return
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     if this_rank != rank:
         return

@@ -28,12 +28,13 @@ BORDER = "-- backward --"
 VALUES_WIDTH = 32  # a fixed width, so that two timelines can be compared line by line
 
 
-def format_timeline(timeline: Timeline) -> str:
+def format_timeline(timeline: Timeline, *, numbered: bool = False) -> str:
     """Return a line for each operation, in order, with its kind, writes, reads and parameters.
 
-    Lines of recomputed operations end with "again". A border separates the phases. Lines may be long.
+    Lines of recomputed operations end with "again". A border separates the phases. Lines may be long. A numbered line
+    begins with the operation's number, as errors name it: "op 22".
     """
-    lines = [_line(op) for op in timeline.ops]
+    lines = [f"op {index:<4} " * numbered + _line(op) for index, op in enumerate(timeline.ops)]
     border = next((index for index, op in enumerate(timeline.ops) if op.backward), None)
     if border is not None:
         lines.insert(border, BORDER)
