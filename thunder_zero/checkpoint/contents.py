@@ -46,7 +46,7 @@ class Contents:
         states: the modules' extra states by name, each with an object that loads it. Rank 0 saves them.
         rank, ranks: this rank's number among all ranks, and the number of ranks.
         replica_rank, replica_size: this rank's number among the ranks of its replica, and the number of these ranks.
-        is_writer: True if this rank's replica is saved. Hybrid sharding has several replicas.
+        is_writer: True if this rank's replica writes the checkpoint. Hybrid sharding has several replicas.
         root: the common first parts of the keys.
         label: a noun for these values in error messages.
     """
@@ -77,8 +77,8 @@ class Contents:
 
         Args:
             label: the value's name in error messages.
-            turn: the number of the value, which decides whose turn it is. None if ranks have different values. Then
-                each rank writes its value under its own prefix.
+            turn: the index of the value, which decides which rank writes it. None if ranks have different values: each
+                rank writes its value under its own prefix.
         """
         if turn is None:
             return {(self.rank_prefix, *path): as_entry(label, value)}

@@ -6,7 +6,7 @@ read once, from start to end, and hashed during the read::
     __0_0.distcp    | model.embed.weight | optim.state... | param_groups |     -> SHA-256 of the whole file
                        decoded              not needed       decoded
 
-DCP's planner decides which byte ranges to read. DCP's reader is not used, since it unpickles arbitrary code, casts
+DCP's planner decides which byte ranges to read. DCP's reader is not used, since it may run arbitrary code, casts
 tensors of other dtypes, and seeks in the file. No process group is needed.
 """
 
@@ -74,7 +74,7 @@ def read_metadata(folder: Path, expected: File | None = None) -> Metadata:
         expected: the manifest's entry of the metadata file, with the SHA-256 to compare.
 
     Raises:
-        ValueError: ``folder`` has no metadata, the metadata is damaged, or a file that it names is too short.
+        ValueError: ``folder`` has no metadata, the metadata is damaged, or a file that it names is missing or short.
     """
     try:
         content = (folder / METADATA).read_bytes()
@@ -113,7 +113,7 @@ def read_entries(
 
     Args:
         parts: DTensors by key. For these keys only this rank's part is read.
-        files: files to read in full and to compare with their SHA-256, even if no key has its value there.
+        files: files to read in full and to compare with their SHA-256, even if they have no value of ``keys``.
 
     Raises:
         ValueError: rows are missing, a file was changed, or a value differs from its metadata.
@@ -215,7 +215,7 @@ def _require_part(index: MetadataIndex, value: Any, metadata: Metadata) -> None:
 
 
 def _problem_of_metadata(metadata: Any) -> str | None:
-    """Describe the first problem of metadata, or return None. The error quotes the text."""
+    """Return a description of the first problem of metadata for an error, or None."""
     if not isinstance(metadata, Metadata):
         return f"it holds a {type(metadata).__name__}"
     try:

@@ -1,4 +1,4 @@
-"""Writes files of ``torch.distributed.checkpoint`` (DCP), each with its SHA-256.
+"""Writes files of ``torch.distributed.checkpoint`` (DCP), and computes their SHA-256.
 
 ::
 
@@ -6,8 +6,8 @@
     __1_0.distcp    rank 1's items: "model.embed.weight" rows 4-6, ...
     .metadata       the shape, dtype and chunks of each key; the file, start and length of each chunk
 
-DCP's planner splits DTensors, and checks that ranks wrote all rows. Any reader of DCP's format reads the files. DCP's
-writer is not used, since it computes no hash. Each rank plans its own items without communication, then sends one
+DCP's planner splits DTensors, and checks that ranks wrote all rows. Any reader of DCP's format can read the files.
+DCP's writer is not used, since it computes no hash. Each rank plans its own items without communication, then sends one
 message to rank 0.
 """
 

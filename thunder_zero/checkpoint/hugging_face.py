@@ -1,8 +1,8 @@
 """``tz.save_pretrained``: writes the folder that ``from_pretrained`` loads, one tensor at a time.
 
-The module's class decides which names and tensors a file has, and the content of ``config.json``. This differs between
-versions of the libraries. So the class's own ``save_pretrained`` writes a temporary folder, with a stand-in of one
-number for each tensor. The files in that folder decide which names ``tz.save_pretrained`` writes::
+The module's class decides the tensors in each file, their names, and the content of ``config.json``. These differ
+between versions of the libraries. So the class's own ``save_pretrained`` writes a temporary folder, with a stand-in of
+one number for each tensor. The files in that folder decide which names ``tz.save_pretrained`` writes::
 
     state dict             stand-ins       its own model.safetensors     ours, gathered one by one
     embed.weight           tensor([0])     embed.weight  [0]             embed.weight  embed.weight in full
@@ -70,8 +70,8 @@ def save_pretrained(
     """Write the whole model to a folder for ``from_pretrained``, or for the argument ``weights`` of this package.
 
     A collective: all ranks must call it, and rank 0 writes. Each tensor is gathered, written and dropped before the
-    next. The files get their names once all are complete. Then safetensors files of an earlier save are deleted if the
-    new model does not have them.
+    next. The files are renamed once all are complete. Then safetensors files of an earlier save are deleted if the new
+    save did not write them.
 
     A Hugging Face model's own ``save_pretrained`` decides the files and the names of tensors: ``config.json``,
     ``generation_config.json`` and ``model.safetensors``, or only the adapters of a ``PeftModel``. Any other module is
@@ -135,7 +135,7 @@ def _gather_and_write(
 def _plan_files(
     module: nn.Module, state_dict: Mapping[str, Any], folder: Path, max_bytes: int, dtype: torch.dtype | None
 ) -> tuple[Weights, dict[Path, bytes]]:
-    """Make the folder. Return the tensors to write to each safetensors file, and the contents of other files."""
+    """Create the folder. Return the tensors to write to each safetensors file, and the contents of other files."""
     tensors = _tensors_of(state_dict)
     names_of: dict[int, list[str]] = {}
     for name, tensor in tensors.items():

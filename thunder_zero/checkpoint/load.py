@@ -1,7 +1,7 @@
 """``tz.load``: finds, checks and reads a checkpoint, then changes the whole model or nothing.
 
-In: a folder, and the model, optimizers and extras to load. Out: the saved extras. A collective. Ranks agree after each
-step, so that all ranks raise if one rank does::
+In: a folder, and the model, optimizers and extras to load. Out: the saved extras. In this collective, ranks agree after
+each step, so that all ranks raise if one rank does::
 
     check_arguments       check the arguments, and compare them between ranks                   preamble.py
     _find_checkpoint      find the folder, on rank 0
@@ -91,8 +91,8 @@ def load(
             ``dcp.save``, with model and optimizer under usual names.
         model: a model with ZeroTransform.
         optimizer: an optimizer, or several in a list, with the classes and parameter groups of the save.
-        extra: objects by name. EMAs and objects with ``load_state_dict`` load their saved states. For any other value,
-            see :attr:`Loaded.own`.
+        extra: objects by name. EMAs and objects with ``load_state_dict`` load their saved states. Other saved
+            values are in :attr:`Loaded.own`.
         verify_files: False loads a checkpoint of another tool, which has no manifest with SHA-256.
 
     Returns:
@@ -182,7 +182,7 @@ def _require_loadable(extra: Mapping[str, object]) -> None:
 
 
 def own_extras(of_rank: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> OwnExtras:
-    """Return the extras that this rank saved. If another number of ranks saved, return extras equal on all ranks."""
+    """Return the extras that this rank saved. If another number of ranks saved, return those equal on all ranks."""
     if len(of_rank) == ranks:
         return OwnExtras(of_rank[rank])
     pickled = [{name: pickle_value(name, value) for name, value in extras.items()} for extras in of_rank or ({},)]
@@ -214,7 +214,7 @@ def extras_to_load(extra: Mapping[str, Any], loaded: Loaded, ranks: int) -> Stat
 
 @torch.no_grad()
 def _write_all_or_none(tensors: Sequence[tuple[Tensor, Tensor]], states: States, group: dist.ProcessGroup) -> None:
-    """Write all values, or no values on all ranks if loading a state raises on any rank. A collective."""
+    """Write all values. If loading a state raises on any rank, no rank writes a value. This is a collective."""
     with all_or_none(group, "to load"):
         restoring = _restore_at_end([target for target, _ in states])
     with restoring:

@@ -87,7 +87,7 @@ def require_manifest(folder: Path) -> Manifest:
 
 
 class ForwardReader:
-    """Reads ranges of an unbuffered file in ascending order, and reads no byte twice.
+    """A reader of ascending ranges of an unbuffered file. It reads no byte twice.
 
     Args:
         hashed: True hashes the file, and therefore also reads the bytes between ranges.
@@ -129,7 +129,7 @@ class ForwardReader:
 
 
 def fault_of(file: File, sha256: str) -> str:
-    """Describe a difference between a file's SHA-256 and the manifest's. Return "" if they are equal."""
+    """Describe a difference between ``sha256`` and the SHA-256 in a manifest. Return "" if they are equal."""
     return "" if sha256 == file.sha256 else f"{file.name} was changed: its SHA-256 differs"
 
 
@@ -142,7 +142,7 @@ def raise_faults(folder: Path, faults: Sequence[str]) -> None:
 def require_no_faults(
     folder: Path, files: Iterable[File], *, contents: bool = True, done: Callable[[int], None] = lambda count: None
 ) -> None:
-    """Raise ValueError unless files have the sizes and SHA-256 of their save.
+    """Raise ValueError unless files still have the sizes and SHA-256 that their manifest lists.
 
     Args:
         contents: False compares sizes only, and reads no file.

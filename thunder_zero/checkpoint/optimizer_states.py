@@ -1,6 +1,6 @@
 """Maps states of optimizers to keys of a checkpoint, and keys to states.
 
-An optimizer numbers parameters. A checkpoint names parameters, so that any number of ranks can load it in any stage::
+An optimizer refers to parameters by number, a checkpoint by name. So any number of ranks can load it in any stage::
 
     optimizer.state[shard]["exp_avg"]     optim.state.h.0.w.exp_avg      by rows; whole by the owner of tz.whole
     optimizer.param_groups[0]["lr"]       optim.param_groups.0.lr        groups of all optimizers are numbered together
@@ -100,7 +100,7 @@ def params_by_group(contents: Contents, optimizers: Sequence[Optimizer]) -> list
 
 
 def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tuple[Entries, list[Fact]]:
-    """Return the entries of the optimizers that this rank writes, and facts that ranks compare.
+    """Return the entries that this rank writes for optimizers, and facts that ranks compare.
 
     Ranks compare the states of each parameter, because a state that a rank lacks would not be saved in full. Ranks
     compare the options of groups, because only rank 0 saves options.
@@ -158,11 +158,11 @@ def _state_entry(contents: Contents, member: SteppedParam, key: str, value: Any)
 
 
 class SavedOptimizers:
-    """The optimizer states in a checkpoint that this rank reads.
+    """The optimizer states that this rank reads from a checkpoint.
 
     Attributes:
         keys: the keys to read.
-        parts: for each key whose value is cut into rows, the parameter with these rows. Other values are read in full.
+        parts: a mapping from the keys of sharded states to their parameters. Other values are read in full.
 
     Args:
         prefix: the prefix of the keys of all optimizers.
@@ -196,7 +196,7 @@ class SavedOptimizers:
 
 
 def _numbered(groups: Sequence[tuple[Group, list[str]]], states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict that numbers parameters, given groups and states that name parameters."""
+    """Return a state dict that refers to parameters by number, given groups and states that use names."""
     numbers = {name: number for number, name in enumerate(chain(*(members for _, members in groups)))}
     numbered = [{**group, "params": [numbers[name] for name in members]} for group, members in groups]
     return {STATE: {number: states[name] for name, number in numbers.items() if name in states}, GROUPS: numbered}
@@ -272,7 +272,7 @@ def groups_of(values: Mapping[str, Any], names: Iterable[Sequence[str]] = ()) ->
 
 
 def _merge_group(names: Sequence[str], by_param: Mapping[str, Group]) -> Group:
-    """Return the hyper-parameters of a group. Raise ValueError unless all its parameters have equal values."""
+    """Return the hyper-parameters of a group. Raise ValueError unless its parameters have equal hyper-parameters."""
     known = [name for name in names if by_param[name]]
     for name in known:
         expected, options = by_param[known[0]], by_param[name]

@@ -38,7 +38,7 @@ def check_arguments(
         options: further arguments by name.
 
     Raises:
-        TypeError: ``extra`` is not a mapping from names, or ``model`` has no ZeroTransform.
+        TypeError: ``extra`` is not a mapping from strings, or ``model`` has no ZeroTransform.
     """
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise TypeError(f"extra is {extra!r}; pass a mapping from names to values, such as {{'scheduler': scheduler}}")

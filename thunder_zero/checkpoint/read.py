@@ -73,7 +73,7 @@ def read_checkpoint(
     """Read this rank's part of a checkpoint into new memory.
 
     Args:
-        contents: this rank's values of the model, then those of each EMA.
+        contents: this rank's values of the model, then its values of each EMA.
         files: files to read in full and to compare with their SHA-256.
     """
     stored, places = metadata.state_dict_metadata, places_by_key(metadata)
@@ -184,7 +184,7 @@ def _require_equal_type(label: str, key: str, tensor: Tensor, entry: Any) -> Non
 
 
 def _require_as_many_ranks(count: int, stored: Mapping[str, Any]) -> None:
-    """Raise ValueError if the checkpoint has ignored parameters, and another number of ranks saved it."""
+    """Raise ValueError if the checkpoint has ignored parameters, and a different number of ranks saved it."""
     split = [split_rank_prefix(key) or (0, "") for key in stored]
     ranks = {rank for rank, key in split if key.startswith((f"{MODEL}.", f"{OPTIM}."))}
     if ranks and ranks != set(range(count)):

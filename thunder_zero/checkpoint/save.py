@@ -1,7 +1,7 @@
 """``tz.save``: checks that all ranks save the same model, then writes, optionally in a thread.
 
-In: a path, a model, optimizers and extras. Out: a future with the path, and a folder that appears in one rename. A
-collective::
+In: a path, a model, optimizers and extras. Out: a future with the path, and a folder that appears in one rename. This
+is a collective::
 
     check_arguments     check the arguments                                                        preamble.py
     entries_of          list the values that this rank writes: its rows, and its share of the values that all ranks have
@@ -48,10 +48,10 @@ def save(
     max_to_keep: int | None = None,
     wait: bool = True,
 ) -> Future[Path]:
-    """Save a checkpoint: every rank writes its shards; any number of ranks can load it, in any stage.
+    """Save a checkpoint. Every rank writes its shards, and any number of ranks can load them in any stage.
 
-    A collective: all ranks must call it. Once complete, the folder becomes visible, and the link ``latest`` beside it
-    is moved to it. If a process dies before that, existing checkpoints are unchanged.
+    A collective: all ranks must call it. Once the folder is complete, it becomes visible, and the link ``latest``
+    beside it points to it. If a process dies before that, existing checkpoints are unchanged.
 
     >>> tz.save("runs/step-100", model, optimizer, extra={"scheduler": scheduler, "rng": torch.get_rng_state()})
 
@@ -70,7 +70,7 @@ def save(
 
     Returns:
         A future with the path of the checkpoint. With ``wait=False`` the future is done once the checkpoint is visible.
-        If a save in the thread fails, it warns at once. The future's ``result`` and the next save raise the error.
+        If a save in the thread fails, the thread emits a warning. The future's ``result`` and the next save then raise.
 
     Raises:
         TypeError: ``model`` has no ZeroTransform, or an extra is a model.
@@ -109,7 +109,7 @@ def entries_of(
 
 @torch.no_grad()
 def write_checkpoint(path: Path, entries: Entries, group: dist.ProcessGroup, *, max_to_keep: int | None) -> Path:
-    """Write this rank's entries. Once all ranks have written, make the checkpoint visible. A collective."""
+    """Write this rank's entries. Once all ranks have written, make the checkpoint visible (a collective)."""
     rank = group.rank()
     try:
         with all_or_none(group, "to save"):

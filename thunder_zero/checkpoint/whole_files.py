@@ -67,7 +67,7 @@ ReadTensor = Callable[[TensorToWrite], Tensor]  # returns the values, in the fil
 
 
 def dtype_to_write(present: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Return ``wanted`` for a floating-point tensor, unless it is None. Return ``present`` for any other tensor."""
+    """Return ``wanted`` if it is not None and the tensor is floating-point; otherwise return ``present``."""
     return wanted if wanted is not None and present.is_floating_point else present
 
 
@@ -99,7 +99,7 @@ def create_together() -> Iterator[Create]:
 
 
 def require_storable(tensors: Iterable[TensorToWrite]) -> None:
-    """Raise ValueError unless the safetensors format has the dtype of each tensor."""
+    """Raise ValueError unless the safetensors format supports the dtype of each tensor."""
     for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
             raise ValueError(f"a safetensors file cannot hold {tensor.name} of {tensor.dtype}; write a .pt file")

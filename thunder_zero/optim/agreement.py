@@ -30,8 +30,8 @@ def agree_on_step(
         known: True if an earlier step compared members and groups.
 
     Returns:
-        The paths of the parameters with a gradient, and the paths of the parameters that every rank has in full. The
-        two sets are equal on all ranks.
+        The paths of the parameters with a gradient, and the paths of the parameters that every rank has in full.
+        Each set is equal on all ranks.
 
     Raises:
         RuntimeError: ranks differ. All ranks raise.

@@ -1,6 +1,6 @@
 """``tz.EMA``: moving averages of sharded parameters, and a block in which the model uses them.
 
-In: a sharded model, now and after each step. Out: averages with the placements of the parameters. A checkpoint saves
+In: a sharded model, after each step. Out: averages with the placements of the parameters. A checkpoint saves
 averages by rows::
 
     update     average = decay * average + (1 - decay) * parameter     each rank updates its rows, without communication
@@ -143,8 +143,8 @@ class EMA:
         The swap needs temporary memory for one local parameter, and for a copy of each 16-bit parameter. ZeRO-1
         refreshes the other ranks' rows once in the block and once after it.
 
-        Inside the block, state dicts and ``full_parameters`` return averages. Inside, steps of an optimizer, updates of
-        an EMA, ``tz.save``, ``tz.load`` and other loads raise.
+        Inside the block, state dicts and ``full_parameters`` return averages. Steps of an optimizer, updates of an EMA,
+        ``tz.save``, ``tz.load`` and other loads raise.
 
         Raises:
             RuntimeError: the EMA has no average yet, ranks have different counts of updates, or the call is inside
@@ -184,7 +184,7 @@ class EMA:
 
         Args:
             originals: the values of parameters whose average has another dtype. The first call fills the empty dict.
-                The second call restores the values in it.
+                The second call restores the parameters from it.
         """
         for name, average in self.averages.items():
             param = self._params[name]

@@ -1,4 +1,4 @@
-"""Clips gradients by their norm over all ranks. Computes a loss that weighs all items equally.
+"""Clips gradients by their norm over all ranks. Computes a loss in which all items weigh the same.
 
 In: a model with gradients, or a rank's loss and its number of items. Out: a norm that is equal on all ranks, or a loss
 scaled for the mean over the items of all ranks. Each rank sends one small message::
@@ -34,14 +34,14 @@ def clip_grad_norm_(
     raises if ``no_sync`` holds unreduced gradients. It leaves out parameters that the policy ignores.
 
     A collective: all ranks must call it, after the backward that reduces the gradients. Each rank sends one small
-    message. A tied parameter counts once.
+    message. A tied parameter is counted once.
 
     >>> norm = tz.clip_grad_norm_(model, max_norm=1.0)
 
     Args:
         model: a model with ZeroTransform.
         max_norm: the maximum norm. Gradients with a larger norm are scaled down.
-        norm_type: p of the p-norm, more than 0; ``math.inf`` is the largest absolute value.
+        norm_type: the p of the p-norm, above 0; ``math.inf`` selects the largest absolute value.
         error_if_nonfinite: True raises if the norm is NaN or Inf. False scales the gradients to NaN or 0, as torch
             does.
 
@@ -102,8 +102,8 @@ def _local_parts(state: State) -> list[Tensor]:
 def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     """Return the norm of all gradients as one vector, and each rank's status. This is one small collective.
 
-    The norm has equal bits on every rank. Each element counts once. Rows of a sharded parameter count on their rank, a
-    replicated parameter on the first rank of a replica. A parameter that is not tensor-parallel counts on the first
+    The norm has equal bits on every rank. Each element is counted once: rows of a sharded parameter on their rank, a
+    replicated parameter on the first rank of a replica. A parameter that is not tensor-parallel is counted on the first
     rank of the ``tensor`` axis.
     """
     # torch's function on DTensors hangs for an infinite norm_type if a rank has no rows.
@@ -130,7 +130,7 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
 
 @tagged("global_mean")
 def global_mean(model: nn.Module, total: Tensor, count: int) -> Tensor:
-    """Return a loss for the mean over the items of all ranks, whose numbers of items may differ.
+    """Return a loss whose mean over ranks is the mean over all items. Ranks may have different numbers of items.
 
     Gradients are averaged over ranks. With local means, an item (such as a token) on a rank with few items would have a
     larger weight. The loss is ``total * W / (count of all ranks)``: its mean over the W ranks is the mean over all

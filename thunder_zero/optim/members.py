@@ -105,10 +105,10 @@ def make_ordinary(
         trusted: True accepts the optimizer even if the probe finds coupled parameters.
 
     Returns:
-        An optimizer over parameters of full shapes without memory, and the result of the probe.
+        An optimizer over parameters with full shapes and no memory, and the result of the probe.
 
     Raises:
-        ValueError: the optimizer's step needs an argument, or fails for groups without parameters.
+        ValueError: a step needs an argument, fails for groups without parameters, or changes an option only in others.
         RuntimeError: ``trusted`` is False, and the optimizer couples parameters, cannot be probed, or draws random
             numbers and the model has several replicas.
     """

@@ -1,16 +1,16 @@
 """``tz.whole``: an ordinary optimizer on whole parameters, over the shards of a model.
 
 In: an optimizer's class, and parameters of a sharded model. Out: a ``torch.optim.Optimizer`` over the shards, whose
-``step`` has the result of one process. In this step of two buckets, time goes down, and entries of a row overlap::
+``step`` has the result of one process. In this step of two buckets, time runs down, and entries of a row overlap::
 
-    agree_on_step: ranks compare groups, and which parameters have gradients agreement.py
+    agree_on_step: ranks compare groups and gradients                        agreement.py
     bucket 0 to its owners                                                   exchange.ToOwners
     bucket 1 to its owners          this rank steps its members of 0         stepper.BucketStepper
     bucket 0 back to all ranks      this rank steps its members of 1         exchange.FromOwners
     bucket 1 back to all ranks
     raise_on_all: did a rank fail?                                           agreement.py
 
-This file has groups, owners and the order of a step. ``members.py`` builds and probes the ordinary optimizer.
+This file handles groups, ownership and the order of a step. ``members.py`` builds and probes the ordinary optimizer.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def whole(
 
     >>> optimizer = tz.whole(torch.optim.Muon, [param for param in model.parameters() if param.ndim == 2], lr=1e-3)
 
-    A step is a collective: all ranks must call it. B is (W - 1) / W times the bytes of all parameters on W ranks. A
-    rank sends on average 3 B / W bytes a step in stages 2 and 3: gradient and parameter to the owner, the parameter
-    back. It sends 2 B / W bytes in stage 1, where the owner has the parameter, and B bytes for replicated parameters.
+    A step is a collective: all ranks must call it. Let B be (W - 1) / W times the bytes of all parameters, on W ranks.
+    In stages 2 and 3 a rank sends on average 3 B / W bytes a step: gradient and parameter to the owner, the parameter
+    back. In stage 1 it sends 2 B / W bytes, since the owner has the parameter; for replicated parameters, B bytes.
 
     Only the owner has a parameter's state. Together, ranks hold at most two buckets of whole parameters and gradients,
     and a third bucket of whole parameters.
@@ -84,7 +84,7 @@ def whole(
 
 
 def update_options(groups: Sequence[dict[str, Any]], new_options: Sequence[Mapping[str, Any]]) -> None:
-    """Write the options after a step into groups."""
+    """Copy the options that a step returned into groups."""
     for group, options in zip(groups, new_options, strict=True):
         for key, value in options.items():
             if isinstance(current := group.get(key), Tensor) and isinstance(value, Tensor):
@@ -124,7 +124,7 @@ class GuardedOptimizer(StepsWhole):
     _foreign: frozenset[str] = frozenset()  # attributes that only the ordinary optimizer has
 
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError: a ``torch.optim.Optimizer`` does not have the attribute."""
+        """Raise AttributeError. Python calls this for an attribute that the optimizer does not have."""
         raise AttributeError(
             f"tz.whole({self.kind}) has no {name!r}: it has what torch.optim.Optimizer has, as each rank steps "
             f"{self.kind} on a part of the parameters; put {self.kind} on model.parameters() itself if torch steps it "
@@ -142,7 +142,7 @@ class GuardedOptimizer(StepsWhole):
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Raise TypeError: the optimizer cannot be copied or pickled."""
+        """Raise TypeError, since the optimizer can be neither copied nor pickled."""
         raise TypeError(
             f"tz.whole({self.kind}) cannot be copied or pickled, as it belongs to a model; save it with tz.save, or "
             f"its state_dict()"
@@ -209,7 +209,7 @@ class Whole(GuardedOptimizer):
         return make_ordinary(self._make, groups, user_options, self._options, self.model, moving, trusted=self._trusted)
 
     def _assign_owners(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Assign owners to the parameters of the last groups."""
+        """Assign owners to the parameters of ``groups``, the optimizer's last groups."""
         plan, offset = self.model.plan, len(self.param_groups) - len(groups)
         shard = plan.mesh.shard
         loads = [0] * shard.size
@@ -225,7 +225,7 @@ class Whole(GuardedOptimizer):
         self._probed = describe_for_probe(self.param_groups, self._moving) if offset == 0 else []
 
     def owner_of(self, shard: Tensor) -> int | None:
-        """Return the owner's number among the ranks of a replica; None if the parameter is frozen."""
+        """Return the owner, as an index among the ranks of a replica; None if the parameter is frozen."""
         return self._owners.get(id(shard))
 
     @torch.no_grad()
@@ -260,7 +260,7 @@ class Whole(GuardedOptimizer):
                 self.state[self.members[0].shard] = {}
 
     def _probe_again(self) -> None:
-        """Probe again if options or groups have changed. Ranks have compared options, so all of them agree."""
+        """Probe again if options or groups have changed. Ranks have compared options, so all ranks do the same."""
         if self._probed != describe_for_probe(self.param_groups, self._moving):
             _, result = self._make_ordinary(self.param_groups, self._user_options, self._moving)
             self._moving, self._moves_all = self._moving | result.moving, result.moves_all
@@ -309,7 +309,7 @@ class Whole(GuardedOptimizer):
         return failure
 
     def __repr__(self) -> str:
-        """Describe the groups. Then, for the first ranks, describe the share of the work and the owned parameters."""
+        """Describe the groups, then each rank's share of the work and its parameters, for the first ranks."""
         lines = [super().__repr__(), f"{self.kind} of whole parameters of {self.model.name}"]
         works = {member.param.path: work_of_shape(member.param.shape) for member in self.members}
         for rank in range(ranks := self.model.plan.mesh.shard.size)[:SHOWN]:

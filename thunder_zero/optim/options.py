@@ -45,7 +45,7 @@ def describe_values(values: Mapping[str, Any], *, amounts: bool = True) -> dict[
 
 
 def describe_for_probe(groups: Sequence[Mapping[str, Any]], moving: Collection[str]) -> list[dict[str, str]]:
-    """For each group, describe the options that a probe's result depends on.
+    """Describe, for each group, the options that a probe's result depends on.
 
     Floats are described only as zero or not zero, since schedulers change them. Options that steps change (``moving``)
     are left out.

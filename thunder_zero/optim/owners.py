@@ -23,7 +23,7 @@ class Piece:
     """A parameter to be stepped whole."""
 
     number: int  # the index among the optimizer's parameters
-    work: int  # the owner's work in a step, in any unit that all pieces share
+    work: int  # the owner's work in a step, relative to other pieces
     nbytes: int  # the size of the whole parameter
     kind: Hashable = None  # the dtype: a bucket has pieces of one kind
 
@@ -41,7 +41,7 @@ class Member:
     """A parameter of a bucket."""
 
     param: Param
-    shard: Tensor  # the parameter of the optimizer over shards, which is the key of states
+    shard: Tensor  # the parameter in the optimizer over shards, and the key of its states
     group: int
     name: str | None  # the name in the group, if the group has names
     owner: int  # the rank that steps the parameter, as an index among the ranks of a replica
@@ -58,19 +58,19 @@ class ParamAndGrad:
 def work_of_shape(shape: tuple[int, ...]) -> int:
     """Return the work of stepping a parameter: its elements times the smaller side of its matrix.
 
-    This is the work of an optimizer that multiplies matrices, such as Muon. All dimensions except the first count as
-    one side. The formula also balances elementwise optimizers if most matrices have equal smaller sides.
+    This is the work of an optimizer that multiplies matrices, such as Muon. The first dimension is one side, and the
+    product of all others is the other side. Elementwise optimizers are balanced, too, if most smaller sides are equal.
     """
     elements = prod(shape)
     return elements * max(1, min(shape[0], elements // shape[0])) if len(shape) > 1 and elements else elements
 
 
 def assign(pieces: Sequence[Piece], ranks: int, bucket_bytes: int, loads: Sequence[int] = ()) -> tuple[Bucket, ...]:
-    """Group pieces into buckets, in the order in which they are sent, and assign each piece to an owner.
+    """Group pieces into buckets, in sending order, and assign an owner to each piece.
 
-    A bucket holds pieces of similar work, so that its owners finish together. Pieces are sorted by work. A bucket takes
-    as many pieces as fit into ``bucket_bytes``, or into the size of its first piece times the number of ranks. Each
-    piece goes to the rank with the least work in the bucket. Ties go to the rank with the least work in all buckets.
+    A bucket holds pieces of similar work, so that its owners finish together. Pieces are sorted by work. A bucket has
+    at most ``bucket_bytes``, or the size of its first piece times the number of ranks if that is more. Each piece is
+    assigned to the rank with the least work in the bucket. Ties go to the rank with the least work in all buckets.
 
     Args:
         loads: the work of each rank for the parameters that it already owns.

@@ -47,7 +47,7 @@ class ProbeResult:
         fails_empty: the error of a step of groups without parameters; "" if it succeeds.
         moving: the options of groups that steps change.
         moving_if_any: the options in ``moving`` that steps change only in groups with parameters.
-        moves_all: True if a step also moves parameters without a gradient.
+        moves_all: True if a step also updates parameters whose gradient is None.
     """
 
     couples: str = ""
@@ -152,7 +152,7 @@ class _ProbeRun:
         return [param.detach() - old for param, old in zip(self._params, old_values, strict=True)]
 
     def moves_all(self) -> bool:
-        """Return whether a step without gradients moves a probe parameter, or False if that step fails."""
+        """Return whether a step without gradients changes a probe parameter. Return False if that step fails."""
         try:
             return any(bool(move.any()) for move in self._step([None] * len(self._params)))
         except Exception:
@@ -163,7 +163,7 @@ class _ProbeRun:
         return float(self._params[index].detach().abs().max())
 
     def state_after(self, index: int) -> dict[str, Any]:
-        """Return a mapping from readable names to numbers and tensors, from a probe parameter's state and group."""
+        """Return the numbers and tensors in a probe parameter's state and group, keyed by readable names."""
         group = hyper_parameters(self._optimizer.param_groups[self.kinds[index].group])
         values = {"the state": self._optimizer.state.get(self._params[index], {}), "the group": group}
         leaves = ((label, *leaf) for label, value in values.items() for leaf in tree_flatten_with_path(value)[0])
@@ -208,8 +208,8 @@ def _is_close(first: Any, second: Any) -> bool:
 def _kinds(like: Optimizer) -> list[_ProbeParameter]:
     """Return a probe parameter for each kind of parameter that an optimizer has.
 
-    Parameters of one kind have equal options, shapes and attributes, and equal names without digits. If any kind has
-    several parameters, add a second probe parameter of the first kind, since parameters of one kind may be coupled.
+    Parameters of one kind have equal options, shapes and attributes, and names that differ only in digits. If any kind
+    has several parameters, add a second probe parameter of the first kind, since parameters of one kind may be coupled.
     """
     by_description: dict[object, _ProbeParameter] = {}
     has_several = False
@@ -259,7 +259,7 @@ def _in_short(error: Exception) -> str:
 
 
 class NoCollectives(TorchDispatchMode):
-    """A mode in which a collective raises. It would hang, since ranks step different parameters."""
+    """A mode in which collectives raise. They would hang, since ranks step different parameters."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in COMMUNICATES:

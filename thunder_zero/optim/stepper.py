@@ -1,4 +1,4 @@
-"""Steps an ordinary optimizer on the whole parameters of one bucket that this rank owns.
+"""Steps an ordinary optimizer on the whole parameters that this rank owns in one bucket.
 
 Between steps, the ordinary optimizer's parameters have shapes and no memory. Its states are aliases of the states of
 the optimizer over the shards. Before each step, hyper-parameters are copied from the optimizer over the shards.
@@ -32,7 +32,7 @@ def copy_values(value: Any) -> Any:
 
 
 def params_entry(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's parameters in the form of a constructor's argument, with names if parameters have names."""
+    """Return a group's parameters as a dict for a constructor, with names if the parameters have names."""
     params = group["params"]
     return {"params": list(zip(group["param_names"], params, strict=True)) if "param_names" in group else list(params)}
 
@@ -46,7 +46,7 @@ def group_to_construct(
 
     Args:
         number: the number of the group, which selects the parameters.
-        named: True if groups have names of parameters.
+        named: True if groups have parameter names.
     """
     members = [(name, param) for group_number, name, param in params if group_number == number]
     names = {"param_names": [name for name, _ in members]} if named else {}
@@ -124,7 +124,7 @@ class BucketStepper:
 
         Args:
             values: whole parameters and gradients by path. The step may write to them.
-            states: states by shard, or by any other key of the ordinary optimizer. They are updated in place.
+            states: states by shard, or by another key of the ordinary optimizer. The mapping is updated in place.
 
         Returns:
             The stepped parameters by path, and the groups' hyper-parameters after the step.

@@ -1,6 +1,6 @@
-"""Adapts a sharded model to Accelerate: runs its autocast, and refuses files with one rank's rows.
+"""Adapts a sharded model to Accelerate: runs its autocast, and prevents files with one rank's rows.
 
-Accelerate is never imported. If a script imported it, ``sys.modules`` has its public settings.
+This module never imports Accelerate. It reads Accelerate's settings through ``sys.modules``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def in_float32(output: Any) -> Any:
 
 
 def refuse_plain_trainer(kind: str) -> None:
-    """Raise RuntimeError if a plain Trainer of transformers is a caller, since its file would have one rank's rows."""
+    """Raise RuntimeError if a plain Trainer of transformers is a caller, since it would save one rank's rows."""
     if _is_running("transformers.trainer._inner_training_loop"):
         raise RuntimeError(
             f"Trainer was given a {kind} that thunder_zero trains, of which it would save one rank's rows; make it by "

@@ -1,8 +1,8 @@
 """Holds the gradients that ``no_sync`` has deferred. Raises before a backward that would be wrong.
 
-A forward selects its program. Under ``thunder.jit`` each prologue has ``zero_check_call``, which raises if the program
-does not fit the call (``runtime.py``). Thunder then selects or compiles another program. ``tz.compile`` selects by
-``Mode.synced``. A program under ``no_sync`` has ``zero_defer_reduction`` in place of each reduction
+Each forward selects a program. Under ``thunder.jit`` each prologue has ``zero_check_call``, which raises if the program
+does not fit the call (``runtime.py``). Thunder then selects or compiles another program. ``tz.compile`` selects it
+by ``Mode.synced``. A program under ``no_sync`` has ``zero_defer_reduction`` in place of each reduction
 (``defer_reductions`` in ``traces/pipeline.py``). After ``no_sync``, the next backward reduces the sums::
 
     with model.no_sync():
@@ -11,7 +11,7 @@ does not fit the call (``runtime.py``). Thunder then selects or compiles another
     loss(model(x2)).backward()          zero_reduce_scatter(g2, 'w')      reduces g0 + g1 + g2 into .grad
                                         zero_reduce_deferred(('b',))      reduces sums of other parameters
 
-PyTorch tells only during backward how backward was called. So :func:`guard` adds a hook to the autograd graph of each
+The arguments of backward are known only while it runs. So :func:`guard` adds a hook to the autograd graph of each
 forward's outputs.
 """
 
@@ -42,7 +42,7 @@ class Accumulation:
     """Deferred gradients: full gradients that are not reduced yet, keyed by parameter path.
 
     Attributes:
-        synced: True if the gradients of a forward that runs now are reduced; False if the gradients are deferred.
+        synced: True if the gradients of the current forward will be reduced, False if they will be deferred.
     """
 
     def __init__(self, *, synced: bool = True) -> None:
@@ -76,7 +76,7 @@ class Accumulation:
         return self._deferred.pop(path, None)
 
     def has_grown(self) -> bool:
-        """Return whether a backward under ``no_sync`` has run since the last call."""
+        """Return whether a backward under ``no_sync`` has run since this method was last called."""
         grew, self._grew = self._grew, False
         return grew
 
@@ -91,13 +91,13 @@ ROWS = node_class(Rows)
 
 
 def guard(output: Any, node_types: tuple[type, ...], model: str, accumulation: Accumulation) -> None:
-    """Add hooks to the output of a forward. The hooks raise before a backward that would be wrong:
+    """Add hooks to the output of a forward. The hooks raise before a backward that would be wrong.
 
-    A rank raises RuntimeError before the backward's first collective:
+    A hook raises RuntimeError before the backward's first collective:
 
     - with ``create_graph=True``, since the compiled backward has no graph, and a gradient penalty would be ignored;
     - with ``torch.autograd.grad`` or ``inputs=``, if gradients are deferred in this backward or were deferred before.
-      The gradients of parameters that are not among the inputs would be added, or lost.
+      Gradients of parameters that are not among the inputs would be added to the deferred gradients, or lost.
 
     Args:
         output: the output of forward.
@@ -121,7 +121,7 @@ def guard(output: Any, node_types: tuple[type, ...], model: str, accumulation: A
 def refuse_wrong_backward(node: Node, model: str, accumulation: Accumulation, *, was_synced: bool) -> None:
     """Raise RuntimeError if a backward would be wrong, under the conditions of :func:`guard`.
 
-    ``node`` is the node of the backward. ``was_synced`` is True if the forward's gradients are reduced.
+    ``node`` is the backward's node in autograd's graph. ``was_synced`` is True if the forward's gradients are reduced.
     """
     _refuse(_inputs_of(node), model, accumulation, was_synced)
 

@@ -13,7 +13,7 @@ def parameter_like(original: Tensor, values: Tensor) -> nn.Parameter:
 
 
 def with_attributes_of(param: nn.Parameter, original: Tensor) -> nn.Parameter:
-    """Replace the attributes of a parameter by the attributes of ``original``. Return the parameter."""
+    """Replace a parameter's attributes by the attributes of ``original``. Return the parameter."""
     attributes = vars(param)
     kept = {name: value for name, value in attributes.items() if name == IS_PARAM}
     attributes.clear()

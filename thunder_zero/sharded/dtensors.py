@@ -98,7 +98,7 @@ class HoldsRows(Protocol):
 
 
 class Rows(torch.autograd.Function):
-    """An autograd function from shards to the rows that a program reads. One call has all parameters of a program."""
+    """An autograd function from shards to the rows that a program reads. One call takes all parameters of a program."""
 
     @staticmethod
     def forward(ctx: Any, state: HoldsRows, paths: Sequence[str], *shards: Tensor) -> tuple[Tensor, ...]:
@@ -116,7 +116,7 @@ class Rows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Return gradients of the shards; None for a gradient that is deferred, missing, or already in ``.grad``.
 
-        A first gradient is written to ``.grad`` here, as in FSDP2, since autograd would create another DTensor.
+        A shard's first gradient is written to ``.grad`` here, as in FSDP2, since autograd would create another DTensor.
         """
         state: HoldsRows = ctx.state
         writes_grads = bool(state.specs) and accumulates(leaf for leaf, _ in ctx.next_functions if leaf)
@@ -137,7 +137,7 @@ def has_hooks(shard: Tensor) -> bool:
 
 
 def require_own(value: Any, param: Any, label: str) -> None:
-    """Raise ValueError if a value has another rank's rows. One rank may have written a file that all ranks load."""
+    """Raise ValueError if a value has another rank's rows, for example if all ranks loaded a file of one rank."""
     if isinstance(value, DTensor) and isinstance(param, DTensor) and value.device_mesh is not param.device_mesh:
         place, other = param.device_mesh.get_coordinate(), value.device_mesh.get_coordinate()
         if value.device_mesh == param.device_mesh and place != other:
@@ -149,7 +149,7 @@ def require_own(value: Any, param: Any, label: str) -> None:
 
 
 def refuse_to_compute(module: nn.Module, args: Any) -> None:
-    """Raise RuntimeError if a module has shards. This is a hook of model copies, which cannot compute."""
+    """Raise RuntimeError if a module has shards. This is a hook of copies of a model, which cannot compute."""
     if any(isinstance(param, DTensor) for param in module.parameters()):
         raise RuntimeError(
             f"a copy of a sharded {type(module).__name__} has its rows and computes nothing; call the model itself, or "

@@ -25,7 +25,7 @@ from thunder_zero.sharded.wire import decode_frozen
 
 
 def rows_at_rest(full: Tensor, param: Param, plan: Plan) -> Tensor:
-    """Return this rank's rows of a full parameter: padded, and encoded if the plan has a format for them."""
+    """Return this rank's rows of a full parameter: padded, and encoded if the parameter has a frozen format."""
     rows = local_rows(full, param, plan)
     return rows if param.frozen_format is None else param.frozen_format.encode(rows)
 
@@ -37,7 +37,7 @@ def frozen_param(tensor: object) -> Param | None:
 
 
 def shape_and_dtype(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    """Return the full shape and dtype of a model's tensor, before it was encoded."""
+    """Return the full shape and the dtype of a model's tensor. For an encoded shard, they are those after decoding."""
     param = frozen_param(tensor)
     return (tensor.shape, tensor.dtype) if param is None else (torch.Size(param.shape), param.dtype)
 

@@ -1,7 +1,7 @@
 """``tz.full_parameters``: a block in which the plain module has full parameters.
 
-In: a sharded model. Out: the plain module with full parameters. With ``writeback`` also: shards with the values at the
-end of the block::
+In: a sharded model. Out: the plain module with full parameters. ``writeback`` copies the values at the end of the block
+into the shards::
 
     rows of all ranks  -- gather_now, one parameter at a time -->  parameters of the plain module      before the block
     rows of each rank  <-- rows_at_rest --  values of rank 0, sent to all                              with writeback
@@ -80,7 +80,7 @@ def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bo
 
 
 def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.Parameter]:
-    """Gather full parameters by path. This is a collective. With ``rank0_only``, return {} on other ranks."""
+    """Gather full parameters, keyed by path. This is a collective. With ``rank0_only``, return {} on other ranks."""
     group = state.group
     full: dict[str, nn.Parameter] = {}
     with doing(f"full_parameters of {state.name}"):

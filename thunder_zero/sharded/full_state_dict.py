@@ -7,7 +7,7 @@ In: DTensors, or an optimizer of DTensors. Out: the full tensors of a plain modu
     shard_optimizer_state_dict    full states -> this rank's rows, before an optimizer loads them
     step_shards                   an optimizer of the plain module's parameters -> an optimizer of the shards
 
-The first two are collectives; ``lightning/`` uses the last three.
+The first two are collectives. ``lightning/`` uses the last three.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def full_optimizer_state_dict(optimizer: Optimizer, *, wanted: bool) -> dict[str, Any]:
     """Return an optimizer's state dict with full tensors on the CPU. This is a collective.
 
-    With ``wanted=False`` this rank only takes part, and returns {}. States of parameters that are not shards are
-    unchanged.
+    With ``wanted=False`` this rank takes part in the collective, and returns {}. States of parameters that
+    ``thunder_zero`` did not shard are unchanged.
     """
     state_dict = optimizer.state_dict()
     states: dict[int, Any] = {}
@@ -82,7 +82,7 @@ def full_optimizer_state_dict(optimizer: Optimizer, *, wanted: bool) -> dict[str
 def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Replace full states in a state dict by this rank's parts. DTensors are unchanged.
 
-    A hook for ``Optimizer.register_load_state_dict_pre_hook``.
+    This is a hook for ``Optimizer.register_load_state_dict_pre_hook``.
     """
     params = parameters_of(optimizer)
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]

@@ -29,17 +29,17 @@ from thunder_zero.sharded.unsliced import require_equal_gradients_once
 
 
 class StepsWhole(Optimizer):
-    """An optimizer over shards in which one rank, the owner, steps the whole parameter and holds its whole state."""
+    """An optimizer over shards in which each parameter has an owner: the rank that steps it whole and has its state."""
 
     kind: str  # the name of the ordinary optimizer's class
 
     @abstractmethod
     def owner_of(self, shard: Tensor) -> int | None:
-        """Return the owner's number among the ranks of a replica; None if the parameter is frozen."""
+        """Return the owner, as an index among the ranks of a replica; None if the parameter is frozen."""
 
 
 def with_saved_dtypes(loaded: Any, saved: Any) -> Any:
-    """Return a loaded state in the dtypes of the saved state, since torch casts it to the parameter's dtype."""
+    """Return a loaded state in its saved dtypes, since torch casts loaded states to the parameter's dtype."""
     if isinstance(loaded, Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if isinstance(loaded, dict):
@@ -51,7 +51,7 @@ def with_saved_dtypes(loaded: Any, saved: Any) -> Any:
 
 
 def class_name(optimizer: Optimizer) -> str:
-    """Return the name of an optimizer's class. For ``tz.whole`` return the ordinary optimizer's class."""
+    """Return the name of an optimizer's class. For ``tz.whole``, return that of the ordinary optimizer."""
     return optimizer.kind if isinstance(optimizer, StepsWhole) else type(optimizer).__name__
 
 
@@ -63,7 +63,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 def param_shaped_states(states: Iterable[tuple[Mapping[str, Any], Tensor]]) -> set[str]:
     """Return the names of states with their parameter's shape, given (states, parameter) pairs.
 
-    0-dim parameters do not count, since a 0-dim state may be a count of steps.
+    0-dim parameters are ignored, since a 0-dim state may be a count of steps.
     """
     triples = [(name, value, param) for values, param in states for name, value in values.items() if param.ndim]
     return {name for name, value, param in triples if isinstance(value, Tensor) and value.shape == param.shape}
@@ -72,7 +72,7 @@ def param_shaped_states(states: Iterable[tuple[Mapping[str, Any], Tensor]]) -> s
 def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """Load a state dict into an optimizer. Raise ValueError if another kind of optimizer saved it.
 
-    torch may accept another rank's state, and fail in a later step.
+    torch may accept the state of another kind, and fail in a later step.
     """
     kind, old_groups = class_name(optimizer), [dict(group) for group in optimizer.param_groups]
     defaults = set(optimizer.defaults)
@@ -96,7 +96,7 @@ def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 def load_exactly(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """Load a state dict, and keep the saved dtypes of states.
 
-    torch casts states to the parameter's dtype: a float32 momentum of a bfloat16 parameter would lose bits.
+    torch casts states to the parameter's dtype, so a float32 momentum of a bfloat16 parameter would lose bits.
     """
     load_state(optimizer, saved)
     params = parameters_of(optimizer)
@@ -111,7 +111,7 @@ _checked: WeakSet[Optimizer] = WeakSet()  # optimizers of shards that have stepp
 
 
 def watch(state: State, module: nn.Module) -> None:
-    """Register a model, so that the hooks around steps see its shards, and the parameters that its shards replaced."""
+    """Register a model, so that the hooks around steps know its shards and the parameters that they replaced."""
     global _hooked
     sharded_model.register(state, module)
     if not _hooked:
@@ -157,7 +157,7 @@ def _refuse_early(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
 
 
 def _check_first_step(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
-    """Check an optimizer's states before its first step of shards, and register hooks for a check after each load.
+    """Check an optimizer before its first step of shards. Register hooks that check its states after each load.
 
     Another hook raises if Accelerate requests the optimizer's state dict.
     """
@@ -218,7 +218,7 @@ def _plain_gradient(optimizer: Optimizer) -> str | None:
 
 
 def _advice(optimizer: Optimizer, error: str, mixed_group: int | None) -> str:
-    """Return advice for an error in a step. ``mixed_group`` numbers a group that mixes shards and plain tensors."""
+    """Return advice for an error in a step. ``mixed_group`` is the index of a group with shards and plain tensors."""
     kind = type(optimizer).__name__
     if mixed_group is not None and MIXED in error:
         return (

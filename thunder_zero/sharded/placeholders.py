@@ -48,7 +48,7 @@ class ValuesNeeded(RuntimeError):
 
 
 class Placeholder(nn.Parameter):
-    """A parameter of full shape without values; computing with it, or writing to it, raises."""
+    """A parameter of full shape without values. Computing with it, or writing to it, raises."""
 
     path: str  # the path of the parameter
 
@@ -89,7 +89,7 @@ def cannot_use(operation: str, path: str) -> str:
 
 
 class _WithoutMemory(nn.Parameter):
-    """The class with which torch creates a tensor without memory. :func:`without_memory` then changes the class.
+    """The class with which torch creates a tensor without memory. :func:`without_memory` then replaces the class.
 
     Dynamo rejects tensor classes with ``__torch_dispatch__``, so the final class must differ.
     """
@@ -122,7 +122,7 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 def without_memory(
     kind: type[AnyTensor], like: Tensor, dtype: torch.dtype, device: torch.device, requires_grad: bool | None = None
 ) -> AnyTensor:
-    """Return a contiguous tensor without memory, with the shape of ``like`` and the default ``requires_grad``."""
+    """Return a contiguous tensor without memory, with the shape and (by default) ``requires_grad`` of ``like``."""
     requires_grad = like.requires_grad if requires_grad is None else requires_grad
     strides = torch.empty(like.shape, device="meta").stride()
     options: Any = {"dtype": dtype, "device": device, "requires_grad": requires_grad, "storage_size": 0}

@@ -20,7 +20,7 @@ from thunder_zero.sharded.state import State
 
 
 def format_model(kind: str, module: nn.Module, state: State) -> str:
-    """Return a sharded model as text: the plain module, and this rank's part of it. ``kind`` names the class."""
+    """Return a summary of a sharded model, then the tree of its plain module. ``kind`` is the name of the class."""
     plan, copies = state.plan, state.plan.mesh.replicate.size
     full = [state.resident.full(param) for param in plan.params if param.resident]
     ignored = [param for name, param in module.named_parameters() if name not in plan.by_name]

@@ -1,4 +1,4 @@
-"""Full parameters that stay between forwards: ZeRO-1's buffers, and gathered parameters of ZeRO-2.
+"""Full parameters, kept between forwards: ZeRO-1's buffers, and gathered parameters of ZeRO-2.
 
 ::
 
@@ -36,7 +36,7 @@ class RankMemory:
 
 
 def lay_out(plan: Plan, device: torch.device, at_rest: dict[str, Tensor]) -> RankMemory:
-    """Allocate a rank's memory, with the values of ``at_rest``. Each value is removed from ``at_rest`` once copied."""
+    """Allocate a rank's memory, and fill it from ``at_rest``. Remove each value from ``at_rest`` once it is copied."""
     rows: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     for param in plan.params:
@@ -51,7 +51,7 @@ def lay_out(plan: Plan, device: torch.device, at_rest: dict[str, Tensor]) -> Ran
 
 
 def _to_rest_device(rows: Tensor, rest: torch.device, device: torch.device) -> Tensor:
-    """Move rows to the device ``rest``. Pin them if this is the CPU and ``device`` is a GPU."""
+    """Move rows to the device ``rest``. Pin them if ``rest`` is the CPU and ``device`` is a GPU."""
     rows = rows.to(rest)
     return rows.pin_memory() if device.type == "cuda" and rest.type == "cpu" else rows
 
@@ -64,13 +64,13 @@ GatherArgs = tuple[list[Tensor], list[Param], list[Tensor] | None]
 
 
 class StayingParameters(Protocol):
-    """Full parameters that stay between forwards, so that only stale or missing parameters need a gather."""
+    """Full parameters that are kept between forwards. Only stale or missing parameters must be gathered."""
 
     def due(self, params: Sequence[Param]) -> list[int]:
         """Return the indices of the parameters that must be gathered."""
 
     def select(self, due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param]) -> GatherArgs:
-        """Return the arguments of the gather of the parameters at the indices ``due``."""
+        """Return the arguments of a gather, for the parameters at the indices ``due``."""
 
     def full(self, param: Param) -> Tensor:
         """Return an unpadded view of a full parameter that needs no gather."""
@@ -88,13 +88,13 @@ def _select(due: Sequence[int], sent: Sequence[Tensor], params: Sequence[Param])
 
 
 class ResidentParameters(StayingParameters):
-    """ZeRO-1's full parameters. This rank's rows of a buffer are the shard itself, or a cast or offloaded copy.
+    """ZeRO-1's full parameters. In a buffer, this rank's rows are the shard, or a cast or offloaded shard's copy.
 
     Args:
         buffers: the full, padded parameters by path.
         shared: paths of the buffers that share memory with the shards.
-        versions: an object that detects writes by tensors' versions.
-        digested: the shards with digests, which detect other writes; empty if a single rank holds all values once.
+        versions: an object that detects writes that bump a tensor's version.
+        digested: the shards to digest, so that all other writes are detected; empty if no copy can become stale.
     """
 
     def __init__(
@@ -124,16 +124,16 @@ class ResidentParameters(StayingParameters):
         return digests_of(tuple(self._digested.values())) if self._digested else None
 
     def agree_on_stale(self, on_any_rank: OnAnyRank) -> None:
-        """Make the parameters that changed on any rank stale on all ranks.
+        """Mark the parameters that changed on any rank as stale on all ranks.
 
-        Ranks agree by one small collective after each backward, since an optimizer may then have stepped on some ranks
-        only. (A scaler may have found an Inf.) Ranks also agree after other changes on this rank, such as a load or a
-        write in place. All ranks must make these changes, since a rank without a change would not join the collective.
+        Ranks agree in one small collective after each backward. An optimizer may have stepped on some ranks only, for
+        example if a scaler found an Inf. Ranks also agree after other changes on this rank, such as a load or a write
+        in place. All ranks must make these changes, since a rank without a change would not join the collective.
         If no parameter can have changed, there is no collective.
 
-        Digests detect other writes, such as a custom optimizer's through ``.data``. If ranks compare stale parameters
-        after other changes, a detected write marks its parameter as stale. Otherwise the write raises, since a rank
-        without the write would not join the collective.
+        Digests detect writes that bump no version, such as writes through ``.data``. If ranks agree in this call, such
+        a write marks its parameter as stale. Otherwise this method raises, since a rank without the write would not
+        join a collective.
         """
         if not self._buffers:
             return
@@ -154,7 +154,7 @@ class ResidentParameters(StayingParameters):
     def out_of_date(self, paths: Iterable[str]) -> list[bool]:
         """Return a flag for each path: False only if this rank knows that the full parameter equals the shards.
 
-        The flag is True for a parameter without a buffer, and for a buffer in memory of its own.
+        The flag is True for a parameter without a buffer, and for a buffer that shares no memory with the shard.
         """
         old_digests, new_digests = self._digests, self._digests_now()
         written: set[str] = set()
@@ -193,7 +193,7 @@ class KeptUnsharded(StayingParameters):
         self._digests: dict[str, Tensor] = {}  # digests of shards when they were gathered
 
     def require_unwritten(self) -> None:
-        """Raise RuntimeError if a shard was written to since it was gathered, and its version did not change.
+        """Raise RuntimeError if a shard was written to since it was gathered, by a write that bumped no version.
 
         A rank without the write would not join a second gather.
         """
@@ -235,10 +235,10 @@ class KeptUnsharded(StayingParameters):
             self._held.update(zip((param.path for param in params), full, strict=True))
 
     def drop(self, paths: Iterable[str]) -> None:
-        """Drop these parameters."""
+        """Drop the gathered tensors of these parameters."""
         for path in paths if self._held else ():
             self._held.pop(path, None)
 
     def clear(self) -> None:
-        """Drop all parameters."""
+        """Drop all gathered tensors."""
         self._held.clear()

@@ -4,11 +4,11 @@
 
     zero_check_call(True, 0)                check_call    raises under no_sync; Thunder then selects another program
     t4 = zero_encode(t_w, 'w')              encode        casts, copies or encodes the rows, if they must be gathered
-    t5 = zero_all_gather(t4, 'w')           all_gather    ((t4,), ('w',))
-    t6 = zero_wait(t5)                                    wait of the handle t7 = zero_decode(t6, 'w')
-    decode        decodes full parameters from bytes t9 = zero_reduce_scatter(g_w, 'w')      reduce        adds the sum
-    that no_sync has deferred, and averages t1 = zero_defer_reduction(g_w, 'w')     defer         adds the gradient to
-    the sum in accumulation.py
+    t5 = zero_all_gather(t4, 'w')           all_gather    launches a gather, and returns a handle
+    t6 = zero_wait(t5)                                    calls the handle's wait
+    t7 = zero_decode(t6, 'w')               decode        decodes full parameters from bytes
+    t9 = zero_reduce_scatter(g_w, 'w')      reduce        adds the sum that no_sync has deferred, and averages
+    t1 = zero_defer_reduction(g_w, 'w')     defer         adds the gradient to the sum in accumulation.py
 
 In: this rank's rows, or full gradients. Out: handles, whose ``wait`` returns full parameters, or this rank's rows of
 the mean gradients. The mean gradient of a replicated parameter has all rows.
@@ -59,7 +59,7 @@ class ModelRuntime:
 
     @property
     def synced(self) -> bool:
-        """True if the gradients of a forward that runs now are reduced."""
+        """True outside of ``no_sync``: the gradients of the current forward will be reduced."""
         return self._accumulation.synced
 
     def guard(self, lookups: tuple[thunder_room.Lookup, ...]) -> int:
@@ -67,7 +67,7 @@ class ModelRuntime:
         return self.guards.add(lookups)
 
     def check_call(self, synced: bool, guard: int) -> None:
-        """Raise RuntimeError unless the program fits this call. Each prologue calls this."""
+        """Raise RuntimeError unless the program fits this call. Each program's prologue calls this."""
         if synced is not self.synced:
             raise RuntimeError(f"this program was compiled with synced={synced}; the forward needs {self.synced}")
         if not self.guards.holds(guard):
@@ -119,7 +119,7 @@ class ModelRuntime:
         return WaitsBy(wait)
 
     def decode(self, arrived: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
-        """Return full parameters. Decode parameters that arrived as bytes. Parameters that were kept are unchanged."""
+        """Return full parameters: decode parameters that arrived as bytes, and return other parameters unchanged."""
         params = self._params_of(paths)
         keeper = self._keeper_of(params)
         if keeper is None:
@@ -158,7 +158,7 @@ class ModelRuntime:
         return [add(grad, param) for grad, param in zip(grads, params, strict=True)]
 
     def reduce(self, sent: Sequence[OnTheWire], paths: Sequence[str], over: str = SHARD) -> Waitable:
-        """Launch the average over an axis: of gradients plus deferred gradients, or of intra-replica means."""
+        """Launch the average of gradients plus deferred gradients, or of intra-replica means, over an axis."""
         params = self._params_of(paths)
         if over not in OF_MEANS:
             self._state.resident.expect_step()
@@ -178,7 +178,7 @@ class ModelRuntime:
         return self._wire.decode_grad(arrived, self._params_of(paths), over)
 
     def _with_deferred(self, grad: Tensor, param: Param) -> Tensor:
-        """Return a gradient plus the parameter's deferred gradient, which is removed."""
+        """Remove the parameter's deferred gradient, and return its sum with ``grad``."""
         deferred = self._accumulation.take(param.path)
         grad = sum_and_cast(grad, param)
         return grad if deferred is None else deferred.add_(grad)
@@ -204,8 +204,8 @@ class ModelRuntime:
         """Reduce the deferred gradients of parameters that this backward does not reach, and add them to ``.grad``.
 
         Nothing is sent unless a backward ran under ``no_sync``. Then ranks agree, by one small collective, on the
-        parameters with a deferred gradient on any rank. They are reduced one at a time, and a rank without a deferred
-        gradient sends zeros.
+        parameters with a deferred gradient on any rank. These are reduced one at a time, and a rank without a
+        deferred gradient sends zeros.
         """
         if not self._accumulation.has_grown():
             return
@@ -246,7 +246,7 @@ class ModelRuntime:
 
         This compares only the first forward, the first backward and the first forward without backward, each with
         reductions and under ``no_sync``. A later compilation, such as for a new batch size, may happen on one rank
-        alone, so :meth:`enter` compares its digest in each run. A forward of DDP has no collective, so it may also run
+        alone, so :meth:`enter` compares a digest in each run. A forward of DDP has no collective, so it may also run
         on one rank alone.
         """
         is_silent = not program.reduces and not any(param.sharded for param in self._plan.params)

@@ -1,7 +1,7 @@
 """Checks that tensor-parallel ranks of one model have equal batches and random generators.
 
-Without this check no step would fail, but gradients of two batches would be added like parts of one gradient. So before
-a forward, ranks compare digests of its arguments and of their random generators::
+Without this check, different batches would raise no error: their gradients would be added like parts of one gradient.
+So before a forward, ranks compare digests of its arguments and of their random generators::
 
     mesh (dp, tp) = (2, 2)    ranks 0 and 1    tokens (2, 6)    equal, or RuntimeError on all ranks
                               ranks 2 and 3    tokens (2, 6)    any other batch, which must be equal on both
@@ -35,7 +35,7 @@ class SameBatch:
     """The comparison of inputs and generators between the ranks of one data-parallel index.
 
     Attributes:
-        unlike: the error message if random generators differ, or None. Only a forward that draws numbers raises it.
+        unlike: the error message if random generators differ, or None. Only a forward that draws random numbers raises.
     """
 
     def __init__(self, plan: Plan, ranks: Ranks, device: torch.device, name: str) -> None:
@@ -45,7 +45,7 @@ class SameBatch:
         self.unlike: str | None = None
 
     def compare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Compare the arguments of a forward between ranks, in a small collective. Not every forward is compared.
+        """Compare the arguments of a forward between ranks. This is a small collective, which most forwards skip.
 
         Raises:
             RuntimeError: an argument differs. All ranks raise, and the error names the argument.
@@ -74,7 +74,7 @@ class SameBatch:
             raise RuntimeError(self.unlike)
 
     def _first_unlike(self, digests: Tensor) -> tuple[int, int] | None:
-        """Return two neighbouring tensor-parallel ranks whose digests differ; None if there are none."""
+        """Return two neighbouring tensor-parallel ranks whose digests differ; None if all digests are equal."""
         slices = self._plan.mesh.tensor.size
         neighbours = pairwise(enumerate(digests.tolist()))
         return next(
@@ -107,7 +107,7 @@ class SameBatch:
         )
 
     def _ranks(self, numbers: tuple[int, int]) -> tuple[int, int]:
-        """Return the global numbers of two ranks of the group."""
+        """Convert two ranks of the group to global ranks."""
         first, second = (dist.get_global_rank(self._group, number) for number in numbers)
         return first, second
 
@@ -126,7 +126,7 @@ class SameBatch:
 
 
 def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str, Tensor | None]]:
-    """Yield the name and description of each leaf of the arguments, and a tensor's digest or None."""
+    """Yield a (name, description, digest) tuple for each leaf. The digest of a leaf that is not a tensor is None."""
     for number, value in [*enumerate(args), *kwargs.items()]:
         for path, leaf in tree_flatten_with_path(value)[0]:
             name = f"argument {number!r}{keystr(path)}"
@@ -140,7 +140,7 @@ def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[st
 
 @torch.no_grad()
 def digest_of(value: Tensor) -> Tensor | None:
-    """Return a digest of a tensor's elements, or of a sample of a large tensor; None unless the tensor is strided."""
+    """Return a digest of a tensor's elements, or of a sample if there are many; None unless the tensor is strided."""
     if value.layout is not torch.strided or value.is_nested:
         return None
     elements = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()

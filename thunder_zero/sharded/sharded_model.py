@@ -1,7 +1,7 @@
-"""The base class of sharded models, and weak tables that find the model of a shard.
+"""The base class of sharded models, and weak dicts that find the model of a shard.
 
 Front ends, such as ``thunder.jit`` with ZeroTransform, build instances of subclasses. Training loops, checkpoints and
-state dicts use this class only. Tables find a model by a shard, or by the parameter that a shard replaced.
+state dicts use this class only. The model of a parameter that a shard replaced can be found, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class ShardedModel(nn.Module):
     """A model whose parameters are shards.
 
-    ``named_parameters`` gives the shards and ``named_buffers`` the buffers, under the plain module's names.
+    ``named_parameters`` yields the shards, and ``named_buffers`` yields the buffers, by the plain module's names.
     """
 
     _state: State
@@ -54,9 +54,9 @@ class ShardedModel(nn.Module):
 
         As in PyTorch, a backward defers its gradients if its forward ran inside the block.
 
-        Deferred gradients are not in ``.grad``. The model's ``zero_grad`` drops them. An optimizer's ``zero_grad``, as
-        in FSDP2, and ``param.grad = None`` do not. If an epoch ends with deferred gradients, drop them; otherwise they
-        are added to the next gradients.
+        Deferred gradients are not in ``.grad``. The model's ``zero_grad`` drops them. As in FSDP2, an optimizer's
+        ``zero_grad`` and ``param.grad = None`` do not drop them. Drop deferred gradients at the end of an epoch;
+        otherwise they are added to the next gradients.
 
         >>> with model.no_sync():
         ...     for x in micro_batches[:-1]:
@@ -73,7 +73,7 @@ class ShardedModel(nn.Module):
 
 
 def tagged(name: str) -> Callable[[Function], Function]:
-    """Return a decorator for a public function that is a collective. Errors about ranks that differ show ``name``."""
+    """Return a decorator for a public function that is a collective. Errors about differing ranks show ``name``."""
 
     def decorate(function: Function) -> Function:
         @wraps(function)
@@ -111,7 +111,7 @@ _replaced_ids: set[int] = set()  # ids of replaced parameters; after one is free
 
 
 def register(state: State, module: nn.Module) -> None:
-    """Add a model's tensors to the tables, while the plain module still has its original parameters."""
+    """Register a model's shards, and the parameters that they will replace in the plain module."""
     _states.add(state)
     for path, shard in state.shards.items():
         original = module.get_parameter(path)
@@ -123,8 +123,8 @@ def register(state: State, module: nn.Module) -> None:
 def _leave_groups() -> None:
     """Drop references to process groups at exit, so that torch joins gloo's threads.
 
-    A thread that frees tensors after the interpreter has ended would abort the process. Groups that the script did not
-    destroy are kept, since another exit handler may still save a model. After an error they are destroyed.
+    A gloo thread that frees tensors after the interpreter has ended would abort the process. Groups that the script did
+    not destroy are kept, since another exit handler may still save a model. After an error these groups are destroyed.
     """
     tell_launcher()
     destroy_groups_after_error()
@@ -142,7 +142,7 @@ def states() -> list[State]:
 
 
 def is_transformed(param: nn.Parameter) -> bool:
-    """Return whether a parameter is a shard, so that its module was transformed before."""
+    """Return whether a parameter is a shard. The module of a shard has already been transformed."""
     return param in _entries and _entries[param].is_shard
 
 
@@ -162,7 +162,7 @@ def owners_of(params: Iterable[Tensor]) -> list[tuple[State, Param] | None]:
 
 
 def has_replaced(params: Iterable[Tensor]) -> bool:
-    """Return False if :func:`owner_of_replaced` is None for each parameter. This is a fast check before each step."""
+    """Return False only if no shard replaced any of these parameters. This check is fast, since each step calls it."""
     return not _replaced_ids.isdisjoint(map(id, params))
 
 

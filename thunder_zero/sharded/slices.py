@@ -58,13 +58,13 @@ def path_of(value: object) -> str | None:
 
 @dataclass(frozen=True)
 class Slice:
-    """The replacement of a graph's input that is a DTensor placeholder.
+    """The replacement for a graph input that is a DTensor placeholder.
 
     torch redistributes the DTensor's gradient to the parameter's placements. This also reduces partial gradients, such
     as those of sequence parallelism.
 
     Attributes:
-        taken: the graph's input, a placeholder with the shape of this rank's slice.
+        taken: the new input of the graph, a placeholder with the shape of this rank's slice.
         whole: a function that builds the DTensor from the slice and ``args``.
         args: the placements and the shape. A graph is specialised on both.
     """
@@ -103,7 +103,7 @@ def require_unhooked(placeholders: Mapping[str, Tensor]) -> None:
 
 
 def require_plain_tensors(module: nn.Module) -> None:
-    """Raise RuntimeError if a parameter is a DTensor, since a trace of it needs its mesh."""
+    """Raise RuntimeError if a parameter is a DTensor, since tracing a DTensor needs its mesh."""
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
             raise RuntimeError(

@@ -39,18 +39,18 @@ class LocalState:
     """The state of one model on one rank, without process groups: only the transport communicates with peers.
 
     Args:
-        at_rest: values by path, which are removed: full values (ZeRO-1, replicated parameters) or this rank's rows.
-        digests: True also detects writes to resident parameters that bump no version.
+        at_rest: full values (ZeRO-1, replicated parameters) or this rank's rows, by path. The dict is emptied.
+        digests: True also detects writes that bump no version, for resident parameters.
 
     Attributes:
         device: the device that computes.
         name: the model's name in errors, equal on all ranks: ``"model 0 (Net)"``.
         copies: asynchronous copies of shards between host memory and the device.
         rows: the tensors that programs read, by path: this rank's rows with padding, or the full parameter.
-        specs: the DTensor spec of each parameter, by path. It is empty in stage 0 without tensor parallelism.
+        specs: the DTensor spec of each parameter, by path. The mapping is empty in stage 0 without tensor parallelism.
         frozen: paths of the parameters that do not train.
         single_rows: paths of the sharded parameters with one row.
-        shards: the optimizer's parameters by path, which are aliases of ``rows``: DTensors if there are specs.
+        shards: the optimizer's parameters by path: aliases of ``rows``, as DTensors if there are specs.
         accumulation: gradients whose reduction is deferred.
         resident: ZeRO-1's full parameters.
         kept_unsharded: gathered parameters that the next micro-batch reads again.
@@ -101,15 +101,15 @@ class LocalState:
         return as_dtensor(rows if count is None else rows[:count], spec)
 
     def on_any_rank(self, paths: Sequence[str], changed: Container[str], flags: Tensor | None = None) -> list[str]:
-        """Return the paths that are in ``changed``. Ignore ``flags``, since there is no other rank."""
+        """Return the paths that are in ``changed``. Only a subclass with process groups uses ``flags``."""
         return [path for path in paths if path in changed]
 
     def first_on_any_rank(self, flags: Tensor) -> int | None:
-        """Return None: no flag is set."""
+        """Return None. Only a subclass with process groups compares ``flags``."""
         return None
 
     def require_same_schedule(self, program: str, lines: Sequence[str]) -> None:
-        """Do nothing: there is no other rank."""
+        """Do nothing. Only a subclass with process groups compares schedules."""
 
     def drop_deferred(self) -> None:
         """Drop all deferred gradients, and the unsharded parameters kept for the next micro-batch."""
@@ -122,7 +122,7 @@ class State(LocalState):
 
     Attributes:
         ranks: the process groups that train the model.
-        group: the process group of all of these ranks.
+        group: the process group of all ranks.
         placeholders: the parameters of the plain module while forward runs, by path, with full shapes and no memory.
         unsharded: True inside ``full_parameters``, where the model cannot be called.
         same_batch: the comparison of inputs between tensor-parallel ranks.
@@ -132,7 +132,7 @@ class State(LocalState):
     def __init__(
         self, module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, at_rest: dict[str, Tensor]
     ) -> None:
-        """Build the shards and placeholders of a plain module, which is not changed."""
+        """Build the shards and placeholders of a plain module. The module is not changed."""
         self.ranks, self.group = ranks, ranks.world
         self.unsharded = False
         self.averaged: frozenset[int] = frozenset()
@@ -149,7 +149,7 @@ class State(LocalState):
         }
 
     def require_sharded(self) -> None:
-        """Raise RuntimeError if the plain module has full parameters."""
+        """Raise RuntimeError inside ``full_parameters``."""
         if self.unsharded:
             raise RuntimeError(
                 f"{self.name} is inside full_parameters; leave that block first, or call the module that it gives"
@@ -164,7 +164,7 @@ class State(LocalState):
             )
 
     def leave_group(self) -> None:
-        """Drop all references to the process groups; the model cannot be called again."""
+        """Drop all references to the process groups. Afterwards the model cannot be called."""
         vars(self.transport).clear()  # cleared, since compiled programs also refer to the transport
         for mesh in {spec.mesh for spec in self.specs.values()}:  # since shards also refer to the meshes
             let_go_of_groups(mesh)
@@ -173,16 +173,16 @@ class State(LocalState):
     def agree_on_stale(self) -> None:
         """Let ranks agree on the parameters that the next forward must gather.
 
-        Calls :meth:`thunder_zero.sharded.resident.ResidentParameters.agree_on_stale` and
+        Call :meth:`thunder_zero.sharded.resident.ResidentParameters.agree_on_stale` and
         :meth:`thunder_zero.sharded.resident.KeptUnsharded.require_unwritten`.
         """
         self.kept_unsharded.require_unwritten()
         self.resident.agree_on_stale(self.on_any_rank)
 
     def on_any_rank(self, paths: Sequence[str], changed: Container[str], flags: Tensor | None = None) -> list[str]:
-        """Return the paths that any rank has in ``changed`` or marks in ``flags``, which has a bool for each path.
+        """Return the paths that are in ``changed`` or set in ``flags`` on any rank. ``flags`` has a bool for each path.
 
-        One small collective if there are several ranks.
+        This is one small collective if there are several ranks.
         """
         if self.plan.ranks == 1 and flags is None:
             return [path for path in paths if path in changed]
@@ -195,7 +195,7 @@ class State(LocalState):
         return [path for path, count in zip(paths, counts.tolist(), strict=True) if count]
 
     def first_on_any_rank(self, flags: Tensor) -> int | None:
-        """Return the index of the first flag that any rank has set; None if no flag is set. One small collective."""
+        """Return the index of the first flag that is set on any rank, or None. This is one small collective."""
         flags = flags.to(torch.int32)
         all_reduce_max(flags, self.group)
         return int(flags.argmax()) if flags.any() else None
@@ -227,7 +227,7 @@ class State(LocalState):
     def gather_now(self, param: Param, shard: Tensor | None = None) -> Tensor:
         """Gather a full, unpadded parameter from the current shards. This is a collective.
 
-        With ``shard``, gather another tensor of the parameter's shape instead: ``shard`` has this rank's rows.
+        If ``shard`` is given, gather this tensor instead: this rank's rows of a tensor with the parameter's shape.
         """
         encoding = param.frozen_format if shard is None else None
         shard = self.rows[param.path] if shard is None else shard.contiguous()
@@ -253,7 +253,7 @@ class State(LocalState):
             self.mark_stale(formatted)
 
     def seconds_alone(self, paths: Sequence[str]) -> float:
-        """Return the seconds that a gather of these sharded parameters takes without overlap; a collective."""
+        """Return the seconds that a gather of these sharded parameters takes without overlap (a collective)."""
         params, shards = [self.plan.by_name[path] for path in paths], [self.rows[path] for path in paths]
         barrier(self.group)
         self.transport.enter(CollectiveTag(f"measure_times of {self.name}", repr(paths)))

@@ -1,7 +1,7 @@
 """Detects replicated parameters whose gradients differ between tensor-parallel ranks.
 
 A replicated parameter may be applied to sliced activations, as in a norm per attention head. Then each rank has the
-gradient of its local slice, nothing sums these gradients, and ranks drift apart. The module does not show this::
+gradient of its local slice, nothing sums these gradients, and ranks drift apart. So ranks compare their gradients::
 
     q_norm.weight (8,)     rank 0: heads 0 and 1        rank 1: heads 2 and 3        -> RuntimeError
     norm.weight (8,)       rank 0: all activations      rank 1: all activations      equal gradients
@@ -20,7 +20,7 @@ from thunder_zero.comm.small_collectives import all_gather_tensor
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.state import State
 
-SAME = 0.05  # of a gradient's norm: far above rounding, far below differences between heads
+SAME = 0.05  # relative to a gradient's norm: far above rounding, far below differences between heads
 NOISE = 1e-6  # relative to the largest norm, for gradients that are zero in exact arithmetic
 _compared: WeakKeyDictionary[State, set[str]] = WeakKeyDictionary()  # the compared paths of each model
 
@@ -28,10 +28,10 @@ _compared: WeakKeyDictionary[State, set[str]] = WeakKeyDictionary()  # the compa
 def require_equal_gradients_once(state: State, stepped: Collection[int]) -> None:
     """Compare gradients of unsliced parameters between tensor-parallel ranks, once for each parameter.
 
-    A collective of one small message, skipped if every shard whose id is in ``stepped`` was compared before.
+    This is a collective of one small message. It is skipped if all shards with an id in ``stepped`` were compared.
 
     Raises:
-        RuntimeError: a gradient differs. The error names the first such parameter.
+        RuntimeError: a gradient differs between ranks. The error names the first such parameter.
     """
     plan, shards, compared = state.plan, state.shards, _compared.setdefault(state, set())
     params = [

@@ -1,7 +1,7 @@
 """Times the waits of collectives, and labels them while torch's profiler runs.
 
 Each collective's handle passes through the model's :class:`Clock`. A stopped clock returns the handle unchanged. On
-CUDA a :class:`Moment` is an event in the device's stream, so that the clock does not synchronize the host.
+CUDA a :class:`Moment` has an event in the device's stream, so that the clock does not synchronize the host.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Clock:
 
     @contextmanager
     def running(self) -> Iterator[list[Waited]]:
-        """Record the waits of collectives that are launched inside the block; yield the list of waits."""
+        """Yield a list, and add the wait of each collective that is launched inside the block."""
         waits = self._waits = []
         try:
             yield waits
@@ -75,7 +75,7 @@ class Clock:
             self._waits = None
 
     def watch(self, handle: Waitable, path: str, *, gather: bool) -> Waitable:
-        """Return the handle, wrapped to record its wait while the clock runs."""
+        """Return a handle that also records its wait. If the clock is stopped, return ``handle``."""
         if (waits := self._waits) is None:
             return handle
 
@@ -92,7 +92,7 @@ NOTHING = nullcontext()
 
 
 def label_launch(kind: Kind, paths: Sequence[str], over: str = SHARD) -> AbstractContextManager[object]:
-    """Label a launch inside the block, if a profiler runs."""
+    """Return a context manager that labels a launch if a profiler runs."""
     return record_function(launch_label(kind, paths, over)) if profiler._is_profiler_enabled else NOTHING
 
 
@@ -101,7 +101,7 @@ class Labels:
 
     A unit's label begins after the wait for its gather. The label ends before the wait for another unit's gather, at
     the end of a phase, or after backward has launched the unit's last reduction. A label must end in the profile in
-    which it began, since torch's profiler frees its memory with that profile.
+    which it began, since torch's profiler frees the label with that profile.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -111,7 +111,7 @@ class Labels:
         self._pending: set[str] = set()  # parameters of the current unit whose gradients are not computed yet
 
     def watch(self, handle: Waitable, kind: Kind, paths: Sequence[str], over: str = SHARD) -> Waitable:
-        """Return the handle, wrapped to label its wait if a profiler runs."""
+        """Return a handle that also labels its wait. If no profiler runs, return ``handle``."""
         if not profiler._is_profiler_enabled:
             return handle
         unit = self._plan.by_name[paths[0]].unit
@@ -128,7 +128,7 @@ class Labels:
         return WaitsBy(wait)
 
     def begin(self, unit: str) -> None:
-        """Begin the label of a unit, unless it is open."""
+        """Begin the label of a unit, unless that label is open."""
         if self._open is not None and unit == self._unit:
             return
         self.end()

@@ -11,8 +11,8 @@
 
 A trace has a line for each function that is not a no-op. Only shards are cast and copied, never full tensors: before a
 gather, and after a reduction. On CUDA, shards in host memory are pinned. Casts run on the device, since a copy that
-also casts makes the host wait. Copies run in the stream of compute, and ``HostCopies`` knows when they have ended.
-``encodings/`` writes and reads the bytes. Encoded frozen parameters are sent unchanged.
+also casts makes the host wait. Copies run in the stream of compute, and ``HostCopies`` waits for them.
+``encodings/`` encodes and decodes the bytes. Encoded frozen parameters are sent unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from thunder_zero.plan.rows import padded, real_rows, rows_in
 class HostCopies:
     """The asynchronous copies of one model's offloaded shards, in the stream of compute.
 
-    Only copies to a GPU are asynchronous. If no shard is in host memory, the host never waits.
+    Copies are asynchronous only if the device is a GPU. If no shard is in host memory, the host never waits.
     """
 
     def __init__(self, device: torch.device, *, offloaded: bool) -> None:
@@ -145,7 +145,7 @@ class Wire:
     ) -> tuple[Tensor, ...]:
         """Return the payloads of a gather of this rank's rows: bytes, or rows that are cast and copied.
 
-        Without a format, rows are copied to their places in ``into`` if it is given: buffers of all rows with padding.
+        ``into`` has buffers for all rows with padding. Without a format, this rank's rows are copied into ``into``.
         """
         if into is None or self._gathers_bytes(params[0]):
             sent = [
@@ -161,7 +161,7 @@ class Wire:
         return tuple(sent)
 
     def gather(self, sent: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None) -> Waitable:
-        """Launch a gather of full parameters (into ``into`` if it is given), or of the bytes of all ranks."""
+        """Launch a gather of full parameters (into the buffers ``into``, if given), or of the bytes of all ranks."""
         if self._gathers_bytes(params[0]):
             world = self._plan.mesh.shard.size
             return self.transport.all_gather(sent, [(world * payload.numel(),) for payload in sent])
@@ -202,7 +202,7 @@ class Wire:
 
     @outside_autograd
     def encode_grad(self, grads: Sequence[Tensor], params: Sequence[Param], over: str = SHARD) -> tuple[OnTheWire, ...]:
-        """Return the payloads of a reduction of gradients or intra-replica means: unchanged, or encoded parts."""
+        """Return the payloads of a reduction of gradients or intra-replica means: ``grads`` or encoded parts."""
         if not self._reduces_bytes(params[0], over):
             return tuple(grads)
         return tuple(self._encode_parts(grad, param, over) for grad, param in zip(grads, params, strict=True))
@@ -236,7 +236,7 @@ class Wire:
         return self._trade(sent, over) if over == SHARD else self._average_bytes(sent, params, over)
 
     def _reduce_rows(self, means: Sequence[Tensor], params: Sequence[Param], over: str) -> Waitable:
-        """Average means over replicas, or sum partial means over slices, without their padding."""
+        """Average means over replicas, or sum partial means over slices. Padding is not sent."""
         rows = [real_rows(mean, param, self._plan) for mean, param in zip(means, params, strict=True)]
         handle = self.transport.all_reduce(rows, over)
         summands = self._plan.ranks_over(over) if over == TENSOR else 1
@@ -249,7 +249,7 @@ class Wire:
         return WaitsBy(wait)
 
     def _trade(self, sent: Sequence[GradientParts], over: str) -> Waitable:
-        """Send each part to the rank that adds the parts."""
+        """Send each part of the gradients to the rank that will add it."""
         trade = _Trade(sent, self._plan.mesh.over(over))
         handle = self.transport.trade(trade.outgoing, trade.incoming, over)
 
@@ -260,7 +260,7 @@ class Wire:
         return WaitsBy(wait)
 
     def _average_bytes(self, sent: Sequence[GradientParts], params: Sequence[Param], over: str) -> Waitable:
-        """Send each part to the rank that adds the parts, then send its rounded mean to all ranks."""
+        """Send each part to the rank that averages it. Then that rank sends the encoded mean to all ranks."""
         axis = self._plan.mesh.over(over)
         trade = _Trade(sent, axis)
 
@@ -287,9 +287,9 @@ class Wire:
 
     @outside_autograd
     def decode_grad(self, arrived: Sequence[Any], params: Sequence[Param], over: str = SHARD) -> tuple[Tensor, ...]:
-        """Return means. After the last axis they have the dtypes and devices of the shards.
+        """Return the mean gradients. After the last axis, they have the dtypes and devices of the shards.
 
-        A copy to host memory may still run: ``ModelRuntime.wait_offloaded`` waits for all copies.
+        A copy to host memory may still run after the return: ``ModelRuntime.wait_offloaded`` waits for all copies.
         """
         means = list(arrived)
         if self._reduces_bytes(params[0], over):
@@ -333,26 +333,26 @@ class _Trade:
         self._parts = tuple(GradientParts(parts.own, slots) for parts, slots in zip(sent, arriving, strict=True))
 
     def arrived(self) -> tuple[GradientParts, ...]:
-        """Wait for the received parts and return them. Free the sent parts."""
+        """Return the received parts, and free the sent parts. All messages must have arrived."""
         self.outgoing.clear()
         return self._parts
 
 
 def reduce_format_of(param: Param) -> Int8:
-    """Return the format of a parameter's reduction, which must not be None."""
+    """Return ``param.reduce_format``, which must not be None."""
     assert param.reduce_format is not None, f"the gradient of {param.path} travels as it is"
     return param.reduce_format
 
 
 def decode_frozen(payload: Tensor, param: Param, dtype: torch.dtype, piece: int | None = None) -> Tensor:
-    """Decode rows of a frozen parameter in ``dtype``, ``piece`` elements at a time."""
+    """Decode rows of a frozen parameter to ``dtype``, ``piece`` elements at a time."""
     assert param.frozen_format is not None, f"parameter {param.path} does not rest as bytes"
     out = payload.new_empty((len(payload), *param.shape[1:]), dtype=dtype)
     return param.frozen_format.decode(payload, out, piece=piece)
 
 
 def _in_equal_parts(mean: Tensor, count: int) -> Tensor:
-    """Return a mean in float32 as ``count`` flat parts, padded with zeros, as a view if possible."""
+    """Split a mean into ``count`` flat float32 parts, padded with zeros. Return a view if possible."""
     flat = mean.reshape(-1).float()
     missing = -len(flat) % count
     return (torch.cat([flat, flat.new_zeros(missing)]) if missing else flat).view(count, -1)

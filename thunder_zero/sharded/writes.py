@@ -1,8 +1,8 @@
-"""Detects writes to shards: by their versions, and by digests for writes that bump no version.
+"""Detects writes to shards by tensor versions, and by digests if a write bumps no version.
 
 Writes through ``.data``, numpy or a kernel bump no version. A digest is a weighted sum of a shard's 64-bit words modulo
-2 ** 64, with a random weight for each position. Integer sums do not depend on the order, and one pass runs at memory
-speed. A change goes undetected with a probability below 2 ** -30, unless an attacker knows the weights.
+2 ** 64, with a random weight for each position. Integer sums do not depend on the order of the words. One pass
+suffices. A change goes undetected with a probability below 2 ** -30, unless an attacker knows the weights.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _words(flat: Tensor) -> Tensor:
 
 
 def _sum(words: Tensor) -> Tensor:
-    """Return the weighted sum of words, (1,). Sum blocks, then sum these sums, with other weights on each level."""
+    """Return the weighted sum of words, (1,). Sum blocks, then sum the results, with new weights on each level."""
     weights = _weights(words.device)
     level = 0
     while len(words) > BLOCK:
@@ -76,7 +76,7 @@ def _sum(words: Tensor) -> Tensor:
 
 
 def _products(blocks: Tensor, weights: Tensor) -> Tensor:
-    """Return the dot product of each row of words with the first weights."""
+    """Return the dot product of each row of words with an equal number of weights."""
     weights = weights[: blocks.shape[1]]
     at_once = CACHED if blocks.device.type in MULTIPLY_INTEGERS else SLICE
     if len(blocks) <= at_once:
@@ -87,8 +87,8 @@ def _products(blocks: Tensor, weights: Tensor) -> Tensor:
 def _products_at_once(blocks: Tensor, weights: Tensor) -> Tensor:
     """Return the dot product of each row with the weights, for a small number of rows.
 
-    First add the upper half of each word to its lower half. Otherwise most weights would lose a change of the highest
-    bits, such as a sign.
+    First add the upper half of each word to its lower half. Otherwise a change of the highest bits, such as a sign,
+    would not change most products.
     """
     mixed = (blocks >> 32).add_(blocks)
     return mixed.mv(weights) if blocks.device.type in MULTIPLY_INTEGERS else mixed.mul_(weights).sum(1)
@@ -96,6 +96,6 @@ def _products_at_once(blocks: Tensor, weights: Tensor) -> Tensor:
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """Return random words, equal in every process: (LEVELS, BLOCK)."""
+    """Return random words of shape (LEVELS, BLOCK), which are equal in every process."""
     generator = torch.Generator().manual_seed(9)
     return torch.randint(-(1 << 63), (1 << 63) - 1, (LEVELS, BLOCK), generator=generator).to(device)

@@ -80,7 +80,7 @@ def initial_values(
 
 
 def _source_facts(plan: Plan, sources: Sources) -> list[agree.Fact]:
-    """Return facts about the user's sources, which decide the collectives. Return [] if one rank sends all values."""
+    """Return facts about the user's sources, which decide which collectives run; [] if one rank sends all values."""
     if plan.policy.broadcast_from is not None:
         return []
     return [
@@ -92,7 +92,7 @@ def _source_facts(plan: Plan, sources: Sources) -> list[agree.Fact]:
 
 
 def _mesh_facts(ranks: Ranks) -> list[agree.Fact]:
-    """Return a fact with the names of the mesh's dimensions, which decide the tensor-parallel parameters."""
+    """Return a fact with the names of the mesh's dimensions. They decide which parameters are tensor-parallel."""
     names = None if ranks.mesh is None else ranks.mesh.mesh_dim_names
     return [agree.Fact("the mesh's dimensions", str(names), "give every rank the same mesh")]
 
@@ -111,7 +111,7 @@ def _require_names(weights: Collection[str], read: Iterable[Sequence[str]], save
 
 
 def _read(tensor: Tensor, names: Sequence[str], weights: Mapping[str, Tensor], failures: Failures) -> Tensor:
-    """Read a tensor to the CPU. After a failure return it without values, since other ranks may wait to receive it."""
+    """Read a tensor into CPU memory. If that fails, return the memory, since other ranks may wait to receive it."""
     buffer = torch.empty_like(whole_like(tensor), device=CPU, requires_grad=False)
     with failures.capture():
         first, *others = (name for name in names if name in weights)
@@ -123,7 +123,7 @@ def _read(tensor: Tensor, names: Sequence[str], weights: Mapping[str, Tensor], f
 
 
 def _require_equal(value: Tensor, expected: Tensor, name: str, first: str) -> None:
-    """Raise ValueError unless two values of a tied tensor are equal in the dtype of lower precision."""
+    """Raise ValueError unless two values of a tied tensor are equal after a cast to the less precise dtype."""
     narrow = max(
         value.dtype, expected.dtype, key=lambda dtype: torch.finfo(dtype).eps if dtype.is_floating_point else 0
     )
@@ -141,12 +141,12 @@ def _require_equal(value: Tensor, expected: Tensor, name: str, first: str) -> No
 
 
 def _existing(tensor: Tensor, model: PlainModel) -> Tensor:
-    """Return a tensor that has values. For a planned parameter, return this rank's slice, detached."""
+    """Return the values that a tensor already has. For a planned parameter, return this rank's slice, detached."""
     return tensor if model.param_of(tensor) is None else local(tensor).detach()
 
 
 def _full(tensor: Tensor, model: PlainModel, value_here: FullOf) -> Tensor:
-    """Return a tensor's full values: this rank's, or those that rank ``policy.broadcast_from`` sends (a collective)."""
+    """Return a tensor's full values. This is a collective if rank ``policy.broadcast_from`` sends the values."""
     if model.sender is None or not model.travels(tensor):
         return value_here(tensor)
     if not model.arrives(tensor):

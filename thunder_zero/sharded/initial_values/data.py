@@ -1,8 +1,8 @@
-"""Data classes: the user's sources, the plain module, its values. Compares values between ranks.
+"""Holds the user's sources and the module's values, and compares values between ranks.
 
 :func:`initial_values` takes :class:`Sources` and returns :class:`InitialValues`. :class:`PlainModel` knows which rank
-provides each tensor's value. :class:`Sharder` selects this rank's rows of full values, and stores digests of the full
-values. :class:`Failures` holds an error until the next agreement, since other ranks wait in collectives::
+provides each tensor's value. :class:`Failures` holds an error until the next agreement, since other ranks wait in
+collectives. :class:`Sharder` selects this rank's rows of full values, and stores digests of the full values::
 
     full value (5, 8)  ->  Sharder.shard  ->  this rank's rows (3, 8), with padding
                                          SHA-256 of the full value, which ranks compare unless one rank sent the value
@@ -84,7 +84,7 @@ class PlainModel:
         return self.sender is not None and not is_ignored
 
     def arrives(self, tensor: Tensor) -> bool:
-        """Return whether another rank sends the tensor's values to this one."""
+        """Return whether another rank sends the tensor's values to this rank."""
         return self.travels(tensor) and self.sender != self.ranks.world.rank()
 
 
@@ -98,7 +98,7 @@ def names_of(module: nn.Module) -> dict[Tensor, list[str]]:
 
 
 def fitted(value: object, like: Tensor, subject: str) -> Tensor:
-    """Return a value in the dtype of the module's tensor. Raise ValueError if its shape differs.
+    """Cast a value to the dtype of the module's tensor. Raise ValueError if their shapes differ.
 
     ``subject`` is the beginning of the error message.
     """
@@ -122,7 +122,7 @@ def whole_like(tensor: Tensor) -> Tensor:
 
 
 class Failures:
-    """The first failure of this rank, held until all ranks agree next."""
+    """The first exception of this rank, held until the next agreement of all ranks."""
 
     def __init__(self) -> None:
         self._first: Exception | None = None
@@ -142,7 +142,7 @@ class Failures:
 
 
 class Sharder:
-    """Converts full parameters to this rank's rows, with digests for a comparison between ranks."""
+    """A converter from full parameters to this rank's rows. It stores digests for a comparison between ranks."""
 
     def __init__(self, model: PlainModel, *, are_read: bool) -> None:
         self._model, self._are_read = model, are_read
@@ -163,7 +163,7 @@ class Sharder:
         return rows_at_rest(full, param, plan).to(rest_device(param, plan, device))
 
     def compare(self) -> None:
-        """Raise on all ranks if their full values differ. A collective, unless one rank sent the values."""
+        """Raise on all ranks if their full values differ. This is a collective, unless one rank sent the values."""
         if self._model.sender is None:
             plan, ranks = self._model.plan, self._model.ranks
             facts: dict[bool, list[agree.Fact]] = {True: [], False: []}  # facts of slices (True), and of full values
@@ -174,7 +174,7 @@ class Sharder:
                 agree.require_same(facts[True], ranks.data)
 
     def _fact(self, path: str, digest: str) -> agree.Fact:
-        """Return a fact with the digest of a parameter's value, and with a remedy for ranks that differ."""
+        """Return a fact with the digest of a parameter's value, and advice for the case that ranks differ."""
         when = "before it builds the module"
         if self._model.module.get_parameter(path).is_meta:
             when = "before the transform, which draws them"

@@ -1,8 +1,8 @@
 """Values that ``reset_parameters`` and ``init`` draw for a module on the meta device.
 
 Modules take turns. In its turn a module has its tensors in full, and ``reset_parameters`` or ``init`` writes the
-tensors. Then the tensors are reduced to this rank's rows. Every rank draws all values and keeps its rows, so that the
-values do not depend on the number of ranks.
+tensors. Then a rank keeps only its rows. Every rank draws all values, so that they do not depend on the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Slot = tuple[MutableMapping[str, Any], str, Tensor]  # a module's dict of tensor
 class Drawn:
     """Drawn values of tensors on the meta device.
 
-    A value is held as this rank's rows. A value is held in full if the plan does not have the tensor, or if the value
-    will be sent to all ranks.
+    A value is held in full if the tensor has no ``Param``, or if the value will be sent to all ranks. Other values are
+    held as this rank's rows.
 
     Args:
         model: the module that needs values.
@@ -54,13 +54,13 @@ class Drawn:
         return tensor in self._tensors
 
     def full(self, tensor: Tensor) -> Tensor:
-        """Remove and return the value of a tensor that is held in full. A tensor without elements may have no value."""
+        """Remove and return a full value; an empty tensor if nothing was drawn, since the tensor has no elements."""
         value = self._take(tensor)
         like = whole_like(tensor)
         return torch.empty_like(like, device=self._model.device, requires_grad=False) if value is None else value
 
     def at_rest(self, tensor: Tensor) -> Tensor | None:
-        """Remove and return the rows of a tensor; None if the tensor is held in full."""
+        """Remove and return the rows of a tensor; None if its value is held in full."""
         return self._take(tensor) if self._is_cut(tensor) else None
 
     def _take(self, tensor: Tensor) -> Tensor | None:
@@ -72,7 +72,7 @@ class Drawn:
         return self._model.sender is None and self._model.param_of(tensor) is not None
 
     def _put(self, tensor: Tensor, full: Tensor) -> None:
-        """Store a full value; only this rank's rows if possible."""
+        """Store this rank's rows of a value if possible, otherwise the full value."""
         name = self._model.name_of(tensor)
         self._values[name] = self._sharder.shard(full, name) if self._is_cut(tensor) else full
 
@@ -98,8 +98,8 @@ class Drawn:
     def initialize(self, init: Callable[[nn.Module], object], failures: Failures) -> None:
         """Call ``init`` as ``module.apply(init)`` does, except for modules whose tensors all have values.
 
-        The next owner of a tied parameter starts from the gathered values of earlier owners. All ranks must join these
-        gathers. So no exception is raised here, and the gathers do not depend on the results of ``init``.
+        The second owner of a tied parameter starts from the gathered values of the first. All ranks must join these
+        gathers. So exceptions are stored in ``failures``, and gathers do not depend on the results of ``init``.
         """
 
         def visit(owner: nn.Module) -> None:
@@ -125,7 +125,7 @@ class Drawn:
             self._put(tensor, full)
 
     def _in_full(self, tensor: Tensor) -> Tensor | None:
-        """Remove a value and return it in full on the CPU, or None if it is missing. A collective for rows."""
+        """Remove a value and return it in full on the CPU; None if it is missing. This is a collective for rows."""
         value, param = self._take(tensor), self._model.param_of(tensor)
         if value is None:
             return None
@@ -138,16 +138,16 @@ class Drawn:
         return value.to(CPU)
 
     def _has_turn(self, owner: nn.Module) -> bool:
-        """Return whether a module owns meta tensors to draw, or has to advance the generator."""
+        """Return whether a module owns meta tensors to draw, or must draw to advance the generator."""
         meta_tensors = [tensor for _, _, tensor in direct_tensors(owner) if tensor.is_meta]
         return bool(self._tensors and meta_tensors) if self._all_draw else any(map(self.has, meta_tensors))
 
     def _fitted(self, value: object, tensor: Tensor, function_name: str, owner: nn.Module) -> Tensor:
-        """Return a written value in the tensor's dtype. Raise ValueError if its shape differs."""
+        """Cast a written value to the tensor's dtype. Raise ValueError if their shapes differ."""
         return fitted(value, tensor, f"{function_name} of {type(owner).__name__} left {self._model.name_of(tensor)!r}")
 
     def require_written(self) -> None:
-        """Raise ValueError if a tensor was not written."""
+        """Raise ValueError if neither ``reset_parameters`` nor ``init`` wrote a tensor."""
         for owner_path, owner in self._model.module.named_modules():
             for _, key, tensor in direct_tensors(owner):
                 if self.has(tensor) and tensor not in self._written and tensor.numel():
@@ -168,7 +168,7 @@ def _copied(tensor: Tensor) -> Tensor | None:
 def stand_ins_for(owner: nn.Module, before: Callable[[Tensor], Tensor | None]) -> dict[Tensor, Tensor]:
     """Return a mapping from a module's tensors to temporary stand-ins, which the module may write to.
 
-    The function ``before`` returns the full value of a stand-in; None stands for NaN.
+    ``before`` is a function that returns a stand-in's initial value. None fills the stand-in with NaN.
     """
     tensors = dict.fromkeys(tensor for _, _, tensor in direct_tensors(owner))
     return {tensor: _like(tensor, before(tensor)) for tensor in tensors}
@@ -257,7 +257,7 @@ def _replaced(slots: Sequence[Slot], by: Mapping[Tensor, Tensor]) -> Iterator[No
 
 
 def _like(meta: Tensor, full: Tensor | None) -> Tensor:
-    """Return a full CPU parameter or buffer like the module's, with the values of ``full``, or NaN if it is None."""
+    """Return a full CPU parameter or buffer like ``meta``, with the values of ``full``; NaN if ``full`` is None."""
     meta = whole_like(meta)
     if full is None or full.stride() != meta.stride():
         filler = float("nan") if meta.is_floating_point() or meta.is_complex() else 0
@@ -269,7 +269,7 @@ def _like(meta: Tensor, full: Tensor | None) -> Tensor:
 
 
 class LostWrites(TorchDispatchMode):
-    """A mode that records writes to meta tensors, which have no effect.
+    """A mode that records writes to meta tensors, since such writes have no effect.
 
     Attributes:
         addresses: the addresses of the storages that were written to, in order.
