@@ -51,10 +51,10 @@ class NamedModel:
     """
 
     name: str
-    make: Callable[[int], nn.Module]
+    make: Callable[[int], nn.Module] = field(repr=False)
     sequence_length: int
-    loss: Callable[[Any], Tensor] = cross_entropy
-    tp_plan: dict[str, ParallelStyle] | None = field(default=None, hash=False)
+    loss: Callable[[Any], Tensor] = field(default=cross_entropy, repr=False)
+    tp_plan: dict[str, ParallelStyle] | None = field(default=None, hash=False, repr=False)
 
 
 COLUMNS = tuple(f"blocks.*.{name}" for name in ("attention.query", "attention.key", "attention.value"))
@@ -91,15 +91,22 @@ def gpt2(name: str, sizes: DecoderSizes) -> NamedModel:
     return NamedModel(name, lambda length: Gpt2(replace(sizes, length=length)), sizes.length, tp_plan=GPT2_STYLES)
 
 
+class NamedModels(dict[str, NamedModel]):
+    """Models keyed by name. The text form has a line for each model."""
+
+    def __repr__(self) -> str:
+        return "".join(f"\n{name!r}: {model}" for name, model in self.items())
+
+
 # Llama 3: Dubey et al., The Llama 3 Herd of Models, 2024, table 3; its vocabulary has 128,256 entries.
 MODELS: Mapping[str, NamedModel] = MappingProxyType(
-    {
-        model.name: model
+    NamedModels(
+        (model.name, model)
         for model in (
             llama("llama3-8b", DecoderSizes(32, 4096, 32, 8, 14336, 128256, 8192)),
             llama("llama3-70b", DecoderSizes(80, 8192, 64, 8, 28672, 128256, 8192)),
             llama("llama3-405b", DecoderSizes(126, 16384, 128, 8, 53248, 128256, 8192)),
             gpt2("gpt-1.3b", DecoderSizes(24, 2048, 16, 16, 8192, 50304, 1024)),
         )
-    }
+    )
 )
