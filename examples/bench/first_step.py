@@ -132,7 +132,7 @@ def passes(family: str, depth: int) -> dict[str, float]:
     with clocked(spent, tuple(PASSES.values()), time.process_time):
         total = seconds_of(lambda: step(model).backward())
     named = {name: spent[f"{owner.__name__}.{function}"] for name, (owner, function) in PASSES.items()}
-    return {"dynamo, and the step": total - sum(named.values()), **named, "all": total}
+    return {"dynamo's tracing, running the step": total - sum(named.values()), **named, "all": total}
 
 
 def apart(call: str, *arguments: Any, processes: int = 1) -> Any:

@@ -15,7 +15,7 @@ MiB, KiB = 1 << 20, 1 << 10
 DOCS = Path(__file__).parents[2] / "docs"
 DATA, PAGE = DOCS / "memory.json", DOCS / "memory.md"
 HEADERS = ("model and setting", "measured", "forecast off by", "FSDP2's")
-HIDING = ("operator", "inputs → results", "forecast, MiB", "more, MiB")
+HIDING = ("operator", "inputs → results", "forecast, MiB", "workspace beyond it, MiB")
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class BackgroundSaves:
         self._thread = ThreadPoolExecutor(1, "thunder_zero-save", set_device)
 
     def start(self, entries: Entries, write: WriteCheckpoint) -> Future[Path]:
-        """Start a save in the thread. If the save fails, the thread emits a warning, and the next save raises."""
+        """Start a save in the background thread. If it fails, the thread emits a warning, and the next save raises."""
         self.last = self._thread.submit(write, entries, self._group)
         self.last.add_done_callback(_warn_of_error)
         return self.last

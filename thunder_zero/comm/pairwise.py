@@ -346,8 +346,7 @@ def receive(slot: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:
 def _real(tensor: Tensor) -> Tensor:
     """Return the tensor, or a real view if it is complex: gloo does not send complex numbers.
 
-    :func:`send` and :func:`receive` call the group directly, since ``dist.isend``, which also converts complex tensors,
-    has slow checks.
+    ``dist.isend`` would convert it as well, but its checks are slow: :func:`send` and :func:`receive` call the group.
     """
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 

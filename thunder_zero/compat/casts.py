@@ -64,11 +64,11 @@ def _casting(module: nn.Module, precision: MixedPrecision) -> dict[nn.Module, ty
     kinds: dict[nn.Module, type[nn.Module]] = {}
     for path, submodule in module.named_modules():
         dtype = next((param.dtype for param in submodule.parameters() if param.is_floating_point()), None)
-        inputs, outputs = precision.border(path, dtype)
-        if path and inputs is not None:
-            kinds[submodule] = _subclass(path, type(submodule), inputs, outputs)
-        elif outputs is not None:
-            kinds[submodule] = _subclass(path or type(submodule).__name__, type(submodule), None, outputs)
+        input_dtype, output_dtype = precision.border(path, dtype)
+        if path and input_dtype is not None:
+            kinds[submodule] = _subclass(path, type(submodule), input_dtype, output_dtype)
+        elif output_dtype is not None:
+            kinds[submodule] = _subclass(path or type(submodule).__name__, type(submodule), None, output_dtype)
     return kinds
 
 

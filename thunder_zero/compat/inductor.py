@@ -97,7 +97,7 @@ def laid_out(outputs: Sequence[Any], layouts: Sequence[Any]) -> list[Any]:
 
 
 def _laid_out_like(value: Any, layout: Any) -> Any:
-    """Return a value with the strides of another tensor."""
+    """Return the value, copied if its strides differ from those of ``layout``."""
     # Symbols are compared as text: comparing their values would add a guard.
     if not isinstance(layout, Tensor) or str(value.stride()) == str(layout.stride()):
         return value

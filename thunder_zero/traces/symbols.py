@@ -69,8 +69,8 @@ class Facts:
         inputs: a mapping from inputs of the trace to the paths of parameters of the plan.
         others: a mapping from inputs to the paths of the module's buffers and of parameters that the policy ignores.
         synced: True if gradients are reduced, False if they are deferred.
-        sizes: the shapes of all other inputs, if they are known. A size that may differ from call to call is given by
-            the name of the input that has its number.
+        sizes: the shapes of all other inputs, if they are known. A dynamic size is represented by the name of
+            the input that holds its value.
         shapes: the shapes of values that have symbolic sizes.
     """
 

@@ -79,7 +79,7 @@ def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
 
 
 def _exported(graph: fx.GraphModule, inputs: Sequence[Any], recurrent: Sequence[fx.Node]) -> JointWithDescriptors:
-    """Let AOTAutograd trace a graph.
+    """Return the joint graph that AOTAutograd traces from a graph.
 
     Raises:
         Untraced: a checkpoint has a ``context_fn`` that AOTAutograd does not support.

@@ -60,7 +60,7 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
     Raises:
         ValueError: the plan has no parameter with this path, or the device lacks a rate or a link that the step needs.
         TypeError: ``model_or_traces`` is neither traces nor a model with ZeroTransform, or ``device`` is not a device.
-        RuntimeError: the model was not called yet.
+        RuntimeError: the model has not been called yet.
     """
     described = None if device is None else device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)

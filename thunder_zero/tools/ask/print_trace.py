@@ -56,7 +56,8 @@ def print_trace(
     the right are the parameters, the bytes that this rank sends, and the bytes alive after the line. There are two
     columns of bytes alive: gathered parameters, and all tensors. The bytes of all tensors are a forecast of
     :func:`thunder_zero.tools.memory`. This forecast includes a loss and an optimizer only if ``memory`` does. The peak
-    is marked. The last line is a summary. A terminal gets highlighted text. A file gets plain text in 100 columns.
+    is marked. The last line is a summary. A terminal gets highlighted text. In a file, the text
+    is plain and 100 columns wide.
 
     >>> tz.print_trace(model, "forward", unit="blocks.0")
     >>> tz.print_trace(traces, memory=tz.tools.memory(traces, loss=loss, optimizer=torch.optim.AdamW))
