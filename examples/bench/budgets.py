@@ -29,9 +29,9 @@ HEADERS = (
     "forecast",
     "measured peak",
     "MiB sent",
-    "GFLOP done again",
+    "GFLOP recomputed",
     "units kept",
-    "computed again",
+    "recomputed",
 )
 SECTION = ("budgets", "examples.bench.budgets")
 

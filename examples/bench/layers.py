@@ -74,13 +74,13 @@ def measured() -> dict[tuple[str, str], float]:
 def table(errors: Mapping[tuple[str, str], float]) -> str:
     """Return two rows: the count of what equals eager mode bit for bit; and what does not, with its error."""
     rows = ["| | layers of `torch.nn` | code in forward |", "|---|---|---|"]
-    for words, differs in (("bit for bit", False), ("differs", True)):
+    for words, differs in (("equal bit for bit", False), ("differs", True)):
         cells: dict[str, list[str]] = {"layer": [], "operation": []}
         for (group, name), error in errors.items():
             if bool(error) == differs:
                 column = group if name in vars(layers.nn) else "operation"
                 cells[column].append(f"{name} ({error:.0e})" if differs else name)
-        named = ["; ".join(cell) if differs else f"{len(cell)}, all others" for cell in cells.values()]
+        named = ["; ".join(cell) if differs else f"the other {len(cell)}" for cell in cells.values()]
         rows.append(f"| {words} | {' | '.join(named)} |")
     return "\n".join(rows) + "\n"
 
