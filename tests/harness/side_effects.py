@@ -33,26 +33,12 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from tests.harness.untraceable import Tiled
+
 Record = dict[str, Any]
 X, TARGET = torch.arange(12.0).view(3, 4).cos(), torch.tensor([1, -100, 2])
 CONFIGS = (torch._dynamo.config, torch._functorch.config, torch._inductor.config, torch.fx.experimental._config)
 LIBRARIES = ("torch", "thunder")
-
-
-class Tiled(torch.autograd.Function):
-    """A linear layer that writes into a part of a buffer, which dynamo cannot trace."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        buffer = x.new_empty(len(x), 2 * len(weight))
-        torch.mm(x, weight.t(), out=buffer[:, : len(weight)])
-        return buffer[:, : len(weight)].clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.t() @ x
 
 
 class Net(nn.Module):

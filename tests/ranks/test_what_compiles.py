@@ -25,6 +25,7 @@ from tests.harness.errors import refused
 from tests.harness.models import fresh, full
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
+from tests.harness.untraceable import Tiled
 
 TOLERANCE = 2e-5
 Make = Callable[[], nn.Module]
@@ -236,22 +237,6 @@ class Parts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
         return first * second.cos() + second.exp().sum() + (second - first) * 0.5
-
-
-class Tiled(torch.autograd.Function):
-    """A product written into a slice of a buffer, which dynamo does not trace. Backward reads the weight."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        buffer = x.new_empty(len(x), 2 * len(weight))
-        torch.mm(x, weight.t(), out=buffer[:, : len(weight)])
-        return buffer[:, : len(weight)].clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad @ weight * 2, grad.t() @ x * 3
 
 
 class CustomFunctionLayer(nn.Module):
