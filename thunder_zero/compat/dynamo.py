@@ -84,7 +84,9 @@ def capture(
     return captured  # type: ignore[no-any-return]
 
 
-def _inside(make_context: Callable[[], AbstractContextManager[None]], convert: Callable[..., Any]) -> Any:
+def _inside(
+    make_context: Callable[[], AbstractContextManager[None]], convert: Callable[..., Any]
+) -> Callable[..., Any]:
     """Return ``convert``, dynamo's compiler of functions, wrapped so that it runs in a context."""
 
     def converted(*args: Any, **kwargs: Any) -> Any:
