@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thunder_zero as tz
+from tests.harness.as_one_process import Side, Steps, trains_as_one_process
 from tests.harness.errors import error_of, kind_and_text
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool, everyone
@@ -52,17 +54,8 @@ def gather(transport: TaggedTransport, rows: int) -> Waitable:
     return transport.all_gather([torch.full((rows // 2, 2), float(dist.get_rank()))], [(rows, 2)])
 
 
-@contextmanager
-def forgetting_tags() -> Iterator[None]:
-    """Forget all tags, as if the ranks had restarted."""
-    yield
-    collective_tags._differences.clear()
-    collective_tags._unconfirmed.clear()
-    dist.barrier()
-
-
-def error_in(name: str, step: Callable[[], object]) -> str:
-    with doing(name):
+def error_in(name: str, step: Callable[[], object], *models: str) -> str:
+    with doing(name, *models):
         return error_of(step)
 
 
@@ -70,29 +63,26 @@ def differ_in_all_ways(rank: int, world_size: int, make: type[PairwiseGloo | Per
     """Let the ranks differ in every way, and check that equal ranks are not refused."""
     group = everyone()
     steps = (lambda: barrier(group), lambda: all_gather_object(rank, group))
-    with forgetting_tags():
-        error = error_in(("tz.save", "tz.load")[rank], steps[rank])
-        assert_differ(error, "tz.save", "tz.load")
-        assert error_in("tz.save", steps[0]) == error, "no rank can go on"
-    with forgetting_tags():
-        assert_differ(error_in("tz.save", steps[rank]), "tz.save", "tz.save")
-    with forgetting_tags():
-        models = [
-            TaggedTransport({SHARD: make(group)}, f"model {number} (Net)", group, announces=True) for number in range(2)
-        ]
-        for model in models:
-            model.enter_phase("forward", "schedule", 5)
-        check_equal_ranks(rank, *models)
-        # Another model on each rank, whose messages differ in size, which would abort a process if they met.
-        models[rank].enter_phase("forward", "schedule", 5)
-        error = error_of(lambda: gather(models[rank], 2 + 200 * rank).wait())
-        assert_differ(error, *[f"forward number 2 of model {n} (Net) after 5 training forwards" for n in range(2)])
-        assert error_of(models[rank].drain) == error
-    with forgetting_tags():
-        third = TaggedTransport({SHARD: make(group)}, "model 2 (Net)", group, announces=True)
-        third.enter_phase("backward", f"schedule {rank}", 5)
-        error = error_of(lambda: gather(third, 2).wait())
-        assert_differ(error, *["backward number 1 of model 2 (Net) after 5 training forwards"] * 2)
+    error = error_in(("tz.save", "tz.load")[rank], steps[rank], "model 8 (Net)")
+    assert_differ(error, "tz.save of model 8 (Net)", "tz.load of model 8 (Net)")
+    assert error_in("tz.save", steps[0], "model 9 (Net)", "model 8 (Net)") == error, "no rank goes on with this model"
+    assert_differ(error_in("tz.save", steps[rank]), "tz.save", "tz.save")
+    models = [
+        TaggedTransport({SHARD: make(group)}, f"model {number} (Net)", group, announces=True) for number in range(3)
+    ]
+    for model in models[:2]:
+        model.enter_phase("forward", "schedule", 5)
+    check_equal_ranks(rank, *models[:2])
+    # Another model on each rank, whose messages differ in size, which would abort a process if they met.
+    models[rank].enter_phase("forward", "schedule", 5)
+    error = error_of(lambda: gather(models[rank], 2 + 200 * rank).wait())
+    assert_differ(error, *[f"forward number 2 of model {n} (Net) after 5 training forwards" for n in range(2)])
+    assert [error_of(model.drain) for model in models] == [error, error, "nothing"]
+    launches = ["all_gather a", "all_reduce b", "all_gather c"][: 3 - rank]
+    models[2].enter_phase("backward", f"schedule {rank}", 5, launches)
+    error = error_of(lambda: gather(models[2], 2).wait())
+    assert_differ(error, *["backward number 1 of model 2 (Net) after 5 training forwards"] * 2)
+    assert "there (launch 3: all_gather c on rank 0, nothing on rank 1); correct" in error, error
     assert broadcast_object_from_rank_0(7, group) == 7, "the group is sound"
 
 
@@ -127,6 +117,22 @@ def differ_under_the_debug_switch(rank: int, world_size: int) -> None:
 def test_every_difference_is_an_error_on_both_ranks(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, differ_in_all_ways, PairwiseGloo)
     ranks_pool.run(2, differ_under_the_debug_switch)
+
+
+def average_alone(rank: int, world_size: int) -> None:
+    """Average under a tag that no other rank has. The thread that averages for all models must not wait for peers."""
+
+    def compare() -> None:
+        raise RuntimeError("ranks differ")
+
+    alone = PairwiseGloo(everyone()).with_tag(1 + rank, compare)
+    assert error_of(lambda: alone.all_reduce([torch.ones(6)]).wait()) == "RuntimeError: ranks differ"
+    (mean,) = PairwiseGloo(everyone()).all_reduce([torch.full((6,), float(rank))]).wait()
+    assert mean.tolist() == [1.0] * 6, mean
+
+
+def test_no_average_waits_for_ranks_that_differ(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(3, average_alone, timeout=20)
 
 
 def take_numbers(rank: int, world_size: int) -> None:
@@ -234,7 +240,7 @@ CLIPS = "backward clip backward / backward backward"
     [  # the tags of rank 0 and rank 1, or their starts; N is the model
         (3, EVALUATES, "forward without backward number 2 of N", "forward number 3 of N"),
         *slow(
-            (1, EVALUATES_FIRST, "the first forward without backward of N", ""),
+            (1, EVALUATES_FIRST, "forward without backward number 1 of N", ""),
             (0, SKIPS_A_BACKWARD, "", "backward number 3 of N after 3 training forwards"),
             (2, CATCHES_AN_EXCEPTION, "forward number 4 of N", "backward number 3 of N"),
             (0, REDUCES_LATER, "", "backward number 2 of N after 2 training forwards"),
@@ -310,6 +316,96 @@ def take_other_branches(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [3, *deep(0)])
 def test_programs_that_ranks_compile_later_and_differ(ranks_pool: RanksPool, stage: int) -> None:
     ranks_pool.run(2, take_other_branches, stage, timeout=110)
+
+
+# Ranks whose data decide which graphs run
+
+
+class Gated(nn.Module):
+    """A model of several graphs. Data decide on each rank alone which graphs run, with equal collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.a(x))
+        if x.sum() > 0:
+            y = 2.0 * y
+            torch._dynamo.graph_break()  # one more graph, without parameters
+        return self.c(torch.tanh(self.b(y)))
+
+
+class GatedFirst(Gated):
+    """A model whose data decide before the only graph with parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        if x.sum() > 0:
+            y = 2.0 * y
+            torch._dynamo.graph_break()
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(y)))))
+
+
+class Skips(Gated):
+    """A model that skips a layer for some data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.a(x))
+        if x.sum() > 0:
+            y = torch.tanh(self.b(y))
+        return self.c(y)
+
+
+def decided(side: Side) -> Steps:
+    """Train two micro-batches a step, and evaluate. Each rank has negative data in its own micro-batch."""
+    (model,) = side.models
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    world_size = side.world_size if side.is_sharded else dist.get_world_size()
+    for step in range(2 * world_size + 1):
+        optimizer.zero_grad()
+        for micro in range(2):
+            signs = torch.tensor([-1.0 if (step + micro) % world_size == rank else 1.0 for rank in range(world_size)])
+            rows = (batch(step).abs().repeat(world_size, 1, 1) * signs[:, None, None]).flatten(0, 1)
+            parts = side.parts(rows.requires_grad_(), (3,) * world_size)
+            with model.no_sync() if side.is_sharded and micro == 0 else nullcontext():
+                loss = torch.stack([model(part).square().mean() for part in parts]).mean()
+                loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            evaluated = torch.stack([model(part).mean() for part in parts]).mean()
+        yield side.mean(evaluated)
+
+
+def decide_on_each_rank(rank: int, world_size: int, make: type[Gated], stage: int) -> None:
+    """Train where ranks run different graphs. Then let launches differ, and train models made before and after."""
+    plain = fresh(make)
+    before, skips = tz.compile(deepcopy(plain), stage), tz.compile(fresh(Skips), stage)
+    trains_as_one_process([(before, plain)], decided)
+    skips(batch(0).abs()).sum().backward()
+    calls = [
+        lambda: skips(batch(0).abs() * (1 if rank == 0 else -1)).sum().backward(),
+        lambda: skips(batch(0)),
+        lambda: tz.save("never", skips),
+    ]
+    error, *again = map(error_of, calls)
+    phase, after = ("backward", "2 training forwards") if stage == 0 else ("forward", "1 training forward")
+    assert_differ(error, *[f"{phase} number {4 - (stage == 0)} of {skips.state.name} after {after}"] * 2)
+    assert "(launch " in error, error
+    assert "b.weight" in error, error
+    assert again == [error] * 2, again
+    plain.load_state_dict(tz.full_state_dict(before))
+    for model in before, tz.compile(deepcopy(plain), stage):
+        trains_as_one_process([(model, plain)], decided)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "make", "stage"), [(2, Gated, 3), *slow((3, Gated, 0), (2, GatedFirst, 0), (3, GatedFirst, 3))]
+)
+def test_data_decide_on_each_rank_which_graphs_run(
+    ranks_pool: RanksPool, world_size: int, make: type[Gated], stage: int
+) -> None:
+    ranks_pool.run(world_size, decide_on_each_rank, make, stage, timeout=110)
 
 
 def fail_in_the_middle(rank: int, world_size: int) -> None:

@@ -278,9 +278,9 @@ def evaluate_or_train(rank: int, world_size: int) -> str:
 
 
 DIFFERENT: list[tuple[Callable[..., str], tuple[Any, ...], tuple[str, ...]]] = [
-    (diverge, ((),), ("line 0 of the collectives of forward of graph 1 differs", "the same path")),
-    (diverge, ((1.0, -1.0),), ("do different things", "rank 0 and rank 1 are both in forward of graph", "the script")),
-    (evaluate_or_train, (), ("rank 0 is in the first forward without backward of graph 0", "rank 1 is in the first")),
+    (diverge, ((),), ("both in forward number 1 of", "(launch 1: all_gather experts.1.weight", "the same path")),
+    (diverge, ((1.0, -1.0),), ("do different things", "rank 0 and rank 1 are both in forward number 3", "the script")),
+    (evaluate_or_train, (), ("rank 0 is in forward without backward number 1 of", "rank 1 is in forward number 1 of")),
 ]
 
 

@@ -10,7 +10,15 @@ other's gathers, and both train on garbage. So before a rank communicates, it an
 Tags between two ranks are sent in one order for all models and groups. They use the default process group if gloo
 carries its CPU tensors, else the model's group. An announcement does not block: the first wait after it also waits for
 the peers' tags and compares them. Until then two ranks may have different tags, but their messages cannot be mixed up:
-gloo matches messages by the number of the tag (:attr:`CollectiveTag.number`).
+gloo matches messages by the number of the tag (:attr:`CollectiveTag.number`). A transport that ignores numbers compares
+tags before it launches.
+
+A tag names what a rank sends, not the graph that sends it. Ranks whose data take different branches have equal tags if
+their programs launch equal collectives in one order.
+
+If tags differ, all ranks exchange the whole tags, and the error names the first launch that differs. The models of
+these tags raise the error again at their next collective: their launches are never answered, and their counts differ.
+Other models are not affected, since no message was mixed up.
 
 On other backends (NCCL, MPI) an announcement is a collective that blocks the host. Ranks launch this collective only if
 ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` is set.
@@ -19,12 +27,15 @@ On other backends (NCCL, MPI) an announcement is a collective that blocks the ho
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
+from threading import Lock
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -51,11 +62,15 @@ class CollectiveTag:
 
     Attributes:
         text: the name in errors: ``"backward number 12 of model 0 (Net) after 12 training forwards"``.
-        details: additional text that must be equal, such as a schedule; only its digest is sent.
+        details: additional text that must be equal, such as the digest of a schedule.
+        models: the names of the models in the activity, such as ``"model 0 (Net)"``.
+        launches: the launches of which ``details`` is the digest. Ranks exchange them only if their tags differ.
     """
 
     text: str
     details: str = ""
+    models: tuple[str, ...] = ()
+    launches: Sequence[str] = ()
 
     @cached_property
     def digest(self) -> bytes:
@@ -73,17 +88,17 @@ class CollectiveTag:
         return (self.digest + self.text.encode()[: BYTES - DIGEST_BYTES]).ljust(BYTES, b"\0")
 
 
-_activity: ContextVar[str] = ContextVar("activity", default="")
+_activity: ContextVar[CollectiveTag | None] = ContextVar("activity", default=None)
 _without_tags: WeakSet[ProcessGroup] = WeakSet()
-# group -> the error about its first difference, and buffers that peers may still read
-_differences: WeakKeyDictionary[ProcessGroup, tuple[str, object]] = WeakKeyDictionary()
+_differences: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()  # group -> model -> its error
 _unconfirmed: WeakKeyDictionary[ProcessGroup, AnnouncedTag] = WeakKeyDictionary()
 
 
 @contextmanager
-def doing(what: str) -> Iterator[None]:
-    """Tag small collectives inside the block with this text. In nested blocks, the outermost text is the tag."""
-    token = _activity.set(_activity.get() or what)
+def doing(what: str, *models: str) -> Iterator[None]:
+    """Tag small collectives inside the block with this activity on models. In nested blocks, the outermost activity is
+    the tag."""
+    token = _activity.set(_activity.get() or CollectiveTag(" of ".join((what, *models)), models=models))
     try:
         yield
     finally:
@@ -92,7 +107,8 @@ def doing(what: str) -> Iterator[None]:
 
 def current_activity() -> str:
     """Return the text of the outermost block of :func:`doing`; "" outside."""
-    return _activity.get()
+    activity = _activity.get()
+    return "" if activity is None else activity.text
 
 
 def without_tags(group: ProcessGroup) -> None:
@@ -111,7 +127,7 @@ def announce(tag: CollectiveTag, group: ProcessGroup) -> AnnouncedTag | None:
     channel = channel_of(group)
     if channel is None and not is_debugging():
         return None
-    require_same_so_far(group)
+    require_same_so_far(tag.models, group)
     if channel is None:
         _compare_now(tag, group)
         return None
@@ -122,11 +138,10 @@ def announce(tag: CollectiveTag, group: ProcessGroup) -> AnnouncedTag | None:
 
 def compare_tags(step: str, group: ProcessGroup) -> str:
     """Wait until all ranks of the group reach this small collective. Return the text of the outermost :func:`doing`."""
-    tag = CollectiveTag(_activity.get() or SOMETHING, step)
-    announced = announce(tag, group)
+    announced = announce(replace(_activity.get() or CollectiveTag(SOMETHING), details=step), group)
     if announced is not None:
         announced.confirm()
-    return _activity.get()
+    return current_activity()
 
 
 def is_debugging() -> bool:
@@ -143,11 +158,12 @@ def channel_of(group: ProcessGroup) -> ProcessGroup | None:
     return group if speaks_gloo(group) else None
 
 
-def require_same_so_far(group: ProcessGroup) -> None:
-    """Raise the earlier error again if ranks have differed before."""
-    difference = _differences.get(channel_of(group) or group)
-    if difference is not None:
-        raise RuntimeError(difference[0])
+def require_same_so_far(models: Iterable[str], group: ProcessGroup) -> None:
+    """Raise the earlier error again if ranks have differed before in what they do with one of these models."""
+    differences = _differences.get(channel_of(group) or group, {})
+    for model in models:
+        if model in differences:
+            raise RuntimeError(differences[model])
 
 
 # For each peer: (its global rank, its rank in the channel), the buffer of its message, the receive, the send.
@@ -175,57 +191,102 @@ class AnnouncedTag:
             self._posted += zip(peers.items(), slots, receives, sends, strict=True)
 
         # On the sender thread, which holds the connection while it writes: gloo's thread would poll for it otherwise.
-        self._end_of_post: Callable[[], None] | None = in_background(SENDER, post).result  # None: confirmed
+        self._end_of_post: Callable[[], None] | None = in_background(SENDER, post).result  # None: compared
+        self._difference: str | None = None
+        self._lock = Lock()  # the thread that averages compares tags, too
         _unconfirmed[channel] = self
 
     def confirm(self) -> None:
         """Wait for the peers' tags, once. Raise if a peer has another tag or is lost."""
-        if self._end_of_post is None:
-            return
-        require_same_so_far(self._channel)
+        with self._lock:
+            if self._end_of_post is not None:
+                self._difference = self._compare(self._end_of_post)
+                self._end_of_post, self._posted = None, []
+        if self._difference is not None:
+            raise RuntimeError(self._difference)
+
+    def _compare(self, end_of_post: Callable[[], None]) -> str | None:
+        """Wait for the peers' tags. Return the error about a difference, or None if all tags are equal."""
         _unconfirmed.pop(self._channel, None)
+        tags, differing = {dist.get_rank(): self._tag}, {}
         with naming_tag(self._tag.text):
-            self._end_of_post()
-            for (rank, peer), slot, received, sent in self._posted:
-                with naming_lost_ranks(self._channel, peer, self._timeout):
-                    received.wait(self._timeout)
-                    # The peer posted its receive before it sent: it learns of a difference as well.
-                    sent.wait(self._timeout)
-                _compare(self._tag, rank, bytes(slot), self._channel, self._posted)
-        self._end_of_post, self._posted = None, []
+            end_of_post()
+            for (rank, peer), slot, *works in self._posted:
+                for work in works:  # the peer posted its receive before it sent
+                    self._end(peer, work)
+                tags[rank] = self._tag
+                if slot != self._tag.message:
+                    differing[rank] = peer
+            if not differing:
+                return None
+            # Each of these peers sees the difference, too, once it has all tags, and takes part in the exchange.
+            tags |= zip(differing, map(pickle.loads, self._exchange([*differing.values()])), strict=True)
+        return _remember(tags, self._channel)
+
+    def _exchange(self, peers: Sequence[int]) -> list[bytes]:
+        """Send the whole tag to peers, with its launches; return the whole tags of the peers, pickled."""
+        whole = torch.frombuffer(bytearray(pickle.dumps(self._tag)), dtype=torch.uint8)
+        sizes = self._trade(peers, torch.tensor([len(whole)]), [torch.empty(1, dtype=torch.int64) for _ in peers])
+        slots = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+        return [tag.numpy().tobytes() for tag in self._trade(peers, whole, slots)]
+
+    def _trade(self, peers: Sequence[int], message: Tensor, slots: list[Tensor]) -> list[Tensor]:
+        """Send a message to peers, and receive one from each of them into ``slots``."""
+        works = [(peer, self._channel.recv([slot], peer, TAG)) for peer, slot in zip(peers, slots, strict=True)]
+        works += [(peer, self._channel.send([message], peer, TAG)) for peer in peers]
+        for peer, work in works:
+            self._end(peer, work)
+        return slots
+
+    def _end(self, peer: int, work: dist.Work) -> None:
+        with naming_lost_ranks(self._channel, peer, self._timeout):
+            work.wait(self._timeout)
 
 
 def _compare_now(tag: CollectiveTag, group: ProcessGroup) -> None:
     """Announce and compare a tag with a collective that blocks the host."""
-    messages = [b""] * group.size()
+    tags = [tag] * group.size()
     with naming_tag(tag.text), naming_lost_ranks(group):
-        dist.all_gather_object(messages, tag.message, group=group)
-    for rank, message in zip(dist.get_process_group_ranks(group), messages, strict=True):
-        _compare(tag, rank, message, group, None)
+        dist.all_gather_object(tags, tag, group=group)
+    if any(other.message != tag.message for other in tags):
+        ranks = dist.get_process_group_ranks(group)
+        raise RuntimeError(_remember(dict(zip(ranks, tags, strict=True)), group))
 
 
-def _compare(tag: CollectiveTag, rank: int, message: bytes, channel: ProcessGroup, buffers: object) -> None:
-    """Raise if a peer's message differs from this tag's message. All later uses of the channel then raise. ``buffers``
-    are kept alive for the peers."""
-    if message == tag.message:
-        return
-    texts = {dist.get_rank(): tag.text, rank: message[DIGEST_BYTES:].rstrip(b"\0").decode(errors="ignore")}
-    _differences[channel] = difference_of(texts), buffers
-    raise RuntimeError(_differences[channel][0])
+def _remember(tags: Mapping[int, CollectiveTag], channel: ProcessGroup) -> str:
+    """Make all later collectives of the models of different tags raise; return the error. ``tags`` has the tags of all
+    ranks."""
+    difference = difference_of(tags)
+    models = (model for tag in tags.values() for model in tag.models)
+    _differences[channel] = dict.fromkeys(models, difference) | _differences.get(channel, {})
+    return difference
 
 
-def difference_of(texts: dict[int, str]) -> str:
-    """Return the error text about a difference between two ranks, equal on both ranks."""
-    (first, first_text), (second, second_text) = sorted(texts.items())
-    if first_text == second_text:
-        difference = f"rank {first} and rank {second} are both in {first_text}, but would send different messages there"
+def difference_of(tags: Mapping[int, CollectiveTag]) -> str:
+    """Return the error text about the first two ranks with different tags, equal on all ranks."""
+    (first, tag), *others = sorted(tags.items(), key=lambda item: item[0])
+    second, other = next((rank, other) for rank, other in others if other.message != tag.message)
+    if tag.text == other.text:
+        difference = (
+            f"rank {first} and rank {second} are both in {tag.text}, but would send different messages there"
+            f"{_first_difference(tag, other, (first, second))}"
+        )
     else:
-        difference = f"rank {first} is in {first_text}, rank {second} is in {second_text}"
+        difference = f"rank {first} is in {tag.text}, rank {second} is in {other.text}"
     return (
         f"the ranks do different things: {difference}; correct the script, so that all ranks call every model and "
         f"every function of thunder_zero in the same order and with inputs that take the same path, and restart all "
         f"ranks from the last checkpoint"
     )
+
+
+def _first_difference(tag: CollectiveTag, other: CollectiveTag, ranks: tuple[int, int]) -> str:
+    """Return the first launch that differs between two tags, such as ``(launch 2: all_gather w on rank 0, nothing on
+    rank 1)``; "" if the launches of the tags are unknown."""
+    pairs = enumerate(zip_longest(tag.launches, other.launches, fillvalue="nothing"), 1)
+    number, pair = next(((number, pair) for number, pair in pairs if pair[0] != pair[1]), (0, ()))
+    launches = ", ".join(f"{launch} on rank {rank}" for launch, rank in zip(pair, ranks, strict=False))
+    return f" (launch {number}: {launches})" * bool(pair)
 
 
 class TaggedTransport:
@@ -239,13 +300,16 @@ class TaggedTransport:
         model: the model's name in tags, such as ``"model 0 (Net)"``.
         group: all ranks that train the model.
         announces: True to announce tags.
+
+    Attributes:
+        announces: the argument.
     """
 
     def __init__(
         self, transports: Mapping[str, Transport], model: str, group: ProcessGroup, *, announces: bool
     ) -> None:
         self._transports = transports
-        self._model, self._group, self._announces = model, group, announces
+        self._model, self._group, self.announces = model, group, announces
         self._counts: Counter[str] = Counter()
         self._tag = CollectiveTag(model)
         self._next_tag: Callable[[], CollectiveTag] | None = None  # returns the tag of the next launch
@@ -257,8 +321,8 @@ class TaggedTransport:
         """Set the tag of later launches. The first launch announces the tag."""
         self._next_tag = lambda: tag
 
-    def enter_phase(self, phase: str, schedule: str, training_forwards: int) -> None:
-        """Set the tag of a phase, such as ``"backward"``. The tag includes the digest of the phase's launches.
+    def enter_phase(self, phase: str, schedule: str, training_forwards: int, launches: Sequence[str] = ()) -> None:
+        """Set the tag of a phase, such as ``"backward"``. ``schedule`` is the digest of the phase's launches.
 
         The tag contains the number of phases of this kind that launched collectives, and the number of training
         forwards so far. The second number differs between ranks if a rank has skipped a backward.
@@ -268,7 +332,7 @@ class TaggedTransport:
             self._counts[phase] += 1
             name = f"{phase} number {self._counts[phase]} of {self._model}"
             forwards = "training forward" if training_forwards == 1 else "training forwards"
-            return CollectiveTag(f"{name} after {training_forwards} {forwards}", schedule)
+            return CollectiveTag(f"{name} after {training_forwards} {forwards}", schedule, launches=launches)
 
         self._next_tag = tag
 
@@ -306,9 +370,10 @@ class TaggedTransport:
 
     def drain(self) -> None:
         """Wait for the launches of a failed step. Raise if ranks have different tags, or failed at different points."""
-        require_same_so_far(self._group)
-        if self._announces and self.in_flight:
-            failed = CollectiveTag(f"the call after {self._tag.text} failed", f"after {self._launches} launches")
+        require_same_so_far((self._model,), self._group)
+        if self.announces and self.in_flight:
+            text = f"the call after {self._tag.text} failed"
+            failed = CollectiveTag(text, f"after {self._launches} launches", (self._model,))
             if (announced := announce(failed, self._group)) is not None:
                 announced.confirm()
         for transport in self._transports.values():
@@ -316,18 +381,23 @@ class TaggedTransport:
 
     def _announced(self, axis: str) -> Transport:
         """Announce the tag at most once. Return the transport of an axis, whose messages carry the tag's number."""
-        if self._next_tag is not None and self._announces:
-            self._tag = self._next_tag()
+        if self._next_tag is not None and self.announces:
+            tag = self._next_tag()
+            self._tag = replace(tag, models=(self._model, *tag.models))
             self._announced_tag = announce(self._tag, self._group)
-            number = self._tag.number
-            self._tagged = {name: transport.with_tag(number) for name, transport in self._transports.items()}
+            self._tagged = self._transports
+            if (announced := self._announced_tag) is not None:
+                number, compare = self._tag.number, announced.confirm
+                self._tagged = {name: each.with_tag(number, compare) for name, each in self._transports.items()}
+                if any(each.world_size > 1 and self._tagged[name] is each for name, each in self._transports.items()):
+                    compare()  # a transport that ignores tags would mix messages up
             self._next_tag, self._launches = None, 0
         self._launches += 1
         return self._tagged[axis]
 
     def _confirmed(self, handle: Waitable) -> Waitable:
         """Return a handle that compares tags before it waits."""
-        if not self._announces:
+        if not self.announces:
             return handle
         return _Confirmed(handle, self._tag, self._announced_tag)
 

@@ -63,6 +63,7 @@ class PairwiseGloo(Launching):
         self._group = group
         self._role = role
         self._tag, self._tag_of_means, self._tag_of_second = tags_of(role, 0)
+        self._compare: Callable[[], object] = lambda: None
         self.world_size = group.size()
         self.rank = group.rank()
         # Each rank starts with its successor, so that no peer is the first of several ranks.
@@ -201,10 +202,16 @@ class PairwiseGloo(Launching):
 
     def _average_in_background(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run ``start`` on AVERAGER, after earlier tasks. Return a function that waits for the result."""
-        return in_background(AVERAGER, start).result
 
-    def with_tag(self, tag: int) -> PairwiseGloo:
+        def compare_then_start() -> Result:
+            self._compare()  # no message arrives if ranks differ, and later tasks of other models would wait, too
+            return start()
+
+        return in_background(AVERAGER, compare_then_start).result
+
+    def with_tag(self, tag: int, compare: Callable[[], object]) -> PairwiseGloo:
         tagged = copy(self)
+        tagged._compare = compare
         tagged._tag, tagged._tag_of_means, tagged._tag_of_second = tags_of(self._role, tag)
         return tagged
 

@@ -98,11 +98,12 @@ class Transport(ABC):
         handle = first(self)
         return WaitsBy(lambda: second(self, handle.wait()).wait())
 
-    def with_tag(self, tag: int) -> Transport:
+    def with_tag(self, tag: int, compare: Callable[[], object]) -> Transport:
         """Return a transport whose messages match only messages with this tag, 0 to 2 ** 22 - 1.
 
-        The returned transport shares its handles in flight with this transport. A backend without tags ignores the tag
-        and matches messages by order alone.
+        The returned transport shares its handles in flight with this transport. Background threads call ``compare``
+        before they wait for messages: it waits until ranks have compared the tag, and raises if they differ, when no
+        message would arrive. A backend without tags returns this transport, and matches messages by order alone.
         """
         return self
 

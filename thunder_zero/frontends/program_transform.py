@@ -150,7 +150,7 @@ class ProgramTransform(Transform):
         return repair_fused(trace, self._compilation.scheduled, self.fusers)
 
     def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        """Prove the traces that will run, compare them between ranks, and insert ``zero_enter`` into each phase."""
+        """Prove the traces that will run, and insert ``zero_enter`` into each phase."""
         compilation = self._compilation
         if TraceTag.BACKWARD in trace.tags:
             pipeline.prove(compilation.scheduled, compilation.forward, trace)

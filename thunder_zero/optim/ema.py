@@ -150,7 +150,7 @@ class EMA:
             RuntimeError: the EMA has no average yet, ranks have different counts of updates, or the call is inside
                 ``applied``, ``full_parameters`` or an accumulation. All ranks raise.
         """
-        with doing(f"EMA.applied of {self.state.name}"):
+        with doing("EMA.applied", self.state.name):
             with all_or_none(self.state.group, "EMA.applied"):
                 self._require_applicable()
             require_same([self.fact("the EMA")], self.state.group)

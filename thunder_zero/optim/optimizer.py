@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thunder_zero.comm.collective_tags import CollectiveTag, doing
+from thunder_zero.comm.collective_tags import CollectiveTag, current_activity, doing
 from thunder_zero.optim.agreement import agree_on_step, raise_on_all
 from thunder_zero.optim.exchange import FromOwners, ToOwners
 from thunder_zero.optim.members import (
@@ -246,14 +246,13 @@ class Whole(GuardedOptimizer):
                 f"make a new optimizer of other parameters"
             )
         self._steps += 1
-        activity = f"step number {self._steps} of tz.whole({self.kind}) of {self.model.name}"
-        with doing(activity):
+        with doing(f"step number {self._steps} of tz.whole({self.kind})", self.model.name):
             paths, full_paths = agree_on_step(
                 self.kind, self.members, self.param_groups, self.model, known=self._is_compared
             )
             self._is_compared = True
             self._probe_again()
-            self.model.transport.enter(CollectiveTag(activity, repr((sorted(paths), sorted(full_paths)))))
+            self.model.transport.enter(CollectiveTag(current_activity(), repr((sorted(paths), sorted(full_paths)))))
             raise_on_all(self._step(paths, full_paths), self.kind, self.model)
             self._stepped = frozenset(self._buckets)
             if not self.state:  # torch's state-dict functions would step, on this rank alone, to create states

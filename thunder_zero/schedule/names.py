@@ -1,35 +1,11 @@
-"""Names launches, waits, units and programs: for profiles, for forecasts, and for ranks to compare."""
+"""Names launches, waits and units: for profiles and for forecasts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from thunder_zero.plan.mesh import OF_MEANS, SHARD, TENSOR
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramName:
-    """The name of one program, which ranks compare before it first runs.
-
-    Attributes:
-        phase: ``"forward"``, ``"backward"``, or ``"forward without backward"`` (evaluation).
-        synced: True if the program reduces gradients, False if it defers them (``no_sync``).
-        graph: the graph of the model, if a front end compiles several.
-    """
-
-    phase: str
-    synced: bool
-    graph: str = ""
-
-    @property
-    def reduces(self) -> bool:
-        """True if the program is a backward that reduces gradients."""
-        return self.phase == "backward" and self.synced
-
-    def __str__(self) -> str:
-        return self.phase + f" of {self.graph}" * bool(self.graph) + " under no_sync" * (not self.synced)
 
 
 def launch_label(kind: Kind, paths: Sequence[str], axis: str = SHARD) -> str:

@@ -72,7 +72,7 @@ def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bo
             raise
         failure = error
     if writeback:
-        with doing(f"the end of full_parameters of {state.name}"):
+        with doing("the end of full_parameters", state.name):
             with all_or_none(state.group, "the block of full_parameters"):
                 if failure is not None:
                     raise failure
@@ -83,7 +83,7 @@ def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.P
     """Gather full parameters, keyed by path. This is a collective. With ``rank0_only``, return {} on other ranks."""
     group = state.group
     full: dict[str, nn.Parameter] = {}
-    with doing(f"full_parameters of {state.name}"):
+    with doing("full_parameters", state.name):
         with all_or_none(group, "full_parameters"):
             state.require_sharded()
             if writeback:

@@ -28,7 +28,6 @@ from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.compat import thunder as thunder_room
 from thunder_zero.plan.mesh import OF_MEANS, SHARD
 from thunder_zero.plan.params import Param
-from thunder_zero.schedule.names import ProgramName
 from thunder_zero.schedule.timeline import Kind
 from thunder_zero.sharded.dtensors import Rows, has_hooks
 from thunder_zero.sharded.resident import StayingParameters
@@ -43,7 +42,8 @@ class ModelRuntime:
     def __init__(self, state: LocalState) -> None:
         self._state, self._plan, self._wire = state, state.plan, state.wire
         self._accumulation = state.accumulation
-        self._agreed: set[ProgramName] = set()
+        self._launches: dict[str, Sequence[str]] = {}  # the launches of a phase, by their digest
+        self._compared: set[tuple[str, str]] = set()  # phases and digests that ran
         self._buckets: dict[Sequence[str], tuple[Param, ...]] = {}  # the parameters of a bucket, by their paths
         self._encoded: dict[tuple[Sequence[str], str], bool] = {}  # True if a line encodes the gradients of a bucket
 
@@ -74,8 +74,16 @@ class ModelRuntime:
             raise RuntimeError("this program was compiled for a call of another form, or forward read something else")
 
     def enter(self, phase: str, schedule: str) -> None:
-        """Set the collective tag of a phase, at its start. Ranks raise if their digests of the schedule differ."""
-        self._wire.transport.enter_phase(phase, schedule, self._state.training_forwards)
+        """Set the collective tag of a phase, at its start. Ranks raise if their launches differ.
+
+        Ranks may run different graphs and compile them at different times, but they launch equal collectives. So ranks
+        without tags compare launches when these first run: all ranks run them then.
+        """
+        transport, launches = self._wire.transport, self._launches.get(schedule, ())
+        if not transport.announces and (phase, schedule) not in self._compared:
+            self._compared.add((phase, schedule))
+            self._state.require_same_launches(phase, launches)
+        transport.enter_phase(phase, schedule, self._state.training_forwards, launches)
 
     def encode(self, shards: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
         """Return the payloads of the gather of these shards."""
@@ -225,7 +233,7 @@ class ModelRuntime:
 
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
         """Raise RuntimeError on all ranks if a gradient on any rank has NaN or Inf (policy ``check_gradients``)."""
-        with doing(f"policy check_gradients of {self._state.name}"):
+        with doing("policy check_gradients", self._state.name):
             flags = torch.stack([(~grad.isfinite().all()).to(self.device) for grad in grads])
             first_bad = self._state.first_on_any_rank(flags)
         if first_bad is not None:
@@ -241,18 +249,13 @@ class ModelRuntime:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
-        """Compare a program's collectives between ranks before its first run.
+    def note_launches(self, schedule: str, launches: Sequence[str]) -> None:
+        """Note the launches of a phase that is compiled now, by their digest, for :meth:`enter`."""
+        self._launches[schedule] = launches
 
-        This compares only the first forward, the first backward and the first forward without backward, each with
-        reductions and under ``no_sync``. A later compilation, such as for a new batch size, may happen on one rank
-        alone, so :meth:`enter` compares a digest in each run. A forward of DDP has no collective, so it may also run
-        on one rank alone.
-        """
-        is_silent = not program.reduces and not any(param.sharded for param in self._plan.params)
-        if program not in self._agreed and not is_silent:
-            self._agreed.add(program)
-            self._state.require_same_schedule(str(program), lines)
+    def tell_failure(self, error: Exception) -> None:
+        """Let all ranks raise if a compilation failed on this rank alone. The others would wait for its messages."""
+        self._state.require_same_launches(f"a compilation that failed ({type(error).__name__}: {error})", ())
 
 
 def accumulate(shard: Tensor, grad: Tensor) -> None:

@@ -61,7 +61,7 @@ class SameBatch:
         local_digests = torch.cat(
             (total, to_device([_number(_generator_state(self._device))], torch.int64, self._device))
         )
-        with doing(f"the comparison of the batches of {self._name}"):
+        with doing("the comparison of the batches", self._name):
             digests_of_ranks = torch.stack(all_gather_tensor(local_digests, self._group)).cpu()
             batch, generators = (self._first_unlike(digests) for digests in digests_of_ranks.unbind(1))
             if batch is not None:

@@ -79,7 +79,7 @@ def tagged(name: str) -> Callable[[Function], Function]:
         @wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             models = [value for value in (*args, *kwargs.values()) if isinstance(value, ShardedModel)]
-            with doing(" of ".join([name, *(model.state.name for model in models)])):
+            with doing(name, *(model.state.name for model in models)):
                 return function(*args, **kwargs)
 
         return cast(Function, wrapper)

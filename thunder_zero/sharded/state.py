@@ -108,8 +108,8 @@ class LocalState:
         """Return None. Only a subclass with process groups compares ``flags``."""
         return None
 
-    def require_same_schedule(self, program: str, lines: Sequence[str]) -> None:
-        """Do nothing. Only a subclass with process groups compares schedules."""
+    def require_same_launches(self, phase: str, launches: Sequence[str]) -> None:
+        """Do nothing. Only a subclass with process groups compares launches."""
 
     def drop_deferred(self) -> None:
         """Drop all deferred gradients, and the unsharded parameters kept for the next micro-batch."""
@@ -190,7 +190,7 @@ class State(LocalState):
         if flags is not None:
             counts += flags.to(self.device)
         if self.plan.ranks > 1:
-            with doing(f"the comparison of changed parameters of {self.name}"):
+            with doing("the comparison of changed parameters", self.name):
                 all_reduce_max(counts, self.group)
         return [path for path, count in zip(paths, counts.tolist(), strict=True) if count]
 
@@ -200,16 +200,13 @@ class State(LocalState):
         all_reduce_max(flags, self.group)
         return int(flags.argmax()) if flags.any() else None
 
-    def require_same_schedule(self, program: str, lines: Sequence[str]) -> None:
-        """Compare the collectives of a program between ranks. Raise RuntimeError on all ranks if they differ."""
+    def require_same_launches(self, phase: str, launches: Sequence[str]) -> None:
+        """Compare the launches of a phase between ranks. Raise RuntimeError on all ranks if they differ."""
         calls = "call the model the same way on every rank: with or without gradients, inside or outside no_sync"
         inputs = "give every rank inputs that take the same path through the module"
-        facts = [
-            Fact(f"line {number} of the collectives of {program}", repr(line), inputs)
-            for number, line in enumerate(lines)
-        ]
-        with doing(f"the first {program} of {self.name}"):
-            require_same([Fact("the program to run", program, calls), *facts], self.group)
+        facts = [Fact(f"launch {number} of {phase}", repr(launch), inputs) for number, launch in enumerate(launches, 1)]
+        with doing(phase, self.name):
+            require_same([Fact("the program to run", phase, calls), *facts], self.group)
 
     def require_reduced(self, action: str, shards: Iterable[Tensor] | None = None) -> None:
         """Raise RuntimeError if ``no_sync`` holds gradients of these shards, or by default of any shard."""

@@ -45,7 +45,7 @@ def require_equal_gradients_once(state: State, stepped: Collection[int]) -> None
     for summary, param in zip(summaries, params, strict=True):
         if (grad := shards[param.path].grad) is not None:
             summary.copy_(_summary(local(grad).detach()))
-    with doing(f"the first use of gradients of {state.name}"):
+    with doing("the first use of gradients", state.name):
         summaries_of_ranks = torch.stack(all_gather_tensor(summaries, state.group))
     summaries_of_slices = summaries_of_ranks.view(-1, plan.mesh.tensor.size, len(params), 2)
     norms = summaries_of_slices[..., 0].amax(1)

@@ -167,16 +167,19 @@ def add_enter(trace: TraceCtx, phase: str, facts: Facts) -> TraceCtx:
         zero_enter('backward', '1f0c5a9e')
         t5 = zero_all_gather(t_h_0_w, 'h.0.w')
 
-    Ranks compare name and digest, so that they cannot mix up messages. A phase without launches gets no line.
+    Ranks compare name and digest, so that they cannot mix up messages. A phase without launches gets no line: another
+    rank may run no such phase.
     """
     executor = facts.executor
     index = next((index for index, line in enumerate(trace.bound_symbols) if line.sym.name in executor.launches), None)
     if index is None:
         return trace
-    digest = hashlib.sha256("\n".join(launches_of(trace, executor)).encode()).hexdigest()[:8]
+    launches = launches_of(trace, executor)
+    digest = hashlib.sha256("\n".join(launches).encode()).hexdigest()[:8]
+    executor.runtime.note_launches(digest, launches)
     new = from_trace(trace)
     with tracectx(new):
-        line = executor.enter.bind(str(facts.named(phase)), digest, output=None)
+        line = executor.enter.bind(facts.named(phase), digest, output=None)
     new.bound_symbols = [*trace.bound_symbols[:index], line, *trace.bound_symbols[index:]]
     new.set_provenance(TraceProvenance("Name the phase (thunder_zero)"))
     return new

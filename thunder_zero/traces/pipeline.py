@@ -9,7 +9,7 @@
                       lift, passes.run, emit    reorders the lines
     Scheduled
       compile_program phases                    fuses, splits and frees: :func:`make_phases`, or Thunder
-                      prove, add_enter          proves, compares between ranks, names the phases
+                      prove, add_enter          proves, names the phases for ranks to compare
     Program         forward and backward
 
 :class:`~thunder_zero.traces.symbols.Facts` accompany the lines through all steps. The joint trace comes from
@@ -25,7 +25,7 @@ from functools import cached_property
 
 from thunder_zero.schedule import passes, verify
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.traces.insert import add_enter, launches_of
+from thunder_zero.traces.insert import add_enter
 from thunder_zero.traces.lift import emit, is_joint, lift, lift_phases
 from thunder_zero.traces.split import add_frees, split
 from thunder_zero.traces.symbols import Facts, ZeroExecutor
@@ -94,14 +94,14 @@ def schedule_trace(joint: JointTrace) -> Scheduled:
 
 
 def compile_program(scheduled: Scheduled, phases: Callable[[TraceCtx], TwoTraces]) -> Program:
-    """Split a scheduled trace into the traces that run, prove them, and compare their launches between ranks.
+    """Split a scheduled trace into the traces that run, and prove them.
 
     Args:
         scheduled: the joint trace.
         phases: a function from the joint trace to the forward and the backward trace.
 
     Raises:
-        ScheduleError: the traces break a rule. All ranks raise if they compile the program for the first time.
+        ScheduleError: the traces break a rule. All ranks raise.
     """
     forward, backward = phases(scheduled.trace)
     prove(scheduled, forward, backward)
@@ -122,25 +122,23 @@ def phases_by_name(forward: TraceCtx, backward: TraceCtx | None) -> dict[str, Tr
 
 
 def prove(scheduled: Scheduled, forward: TraceCtx, backward: TraceCtx | None = None) -> None:
-    """Prove that the traces that will run are right, and that all ranks launch equal collectives."""
+    """Prove that the traces that will run are right."""
     facts, phases = scheduled.facts, phases_by_name(forward, backward)
     with _telling_all_ranks(facts, phases):
         timeline = lift_phases(forward, backward, facts)
         if backward is None:
             timeline = replace(timeline, plan=scheduled.lifted.plan)  # forward alone frees everything
         verify.check(timeline, trained=frozenset() if backward is None else scheduled.trained)
-    for phase, trace in phases.items():
-        facts.executor.runtime.agree_on_schedule(facts.named(phase), launches_of(trace, facts.executor))
 
 
 @contextmanager
 def _telling_all_ranks(facts: Facts, phases: Iterable[str]) -> Iterator[None]:
-    """Send an error in the block to the other ranks, which would otherwise wait for this rank's schedule."""
+    """Send an error in the block to the other ranks, which would otherwise wait for this rank's messages."""
     try:
         yield
     except Exception as error:  # a user's pass may raise anything
-        for phase in phases:
-            facts.executor.runtime.agree_on_schedule(facts.named(phase), [f"{type(error).__name__}: {error}"])
+        if (facts.synced and "backward" in phases) or any(param.sharded for param in facts.plan.params):
+            facts.executor.runtime.tell_failure(error)  # otherwise no rank waits for this one
         raise
 
 
@@ -184,7 +182,8 @@ def close_backward(trace: TraceCtx, facts: Facts) -> TraceCtx:
     - ``wait_offloaded`` waits until gradients have arrived in host memory (``policy.cpu_offload``). This line reads all
       gradients, so it comes after their waits.
     - ``check_finite`` checks every reduced gradient (``policy.check_gradients``).
-    - ``reduce_deferred`` reduces the deferred gradients of parameters that this backward does not reach.
+    - ``reduce_deferred`` reduces the deferred gradients of parameters that this backward does not reach. A graph
+      without parameters has no such line, since it may run on one rank alone.
     """
     result = trace.bound_symbols[-1].args[0]
     has_backward = is_joint(result) and any(isinstance(grad, Proxy) for grad in result["output"])
@@ -201,7 +200,7 @@ def close_backward(trace: TraceCtx, facts: Facts) -> TraceCtx:
             lines.append(executor.wait_offloaded.bind(tuple(reduced.values()), output=None))
         if reduced and plan.policy.check_gradients:
             lines.append(executor.check_finite.bind(tuple(reduced.values()), tuple(reduced), output=None))
-        if unreached:
+        if unreached and facts.inputs:
             lines.append(executor.reduce_deferred.bind(unreached, output=None))
     for line in lines:
         line.tags.add(BoundSymbolTag.BACKWARD)

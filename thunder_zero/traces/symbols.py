@@ -32,7 +32,6 @@ from torch import Tensor
 from thunder_zero.compat.never_fuses import NeverFuses
 from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.schedule.names import ProgramName
 from thunder_zero.schedule.timeline import Kind, Op
 
 import thunder.core.dtypes as dtypes
@@ -82,9 +81,9 @@ class Facts:
     sizes: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     shapes: Mapping[str, SymbolicShape] = field(default_factory=dict)
 
-    def named(self, phase: str) -> ProgramName:
-        """Return the name of a phase of the program."""
-        return ProgramName(phase, self.synced, self.executor.graph)
+    def named(self, phase: str) -> str:
+        """Return the name of a phase of the program. Ranks compare names, and may run different graphs."""
+        return phase + " under no_sync" * (not self.synced)
 
 
 class Runtime(Protocol):
@@ -142,8 +141,11 @@ class Runtime(Protocol):
     def wait_offloaded(self, grads: Sequence[Tensor]) -> None:
         """Wait until gradients have arrived in host memory."""
 
-    def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
-        """Raise on every rank if the ranks are about to run different collectives."""
+    def note_launches(self, schedule: str, launches: Sequence[str]) -> None:
+        """Note the launches of a phase that is compiled now, by their digest, which ``enter`` takes."""
+
+    def tell_failure(self, error: Exception) -> None:
+        """Raise on every rank if a compilation failed on this rank alone."""
 
 
 class DryRuntime:
@@ -174,7 +176,10 @@ class DryRuntime:
     enter = encode = all_gather = decode = encode_grad = reduce = decode_grad = _refuse
     defer = reduce_deferred = check_finite = wait_offloaded = _refuse
 
-    def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
+    def note_launches(self, schedule: str, launches: Sequence[str]) -> None:
+        """Do nothing: the trace does not run."""
+
+    def tell_failure(self, error: Exception) -> None:
         """Do nothing: there is no other rank."""
 
 
@@ -182,7 +187,6 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
     """The symbols of one model.
 
     Attributes:
-        graph: the name of the graph, if the model has several graphs.
         plan: the plan of each parameter, for shapes and dtypes.
         synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
         encode, decode, encode_grad, decode_grad: symbols for one tensor each, before a launch and after its wait.
@@ -192,10 +196,9 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         enter: the symbol of the line before the first launch of each phase, in the traces that run.
     """
 
-    def __init__(self, plan: Plan, runtime: Runtime, graph: str = "") -> None:
+    def __init__(self, plan: Plan, runtime: Runtime) -> None:
         super().__init__("thunder_zero")
         self.plan = plan
-        self.graph = graph
         self.runtime = runtime
         functions = functions_of(runtime, plan)
 

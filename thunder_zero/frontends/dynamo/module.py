@@ -174,7 +174,7 @@ class DynamoModule(ZeroModule):
                 )
             if paths not in captured.programs:
                 require_traceable(self.plain, PARTS)
-                executor = ZeroExecutor(self.state.plan, self._runtime, captured.name)
+                executor = ZeroExecutor(self.state.plan, self._runtime)
                 name, joint = type(self.plain).__name__, captured.joint
                 captured.programs[paths] = Programs(
                     joint, paths, name, executor, self._fuses, self.state, self._runtime
