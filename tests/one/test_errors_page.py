@@ -37,12 +37,14 @@ def test_torch_raises_the_listed_messages_and_the_remedies_work() -> None:
     model = thunder.jit(plain, transforms=[tz.ZeroTransform(stage=3)])
     normed = fresh(nn.Sequential, nn.Linear(4, 4), nn.BatchNorm1d(4))
     half, overrides = tz.MixedPrecision(torch.bfloat16), {"1": tz.MixedPrecision()}
+    in_4_bits = tz.compile(fresh(nn.Linear, 64, 64).requires_grad_(False), stage=3, frozen_format=tz.NF4())
     messages = []
     calls: tuple[Callable[[], object], ...] = (
         lambda: plain.out(torch.ones(2, 4)),
         lambda: model(torch.full((1, 3), 8)),
         lambda: plain.load_state_dict(full),
         lambda: tz.compile(normed, stage=3, mixed_precision=half)(torch.ones(2, 4)),
+        lambda: in_4_bits.get_parameter("weight").requires_grad_(True),
     )
     for call in calls:
         with pytest.raises((RuntimeError, IndexError)) as caught:

@@ -193,3 +193,16 @@ def test_a_plan_of_training_has_the_format() -> None:
     assert [a.sent_bytes < b.sent_bytes for a, b in zip(bits.rows, exact.rows, strict=True)] == [False, True]
     assert [a.at_rest_bytes < b.at_rest_bytes for a, b in zip(bits.rows, exact.rows, strict=True)] == [False, True]
     assert any("from stage 2 on frozen parameters rest as nf4/64" in text for text in bits.assumed)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_parameter_in_4_bits_stays_frozen() -> None:
+    plain = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
+    plain[0].requires_grad_(False)
+    model = tz.compile(plain, stage=3, frozen_format=tz.NF4())
+    fails(model.requires_grad_, "parameter '0.weight' cannot be unfrozen", "frozen_format stores it as NF4(block=64)")
+    fails(lambda: model.get_submodule("0").requires_grad_(True), "only Tensors of floating point dtype")
+    assert [name for name, param in model.named_parameters() if param.requires_grad] == ["1.weight", "1.bias"]
+    model.get_submodule("0").bias.requires_grad_(True)
+    model(torch.ones(2, 64)).sum().backward()
+    assert model.get_parameter("0.bias").grad is not None

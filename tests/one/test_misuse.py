@@ -181,11 +181,6 @@ def with_data(make: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], Undo]:
     return change
 
 
-def freeze(module: Any, model: Any) -> Undo:
-    shard = model.get_parameter("b.weight").requires_grad_(False)
-    return lambda: shard.requires_grad_(True)
-
-
 REPLACED = ("parameter 'b.weight' was replaced", "copy new values")
 SUBMODULE = ("submodule 'b' was replaced", "before sharding")
 HOOK = ("a hook was registered on submodule 'b'", "would not call it", "before sharding")
@@ -196,7 +191,6 @@ CHANGES: list[tuple[Callable[[Any, Any], Undo], tuple[str, ...]]] = [
     (assign, ("parameter 'a.weight' was replaced", "load_original_state_dict")),
     (with_data(Tensor.half), ("'b.weight' was moved or cast: it is torch.float16 on cpu", "as torch.float32 on cpu")),
     (with_data(lambda rows: rows[:2]), ("'b.weight' was replaced (.data = ...)", "(2, 4)", "(4, 4)", "in place")),
-    (freeze, ("requires_grad of parameter 'b.weight' became False", "planned it as True")),
     (lambda module, model: module.b.register_forward_hook(print).remove, HOOK),
     (lambda module, model: module.b.register_full_backward_hook(print).remove, HOOK),
 ]

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel
 
 import thunder_zero as tz
+from tests.harness.as_one_process import assert_near
 from tests.harness.errors import refused
 from tests.harness.tiers import slow
 from thunder_zero.sharded.dtensors import local
@@ -97,8 +98,6 @@ WRITES: dict[str, Attempt] = {
 }
 
 AFTERWARDS: list[tuple[Attempt, str]] = [
-    (lambda plain, model: setattr(model, "offset", torch.ones(4)), "buffer 'offset' was replaced"),
-    (lambda plain, model: setattr(model, "bound", 3.0), "attribute 'bound' was replaced"),
     (
         lambda plain, model: setattr(plain.first, "weight", nn.Parameter(torch.ones(4, 4))),
         "parameter 'first.weight' was replaced",
@@ -114,6 +113,8 @@ AFTERWARDS: list[tuple[Attempt, str]] = [
     ),
     (lambda plain, model: plain.first.add_module("extra", nn.Linear(2, 2)), "submodule 'first.extra' was added after"),
     (lambda plain, model: setattr(plain, "extra", nn.Tanh()), "submodule 'extra' was added after"),
+    (lambda plain, model: setattr(model, "first", nn.Linear(4, 4)), "submodule 'first' was replaced"),
+    (lambda plain, model: setattr(model, "first", None), "submodule 'first' was replaced"),
     (lambda plain, model: setattr(model, "extra", nn.Linear(2, 2)), "parameter 'extra.weight' was added after"),
     (lambda plain, model: setattr(model, "extra", nn.Parameter(torch.ones(4))), "parameter 'extra' was added after"),
     (
@@ -125,9 +126,59 @@ AFTERWARDS: list[tuple[Attempt, str]] = [
     (lambda plain, model: plain.load_state_dict(Net().state_dict(), assign=True), "was replaced"),
     (lambda plain, model: setattr(plain.scale, "data", plain.scale.data * 2), "memory of parameter 'scale'"),
     (lambda plain, model: setattr(plain.first.weight, "data", full_like(plain, 1)), "memory of parameter 'first.weig"),
-    (lambda plain, model: plain.requires_grad_(False), "requires_grad of parameter 'scale' became False"),
     (lambda plain, model: parametrizations.weight_norm(plain.first), "parameter 'first.weight' was replaced"),
 ]
+
+
+# Values of attributes that forward reads, set on the sharded model one after another
+ATTRIBUTES: list[tuple[str, Any]] = [
+    ("bound", 3.0),
+    ("bound", torch.full((4,), 0.5)),
+    ("offset", torch.ones(4)),  # a buffer
+    ("shift", 2),  # a class attribute
+    ("mode", "doubled"),
+    ("config", {"factor": 2.0}),
+    ("bias", torch.ones(4)),
+    ("bias", None),
+]
+
+
+class Attributes(Net):
+    """A module whose forward reads attributes of many types."""
+
+    shift = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mode, self.config = "", {"factor": 1.0}
+        self.bias: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) * self.config["factor"] + self.shift
+        y = 2 * y if self.mode == "doubled" else y
+        return y if self.bias is None else y + self.bias
+
+
+@pytest.mark.parametrize("front_end", [shard, compiled])
+def test_an_attribute_of_the_model_is_one_of_the_plain_module(front_end: Callable[[nn.Module], Any]) -> None:
+    plain = Attributes()
+    eager = deepcopy(plain)
+    model, names = front_end(plain), set(vars(plain))
+    for name, value in ATTRIBUTES:
+        setattr(model, name, value)
+        setattr(eager, name, value)
+        assert getattr(model, name) is getattr(plain, name) is value
+        assert_near(model(X).detach(), eager(X).detach(), f"{name} = {value}")
+    model.new, model.training = 1, False
+    assert set(vars(plain)) - names == {"new", "shift"}
+    assert not plain.training
+    for name in ("new", "shift"):
+        delattr(model, name)
+    assert set(vars(plain)) == names
+    assert (model.shift, hasattr(model, "new")) == (0, False)
+    model.extra = nn.Tanh()
+    del model.extra
+    assert not hasattr(model, "extra")
 
 
 def full_like(plain: Any, value: float) -> Tensor:

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 import torch
 import torch.distributed as dist
@@ -111,13 +111,7 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
     originals = (module.get_parameter(param.path) for param in plan.params)
     devices = (original.device for original in originals if not original.is_meta)
     device = device or next(devices, _default_device(ranks.world))
-    reducible = transport_for(ranks.world, device, make=plan.policy.transport).averages
-    for param in plan.params:
-        if param.requires_grad and param.reduce_dtype not in reducible:
-            raise ValueError(
-                f"cannot reduce the gradient of parameter {param.path!r}: the backend has no sum of "
-                f"{param.reduce_dtype}; give mixed_precision with reduce_dtype=torch.float32, or freeze the parameter"
-            )
+    require_reducible(plan, transport_for(ranks.world, device, make=plan.policy.transport).averages)
     try:
         _require_current(device)
         return torch.empty(0, device=device).device
@@ -126,6 +120,16 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
         raise ValueError(
             f"device is '{device}', which cannot be used here ({reason}); choose a device that this machine has"
         ) from None
+
+
+def require_reducible(plan: Plan, reducible: Container[torch.dtype]) -> None:
+    """Raise ValueError if the gradient of a trained parameter has a dtype that is not in ``reducible``."""
+    for param in plan.params:
+        if param.requires_grad and param.reduce_dtype not in reducible:
+            raise ValueError(
+                f"cannot reduce the gradient of parameter {param.path!r}: the backend has no sum of "
+                f"{param.reduce_dtype}; give mixed_precision with reduce_dtype=torch.float32, or freeze the parameter"
+            )
 
 
 def memory_bytes(device: torch.device, group: dist.ProcessGroup) -> int | None:

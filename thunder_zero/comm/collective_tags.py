@@ -321,18 +321,21 @@ class TaggedTransport:
         """Set the tag of later launches. The first launch announces the tag."""
         self._next_tag = lambda: tag
 
-    def enter_phase(self, phase: str, schedule: str, training_forwards: int, launches: Sequence[str] = ()) -> None:
+    def enter_phase(
+        self, phase: str, schedule: str, training_forwards: int, launches: Sequence[str] = (), note: str = ""
+    ) -> None:
         """Set the tag of a phase, such as ``"backward"``. ``schedule`` is the digest of the phase's launches.
 
         The tag contains the number of phases of this kind that launched collectives, and the number of training
-        forwards so far. The second number differs between ranks if a rank has skipped a backward.
+        forwards so far. The second number differs between ranks if a rank has skipped a backward. The text ends with
+        ``note``.
         """
 
         def tag() -> CollectiveTag:
             self._counts[phase] += 1
             name = f"{phase} number {self._counts[phase]} of {self._model}"
             forwards = "training forward" if training_forwards == 1 else "training forwards"
-            return CollectiveTag(f"{name} after {training_forwards} {forwards}", schedule, launches=launches)
+            return CollectiveTag(f"{name} after {training_forwards} {forwards}{note}", schedule, launches=launches)
 
         self._next_tag = tag
 
@@ -362,6 +365,11 @@ class TaggedTransport:
     ) -> Waitable:
         """Launch twice over an axis, the second time with the results of the first launch."""
         return self._confirmed(self._announced(over).in_two(first, second))
+
+    @property
+    def averages(self) -> frozenset[torch.dtype]:
+        """The dtypes of gradients that can be averaged."""
+        return frozenset.intersection(*(transport.averages for transport in self._transports.values()))
 
     @property
     def in_flight(self) -> bool:

@@ -82,8 +82,8 @@ def hook_checks(plain: nn.Module) -> list[Check]:
 def module_checks(model: ThunderModule, state: State) -> list[Check]:
     """Return quick checks that the jitted module and the plain module do not change.
 
-    Otherwise a change by ``.to()``, ``module.weight = ...``, ``load_state_dict(assign=True)``, ``requires_grad_`` or
-    ``.data = ...`` would be ignored, or would train other tensors than the shards.
+    Otherwise a change by ``.to()``, ``module.weight = ...``, ``load_state_dict(assign=True)`` or ``.data = ...`` would
+    be ignored, or would train other tensors than the shards.
     """
     plain: nn.Module = plain_of(model)
     modules = list(plain.named_modules())
@@ -238,13 +238,11 @@ def _all_as_planned(shards: Mapping[str, Tensor]) -> Check:
     tensors = list(shards.values())
     checks = [_as_planned(path, shard) for path, shard in shards.items()]
     shapes, memory = [shard.shape for shard in tensors], list(map(_memory_of, tensors))
-    grad_flags = [shard.requires_grad for shard in tensors]
 
     def check() -> str | None:
         if (
             [shard.shape for shard in tensors] == shapes
             and [shard.untyped_storage()._cdata for shard in tensors] == memory  # _memory_of, without 150 calls
-            and [shard.requires_grad for shard in tensors] == grad_flags
         ):
             return None
         return first_error(checks)
@@ -253,12 +251,12 @@ def _all_as_planned(shards: Mapping[str, Tensor]) -> Check:
 
 
 def _as_planned(path: str, shard: Tensor) -> Check:
-    """Return a check that a shard keeps its shape, dtype, device, ``requires_grad`` and memory."""
-    planned, shape, dtype, device = shard.requires_grad, shard.shape, shard.dtype, shard.device
+    """Return a check that a shard keeps its shape, dtype, device and memory."""
+    shape, dtype, device = shard.shape, shard.dtype, shard.device
     memory, name = _memory_of(shard), f"parameter {path!r}"
 
     def check() -> str | None:
-        if shard.requires_grad is planned and shard.shape == shape and _memory_of(shard) == memory:
+        if shard.shape == shape and _memory_of(shard) == memory:
             return None
         if shard.dtype is not dtype or shard.device != device:
             return _moved(name, shard, dtype, device)
@@ -266,11 +264,6 @@ def _as_planned(path: str, shard: Tensor) -> Check:
             return (
                 f"the memory of {name} was replaced (.data = ...): its shape is now {tuple(shard.shape)}, the shard's "
                 f"is {tuple(shape)}; copy new values into it in place"
-            )
-        if shard.requires_grad is not planned:
-            return (
-                f"requires_grad of {name} became {shard.requires_grad}, and thunder_zero planned it as {planned}; set "
-                f"it on the module before sharding"
             )
         return (
             f"the memory of {name} was replaced (.data = ...), and programs read what it had before; copy new values "

@@ -52,6 +52,7 @@ from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
 from thunder_zero.sharded import optimizers
+from thunder_zero.sharded.freezing import follow_requires_grad
 from thunder_zero.sharded.initial_values import InitialValues, Sources, initial_values
 from thunder_zero.sharded.runtime import ModelRuntime
 from thunder_zero.sharded.state import State
@@ -160,6 +161,10 @@ class ZeroTransform(ProgramTransform):
         model._runtime = runtime
         model._entry = self.entry
 
+    def _take_plan(self, plan: Plan) -> None:
+        """Use a plan in which other parameters are trained for the programs that are compiled from now on."""
+        self.executor.plan = plan
+
     def _make_checks(self, model: ThunderModule) -> list[Check]:
         plain = plain_of(model)
         return [*hook_checks(plain), *module_checks(model, self._state), *none_buffer_checks(plain)]
@@ -190,6 +195,8 @@ class ZeroTransform(ProgramTransform):
         self._state.require_sharded()
         self._state.transport.drain()  # ends the collectives of a failed step
         require_intact(self._checks)
+        if follow_requires_grad(self._state, model._runtime):
+            self._take_plan(self._state.plan)
         self._state.same_batch.compare(args, kwargs)
         self._state.agree_on_stale()
         return cast_inputs(type(plain_of(model)).__name__, args, kwargs, self.policy.mixed_precision)

@@ -269,6 +269,38 @@ class ZeroModule(ShardedModel, ThunderModule):
             )
         return super().__getattr__(name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the plain module, whose forward reads it, as a module of ``torch.compile`` does.
+
+        Attributes of this class stay here. New modules and parameters, too: the next forward raises if it would ignore
+        them.
+        """
+        if isinstance(value, nn.Module | nn.Parameter) or _is_own(self, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute of the plain module, unless it is one of this model."""
+        if name in self._modules or name in self._parameters or _is_own(self, name):
+            super().__delattr__(name)
+        else:
+            delattr(self._model, name)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze or unfreeze all parameters. The next forward compiles a program for it.
+
+        Raises:
+            RuntimeError: a ``frozen_format`` stores a parameter that would be unfrozen. No parameter was changed.
+        """
+        for param in self.state.plan.params:
+            if requires_grad and param.frozen_format:
+                raise RuntimeError(
+                    f"parameter {param.path!r} cannot be unfrozen: frozen_format stores it as {param.frozen_format!r}, "
+                    f"which no optimizer can step; unfreeze other modules, or shard the model without frozen_format"
+                )
+        return super().requires_grad_(requires_grad)
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise TypeError. ``torch.save(model)``, ``pickle`` and ``copy.copy`` call this method."""
         raise TypeError(
@@ -303,6 +335,12 @@ class ZeroModule(ShardedModel, ThunderModule):
             f"already averages gradients, and from stage 1 on ranks hold different rows; train the model without it "
             f"(docs/hugging-face.md has the loops of Accelerate and Trainer)"
         )
+
+
+def _is_own(model: ZeroModule, name: str) -> bool:
+    """Return whether an attribute belongs to the sharded model itself: set on it, or defined or declared by a class."""
+    kinds = map(vars, type(model).__mro__)
+    return name in vars(model) or any(name in kind or name in kind.get("__annotations__", ()) for kind in kinds)
 
 
 def place_of(tensor: Tensor) -> tuple[torch.dtype, str, int]:

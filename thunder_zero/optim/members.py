@@ -193,23 +193,28 @@ def describe_uneven_option(kind: str, name: str) -> str:
 
 
 def members_of(groups: Groups, offset: int, state: State, loads: Sequence[int]) -> list[list[Member]]:
-    """Return the trained parameters of groups, in buckets and with owners.
+    """Return the parameters of groups, in buckets and with owners. Frozen parameters follow in buckets of their own,
+    since they may be unfrozen. Parameters in a ``frozen_format`` are left out.
 
     Args:
         offset: the number of the first group.
         loads: the work of each rank for the parameters that it already owns.
     """
-    plan = state.plan
-    trained = [
-        (param, shard, offset + number, name)
-        for param, shard, number, name in _planned_shards(groups)
-        if shard.requires_grad
-    ]
-    pieces = [
-        Piece(number, work_of_shape(param.shape), prod(param.shape) * param.dtype.itemsize, param.dtype)
-        for number, (param, *_) in enumerate(trained)
-    ]
-    return [
-        [Member(*trained[number], owner) for number, owner in zip(bucket.numbers, bucket.owners, strict=True)]
-        for bucket in assign(pieces, plan.mesh.shard.size, plan.sizes.bucket_bytes, loads)
-    ] or [[]]
+    plan, totals = state.plan, list(loads)
+    members: list[list[Member]] = []
+    for trains in (True, False):
+        chosen = [
+            (param, shard, offset + number, name)
+            for param, shard, number, name in _planned_shards(groups)
+            if shard.requires_grad is trains and not param.frozen_format
+        ]
+        pieces = [
+            Piece(number, work_of_shape(param.shape), prod(param.shape) * param.dtype.itemsize, param.dtype)
+            for number, (param, *_) in enumerate(chosen)
+        ]
+        for bucket in assign(pieces, plan.mesh.shard.size, plan.sizes.bucket_bytes, totals):
+            pairs = zip(bucket.numbers, bucket.owners, strict=True)
+            members.append([Member(*chosen[number], owner) for number, owner in pairs])
+            for member in members[-1]:
+                totals[member.owner] += work_of_shape(member.param.shape)
+    return members or [[]]

@@ -151,7 +151,8 @@ def _require_formats(plan: Plan) -> None:
         formats = getattr(plan.policy, field)
         for pattern, fmt in (formats if isinstance(formats, Mapping) else {"*": formats}).items():
             matched = [param for param in plan.params if fits(pattern, param.names)]
-            if fmt is not None and not any(getattr(param, field) for param in matched):
+            usable = [param for param in matched if param.requires_grad or field != "reduce_format"]
+            if fmt is not None and not any(getattr(param, field) for param in usable):
                 raise ValueError(
                     f"{field} asks for {fmt!r} of {pattern!r}, and no parameter there can have it{_largest(matched)}: "
                     f"it is for {kind}, without a pattern of two dimensions or more that are no embeddings; name "
@@ -223,7 +224,7 @@ def _plan_param(
         kept_unsharded=not sharded or stage.kept_unsharded or unit in policy.keep_unsharded,
         gather_per_unit=sharded and not stage.kept_unsharded and policy.gather_per_unit,
         gather_format=None if frozen_format else gather_format,
-        reduce_format=reduce_format if param.requires_grad else None,
+        reduce_format=reduce_format,
         frozen_format=frozen_format,
         sliced=sliced,
         is_partial=any(name in partial for name in names),

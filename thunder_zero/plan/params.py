@@ -54,7 +54,8 @@ class Param:
             (``Policy.reshard_after_forward``).
         gather_per_unit: True if each unit that uses the parameter in forward gathers it separately.
         gather_format: the format of the rows on the wire; None means ``compute_dtype``.
-        reduce_format: the format of the gradient on the wire; None means ``reduce_dtype``.
+        reduce_format: the format of the gradient on the wire; None means ``reduce_dtype``. A frozen parameter has it,
+            too, since it may be unfrozen.
         frozen_format: the format of the rows at rest and on the wire; None if the parameter is not stored in a format.
         sliced: the dimension that torch's tensor parallelism slices; None if it slices none.
         is_partial: True if the gradient is a sum, and each rank of tensor parallelism computes one term.
@@ -171,6 +172,11 @@ class Plan:
         return {name: param for param in self.params for name in param.names}
 
     @cached_property
+    def frozen(self) -> frozenset[str]:
+        """The paths of the parameters that are not trained."""
+        return frozenset(param.path for param in self.params if not param.requires_grad)
+
+    @cached_property
     def padded(self) -> tuple[Param, ...]:
         """The parameters whose shards have padding on this rank."""
         return tuple(param for param in self.params if self.geometry(param).padding)
@@ -247,6 +253,10 @@ class Plan:
         """Return a plan that also keeps the parameters at these paths unsharded from forward to backward."""
         params = (replace(param, kept_unsharded=param.kept_unsharded or param.path in paths) for param in self.params)
         return replace(self, params=tuple(params))
+
+    def training(self, paths: Container[str]) -> Plan:
+        """Return a plan in which exactly the parameters at these paths are trained."""
+        return replace(self, params=tuple(replace(param, requires_grad=param.path in paths) for param in self.params))
 
     def shard_shape(self, param: Param) -> tuple[int, ...]:
         """Return the shape at rest: that of this rank's padded rows, or of the full parameter if it is replicated."""

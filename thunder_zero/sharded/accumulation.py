@@ -43,12 +43,13 @@ class Accumulation:
 
     Attributes:
         synced: True if the gradients of the current forward will be reduced, False if they will be deferred.
+        grew: True if a backward under ``no_sync`` has run since the sums were last reduced.
     """
 
     def __init__(self, *, synced: bool = True) -> None:
         self.synced = synced
         self._deferred: dict[str, Tensor] = {}
-        self._grew = False
+        self.grew = False
 
     @property
     def paths(self) -> Collection[str]:
@@ -66,7 +67,7 @@ class Accumulation:
 
     def defer(self, grad: Tensor, path: str) -> None:
         """Add a full gradient to the parameter's deferred gradient."""
-        self._grew = True
+        self.grew = True
         deferred = self.take(path)
         # Cloned, since the gradient may be a view, or other code may write to it.
         self._deferred[path] = grad.clone() if deferred is None else deferred.add_(grad)
@@ -77,13 +78,13 @@ class Accumulation:
 
     def has_grown(self) -> bool:
         """Return whether a backward under ``no_sync`` has run since this method was last called."""
-        grew, self._grew = self._grew, False
+        grew, self.grew = self.grew, False
         return grew
 
     def drop(self) -> None:
         """Drop all deferred gradients."""
         self._deferred.clear()
-        self._grew = False
+        self.grew = False
 
 
 LEAF = "torch::autograd::AccumulateGrad"  # the node that adds to the .grad of a parameter or input

@@ -125,7 +125,7 @@ class Rows(torch.autograd.Function):
             grad, shard = None if rows is None else state.gradient(rows, path), state.shards[path]
             # Single rows are excluded: autograd may later add to .grad in place, and DTensor would broadcast the row.
             is_first = grad is not None and shard.grad is None and path not in state.single_rows
-            if writes_grads and is_first and not has_hooks(shard):
+            if writes_grads and is_first and shard.requires_grad and not has_hooks(shard):
                 shard.grad, grad = grad, None
             shard_grads.append(grad)
         return None, None, *shard_grads

@@ -35,7 +35,7 @@ class StepsWhole(Optimizer):
 
     @abstractmethod
     def owner_of(self, shard: Tensor) -> int | None:
-        """Return the owner, as an index among the ranks of a replica; None if the parameter is frozen."""
+        """Return the owner, as an index among the ranks of a replica; None in a ``frozen_format``."""
 
 
 def with_saved_dtypes(loaded: Any, saved: Any) -> Any:

@@ -44,6 +44,7 @@ class ModelRuntime:
         self._accumulation = state.accumulation
         self._launches: dict[str, Sequence[str]] = {}  # the launches of a phase, by their digest
         self._compared: set[tuple[str, str]] = set()  # phases and digests that ran
+        self._frozen: list[frozenset[str]] = []  # by the number of a guard: the frozen parameters of its program
         self._buckets: dict[Sequence[str], tuple[Param, ...]] = {}  # the parameters of a bucket, by their paths
         self._encoded: dict[tuple[Sequence[str], str], bool] = {}  # True if a line encodes the gradients of a bucket
 
@@ -64,6 +65,7 @@ class ModelRuntime:
 
     def guard(self, lookups: tuple[thunder_room.Lookup, ...]) -> int:
         """Store the guard of the program that is compiled for the current call. Return the number of the guard."""
+        self._frozen.append(self._state.frozen)
         return self.guards.add(lookups)
 
     def check_call(self, synced: bool, guard: int) -> None:
@@ -72,6 +74,8 @@ class ModelRuntime:
             raise RuntimeError(f"this program was compiled with synced={synced}; the forward needs {self.synced}")
         if not self.guards.holds(guard):
             raise RuntimeError("this program was compiled for a call of another form, or forward read something else")
+        if self._frozen[guard] != self._state.frozen:
+            raise RuntimeError("this program was compiled while other parameters were frozen")
 
     def enter(self, phase: str, schedule: str) -> None:
         """Set the collective tag of a phase, at its start. Ranks raise if their launches differ.
@@ -83,7 +87,7 @@ class ModelRuntime:
         if not transport.announces and (phase, schedule) not in self._compared:
             self._compared.add((phase, schedule))
             self._state.require_same_launches(phase, launches)
-        transport.enter_phase(phase, schedule, self._state.training_forwards, launches)
+        transport.enter_phase(phase, schedule, self._state.training_forwards, launches, self._state.refrozen)
 
     def encode(self, shards: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
         """Return the payloads of the gather of these shards."""
@@ -215,8 +219,11 @@ class ModelRuntime:
         parameters with a deferred gradient on any rank. These are reduced one at a time, and a rank without a
         deferred gradient sends zeros.
         """
-        if not self._accumulation.has_grown():
-            return
+        if self._accumulation.has_grown():
+            self.reduce_sums(paths)
+
+    def reduce_sums(self, paths: Sequence[str]) -> None:
+        """Reduce the deferred gradients of these parameters, and add the means to ``.grad``. This is a collective."""
         self._state.resident.expect_step()
         means = {}
         for path in self._state.on_any_rank(paths, self._accumulation.paths):

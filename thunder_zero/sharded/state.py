@@ -49,6 +49,7 @@ class LocalState:
         rows: the tensors that programs read, by path: this rank's rows with padding, or the full parameter.
         specs: the DTensor spec of each parameter, by path. The mapping is empty in stage 0 without tensor parallelism.
         frozen: paths of the parameters that do not train.
+        refrozen: names parameters that were frozen or unfrozen since the model was sharded, for tags; "" if none.
         single_rows: paths of the sharded parameters with one row.
         shards: the optimizer's parameters by path: aliases of ``rows``, as DTensors if there are specs.
         accumulation: gradients whose reduction is deferred.
@@ -78,7 +79,8 @@ class LocalState:
         self.labels = Labels(plan)
         memory = lay_out(plan, device, at_rest)
         self.rows, self.specs = memory.rows, specs
-        self.frozen = frozenset(param.path for param in plan.params if not param.requires_grad)
+        self.frozen = self._first_frozen = plan.frozen
+        self.refrozen = ""
         self.single_rows = frozenset(param.path for param in plan.params if param.sharded and param.shape[0] == 1)
         self.shards: dict[str, nn.Parameter] = {}
         self._layouts: dict[str, tuple[int | None, DTensorSpec | None]] = {}  # number of rows (if padded), spec
@@ -94,6 +96,14 @@ class LocalState:
         # The first forward, too, must compute with values that were encoded and decoded.
         formatted = (param.path for param in plan.params if plan.decodes(param))
         self.resident.mark_stale(formatted)
+
+    def take_plan(self, plan: Plan) -> None:
+        """Replace the plan by a plan in which other parameters are trained (:meth:`Plan.training`)."""
+        self.labels.end()
+        self.plan, self.frozen, self.labels = plan, plan.frozen, Labels(plan)
+        first, *others = sorted(self._first_frozen ^ plan.frozen) or [""]
+        count = f" and {len(others)} more" * bool(others)
+        self.refrozen = f", with requires_grad of {first!r}{count} changed" if first else ""
 
     def gradient(self, rows: Tensor, path: str) -> Tensor:
         """Return the gradient of a shard, from the gradient of its rows with their padding."""

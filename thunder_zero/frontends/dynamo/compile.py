@@ -16,6 +16,7 @@ from thunder_zero.frontends.placement import Check, module_checks
 from thunder_zero.frontends.refusals import PARTS
 from thunder_zero.frontends.transform import ZeroTransform, transforming
 from thunder_zero.frontends.zero_module import adopt
+from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
 
 import thunder
@@ -42,6 +43,9 @@ class DynamoTransform(ZeroTransform):
     def _adopt(self, model: ThunderModule) -> None:
         adopt(model, DynamoModule, self._state, self._arguments.progress)
         model.capture(dynamic=self._dynamic, fuses=self._fuses)
+
+    def _take_plan(self, plan: Plan) -> None:
+        """Do nothing: programs take the plan of the model's state."""
 
     def _make_checks(self, model: ThunderModule) -> list[Check]:
         return module_checks(model, self._state)  # dynamo guards hooks and buffers that are None

@@ -55,7 +55,7 @@ class Captured:
         overlaps: the groups of inputs that overlapped in memory in the captured call.
         shapes: a mapping from names of inputs to shapes. Dynamo drops the names once it has compiled the graph.
         spent: the cost of tracing the graph.
-        programs: the compiled programs, keyed by the paths of a call's parameters.
+        programs: the compiled programs, keyed by the paths of a call's parameters and those of all frozen parameters.
     """
 
     joint: aot.Joint
@@ -66,7 +66,7 @@ class Captured:
     overlaps: tuple[object, ...]
     shapes: Mapping[str, torch.Size]
     spent: Spent
-    programs: dict[Paths, Programs] = field(default_factory=dict)
+    programs: dict[tuple[Paths, frozenset[str]], Programs] = field(default_factory=dict)
 
 
 @dataclass

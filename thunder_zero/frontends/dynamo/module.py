@@ -172,14 +172,13 @@ class DynamoModule(ZeroModule):
                     f"{type(self.plain).__name__} writes to its inputs, which share memory in another way than in the "
                     f"call that dynamo captured; give it copies, by clone()"
                 )
-            if paths not in captured.programs:
+            key = paths, self.state.frozen
+            if key not in captured.programs:
                 require_traceable(self.plain, PARTS)
                 executor = ZeroExecutor(self.state.plan, self._runtime)
                 name, joint = type(self.plain).__name__, captured.joint
-                captured.programs[paths] = Programs(
-                    joint, paths, name, executor, self._fuses, self.state, self._runtime
-                )
-            programs = captured.programs[paths]
+                captured.programs[key] = Programs(joint, paths, name, executor, self._fuses, self.state, self._runtime)
+            programs = captured.programs[key]
             if programs.draws:
                 self.state.same_batch.require_same_generators()
             self._graphs.ran.append(programs)
