@@ -1,13 +1,14 @@
 """Fine-tunes a Hugging Face Llama by ``Trainer``: padded or packed rows, a run that outlives a killed rank, and text.
 
     pip install -e ".[hugging-face,peft]"
-    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/fine_tune.py            # padded rows
-    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/fine_tune.py --packed   # rows of one length
+    torchrun --standalone --nproc-per-node 2 examples/fine_tune.py            # padded rows
+    torchrun --standalone --nproc-per-node 2 examples/fine_tune.py --packed   # rows of one length
 
 The model is made from a config and reads bytes; nothing is downloaded. It learns to end lines of Python's standard
-library: the first half of a line is its prompt, which counts in no loss. Kill a rank (``kill -9``) and torchrun starts
-all ranks again, which resume from the last complete checkpoint below ``--out``; started again after its end, the script
-trains no more. One line differs from a script for DistributedDataParallel: the class of the trainer.
+library: the first half of a line is its prompt, which counts in no loss. With ``--max-restarts 3`` (docs/launching.md
+has the command) torchrun starts all ranks again if one is killed (``kill -9``). They resume from the last complete
+checkpoint below ``--out``; started again after its end, the script trains no more. One line differs from a script for
+DistributedDataParallel: the class of the trainer.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def continued(trainer: Any, prompt: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse_options(argv)
     folder = options.out / "fine_tune"
-    with ranks_of_torchrun():  # made before Accelerate would, whose group does not outlive a restart by torchrun
+    with ranks_of_torchrun():
         trainer = make_trainer(options, folder)
         trainer.train(resume_from_checkpoint=last_complete(folder))
         text = continued(trainer, PROMPT)

@@ -1,8 +1,4 @@
-"""This process's place in a run: the process group that torchrun describes, or a group of one process.
-
-A restarted rank (``torchrun --max-restarts``) must not find the addresses of dead ranks, so each attempt has a store
-of its own.
-"""
+"""This process's place in a run: the process group that torchrun describes, or a group of one process."""
 
 from __future__ import annotations
 
@@ -125,19 +121,10 @@ def ranks_of_torchrun(*, on_cpus: bool = False) -> Iterator[Ranks]:
     if cuda:
         torch.cuda.set_device(device)
     if dist.is_torchelastic_launched():
-        dist.init_process_group(backend, store=_store_of_attempt(), rank=_env("RANK"), world_size=_env("WORLD_SIZE"))
+        dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, init_method="tcp://localhost:0", rank=0, world_size=1)  # any free port
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), device)
     finally:
         dist.destroy_process_group()
-
-
-def _store_of_attempt() -> dist.Store:
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], _env("MASTER_PORT"), is_master=False)
-    return dist.PrefixStore(f"attempt {_env('TORCHELASTIC_RESTART_COUNT')}", store)
-
-
-def _env(name: str) -> int:
-    return int(os.environ[name])

@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py                # ZeRO-3, on 2 or more ranks
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --stage 0      # DDP
     python examples/train_gpt.py --size tiny --steps 50                           # one rank
-    torchrun --max-restarts 3 ... examples/train_gpt.py --save-every 100          # resumes if a rank dies
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 \\
+        --max-restarts 3 examples/train_gpt.py --save-every 100                   # resumes if a rank dies
 
 Uses NCCL if each rank on the machine has a GPU, else gloo on CPUs. Downloads nothing. Shows the loss while it trains,
 then prints a table (losses, speed, bytes sent, memory), saves the loss curve, and prints one unit's life in the program

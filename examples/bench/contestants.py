@@ -115,7 +115,8 @@ def build_fsdp2(
         checkpointed: backward computes each block again.
         half: computes and reduces in bfloat16.
     """
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16) if half else MixedPrecisionPolicy()
+    dtype = torch.bfloat16 if half else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     model = with_compiled_blocks(make_model(size), compiled)
     if checkpointed:
         model.blocks = nn.Sequential(*(checkpoint_wrapper(block) for block in model.blocks))

@@ -27,7 +27,7 @@ from examples.bench.model import Size, loss_of, make_batch, make_model
 from examples.sent_bytes import SentLine, counted_lines
 
 SIZE = Size(blocks=2, width=128, vocabulary=512)
-HALF = tz.MixedPrecision(torch.bfloat16)
+HALF = tz.MixedPrecision(torch.bfloat16, reduce_dtype=torch.bfloat16)
 FORMATS = {"gather_format": tz.Int8(), "reduce_format": tz.Int8()}
 POLICIES = {
     "stage 0": tz.DDP,

@@ -34,9 +34,8 @@ def run_main(pool: RanksPool, name: str, *options: object, ranks: int = 2) -> st
 
 def _call_main(rank: int, world_size: int, port: int, name: str, options: list[str]) -> str:
     sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    store = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    attempt = {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": 0}
-    variables = {name: str(value) for name, value in (sizes | store | attempt).items()}
+    store = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    variables = {name: str(value) for name, value in (sizes | store | {"TORCHELASTIC_RUN_ID": "tests"}).items()}
     leave_group()
     with mock.patch.dict(os.environ, variables, CUDA_VISIBLE_DEVICES=""):
         return printed_by(example_module(name).main, options)
@@ -72,6 +71,9 @@ def torchrun(*options: object) -> tuple[str, ...]:
     """Return the torchrun command that starts ranks; by default two ranks on this machine."""
     options = options or ("--standalone", "--nproc-per-node", 2)
     return (sys.executable, "-m", "torch.distributed.run", *map(str, options))
+
+
+RESTARTING = ("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")  # in front of torchrun
 
 
 def start(*command: object) -> subprocess.Popen[str]:

@@ -5,6 +5,7 @@ Refusals of a sharded model are in ``test_misuse.py``; refusals on several ranks
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +44,15 @@ def shard(module: nn.Module, **arguments: Any) -> Any:
 
 def compiled(module: nn.Module, plugins: Any) -> Any:
     return thunder.compile(module, plugins=plugins, recipe=tz.Recipe())
+
+
+def with_torchs(module: Any) -> Any:
+    return torch.compile(module)
+
+
+def with_compiled_forward(module: nn.Module) -> nn.Module:
+    module.forward = torch.compile(module.forward)
+    return module
 
 
 ENTRIES: tuple[Callable[..., Any], ...] = (tz.ZeroTransform, tz.Zero, lambda **k: tz.zero(thunder.jit(net()), **k))
@@ -194,6 +204,10 @@ CALLS: dict[type[Exception], list[tuple[Any, ...]]] = {
     ],
     RuntimeError: [
         (lambda m: tz.traces_of(shard(net())), "not called yet", "thunder_zero.trace"),
+        (lambda m: tz.compile(with_torchs(m)), "OptimizedModule is under torch.compile", "fuse='inductor'"),
+        (lambda m: shard(with_torchs(m)), "OptimizedModule is under torch.compile", "from before torch.compile"),
+        (lambda m: tz.trace(with_torchs(m), X), "OptimizedModule is under torch.compile"),
+        (lambda m: tz.compile(with_compiled_forward(m)), "Mlp is under torch.compile", "from before torch.compile"),
         (lambda m: shard(nn.parallel.DistributedDataParallel(m)), "DistributedDataParallel", "the module inside it"),
         (lambda m: thunder.jit(m, transforms=[tz.ZeroTransform(1), tz.ZeroTransform()]), "Mlp is", "as well"),
         (lambda m: thunder.jit(m, transforms=[tz.ZeroTransform()] * 2), "Mlp is", "as well"),
@@ -272,6 +286,19 @@ def test_a_missing_process_group_is_refused() -> None:
     with refused(RuntimeError, "no process group", "init_process_group", "process_group"):
         shard(module)
     assert is_plain(module)
+
+
+@pytest.mark.usefixtures("group")
+def test_restarts_on_one_store_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    restarts = {"RANK": "0", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for changed, count in (({}, 1), ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, 0), ({"RANK": "1"}, 0)):
+        for name, value in (restarts | changed).items():
+            monkeypatch.setenv(name, value)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            tz.compile(net())
+        messages = [str(warning.message) for warning in caught]
+        assert sum("3 times" in text and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text for text in messages) == count
 
 
 @contextmanager

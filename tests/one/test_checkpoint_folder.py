@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import warnings
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -124,11 +125,40 @@ def test_folders_of_dead_processes_are_deleted(tmp_path: Path) -> None:
     save(tmp_path / "a")
     alive = [".damaged.saving", ".elsewhere.saving", ".group.saving", ".lives.saving", ".nobody.saving"]
     assert names(tmp_path) == [".aside.replaced", *alive, "a", "latest", "replaced"]
-    assert names(tmp_path / "a") == ["a.distcp", "manifest.json"]
+    assert names(tmp_path / "a") == ["a.distcp", "manifest.json", "owner.json"]
     (tmp_path / ".lives.saving").rename(tmp_path / ".b1.saving")
     save(tmp_path / "b2")
     folder.prune(tmp_path / "b2", max_to_keep=1)
     assert (tmp_path / ".b1.saving").is_dir()  # of this series, but alive
+
+
+def test_two_live_runs_in_one_folder_are_named(tmp_path: Path) -> None:
+    """A dead run's folder is taken over; so is a folder of an unknown machine, unless its run goes on."""
+    note, path = note_of_this_process(tmp_path), tmp_path / "a"
+    with subprocess.Popen(["sleep", "60"]) as run:
+        start = owner._stat(run.pid)[owner.START]
+        live, dead = {**note, "pid": run.pid, "start": start}, {**note, "pid": pid_of_a_dead_process()}
+        elsewhere = {**note, "place": "node7 boot 1"}
+        named = f"process {run.pid} on {note['place'].split()[0]}"
+        for other in (dead, elsewhere):
+            folder.prepare(path)
+            (folder.staging_of(path) / owner.NAME).write_text(json.dumps(other))
+        folder.prepare(path)
+        (folder.staging_of(path) / owner.NAME).write_text(json.dumps(elsewhere))
+        fails(lambda: folder.publish(path, 2, ()), f"process {note['pid']} on node7 has begun to write {path}")
+        (folder.staging_of(path) / owner.NAME).write_text(json.dumps(live))
+        fails(lambda: folder.prepare(path), "FileExistsError", f"{named} is writing it", "its own folder")
+        folder.abandon(path)
+        assert folder.staging_of(path).is_dir(), "the other run goes on"
+        shutil.rmtree(folder.staging_of(path))
+        save(path)
+        for other, count in ((live, 1), (dead, 0), (note, 0), (elsewhere, 0)):
+            (tmp_path / "latest" / owner.NAME).write_text(json.dumps(other))
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                save(tmp_path / "b")
+            assert sum(f"{named}, which is alive, wrote " in str(warning.message) for warning in caught) == count
+        run.kill()
 
 
 def test_checkpoints_are_published_counted_and_pruned(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dispatch import found_inf_reduce_handler
 from torch.distributed.tensor._random import is_rng_supported_mesh
@@ -548,6 +550,13 @@ def torch_draws_for_no_slice_on_a_cpu() -> bool:
         return not is_rng_supported_mesh(init_device_mesh("cpu", (1,)))
 
 
+def attempts_of_torchrun_have_one_store() -> bool:
+    handler = get_rendezvous_handler(RendezvousParameters("c10d", "localhost:0", "run", 1, 1, is_host=True))
+    first, second = (handler.next_rendezvous().bootstrap_store_info.master_port for _ in range(2))
+    handler.shutdown()
+    return first == second
+
+
 AOT = ("export", "joint", "nodes", "objects", "rewrites", "runtime")
 NEEDS = (
     Need("thunder/trace_repairs.py: sort_aliases", aliases_are_unsorted),
@@ -564,6 +573,7 @@ NEEDS = (
     Need("dynamo.py", dynamo_gives_up_in_silence, TORCH),
     Need("private.py", no_public_name_gives_the_joint_graph, TORCH),
     *(Need(f"aot/{name}.py", no_public_name_gives_the_joint_graph, TORCH) for name in AOT),
+    Need("torch/groups.py: restarts_on_one_store", attempts_of_torchrun_have_one_store, TORCH),
     Need("torch/groups.py: at_exit", gloo_has_threads_after_its_group, TORCH),
     Need("torch/groups.py: wait_for_a_core", gloo_takes_a_core_when_woken, TORCH),
     Need("thunder/trace_repairs.py: fused_only", a_cut_counts_no_elements),

@@ -21,6 +21,7 @@ import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.tools.cli import main
+from thunder_zero.tools.devices.calibrated import Calibrated, Curve
 from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.models.decoder import DecoderSizes, Llama
 from thunder_zero.tools.models.named import LLAMA_STYLES, cross_entropy
@@ -232,10 +233,14 @@ def test_a_plan_compares_stages_and_meshes_and_its_code_has_the_policy_chosen(
 
 
 def run_definitions(code: str) -> dict[str, Any]:
-    """Run the code up to the module and return the names that it defines."""
+    """Run the imports of the code and its policy, and return the names that they define."""
     compile(code, "pasted", "exec")
     names: dict[str, Any] = {}
-    exec(code.partition("module = ")[0], names)
+    imports, start, rest = code.partition('torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\n')
+    assert start, "ranks use their own GPUs"
+    group, policy = rest.partition("with torch.device")[0].split("\n", 1)
+    assert group == 'torch.distributed.init_process_group("nccl")'
+    exec(imports + policy, names)
     return names
 
 
@@ -263,7 +268,7 @@ def test_a_module_without_alike_blocks_is_traced_whole(
     assert plan.reason == "ZeRO-3 on 1 rank is the only one that was compared, and fits into 80.0 GiB"
     for words in assumed:
         assert words in plan.assumed[2]
-    assert f"\nmodule = ...  # yours: the {kind.__name__} that was planned\n" in plan.code
+    assert f"\n    module = ...  # yours: the {kind.__name__} that was planned\n" in plan.code
     compile(plan.code, "pasted", "exec")
 
 
@@ -366,13 +371,50 @@ def test_the_code_of_a_named_model_builds_and_slices_it_with_public_names() -> N
         names = run_definitions(code)
         assert names["policy"].stage == 3
         assert callable(names["init_device_mesh"])
-        building, _, slicing = code.partition("module = ")[2].partition("mesh = ")
-        with torch.device("meta"):
-            exec("module = " + building, names)
+        building, _, slicing = code.partition("with torch.device")[2].partition("mesh = ")
+        exec("with torch.device" + building, names)
         assert names["module"](torch.empty(1, 16, dtype=torch.long, device="meta")).shape[:2] == (1, 16)
         with tz.tools.fake_mesh((2, 2, 2), ("dp_replicate", "dp_shard", "tp")) as names["mesh"]:
             exec(slicing[slicing.index("styles = ") : slicing.index("model = ")], names)
         assert names["module"].blocks[0].mlp.up.weight.placements == (Shard(0),)
+
+
+CPU = Calibrated(
+    "ours",
+    {"float32": 1.0},
+    1.0,
+    1 << 33,
+    intra_node=tz.tools.Link(1.0),
+    products={"matmul": {"float32": Curve(((1.0, 1.0),))}},
+    traffic={"pointwise": Curve(((1.0, 1.0),))},
+)
+
+
+def test_a_plan_for_a_cpu_counts_a_process_and_its_code_runs_there() -> None:
+    options: dict[str, Any] = {"world_size": 1, "stages": (3,), "precision": tz.MixedPrecision()}
+    plan = tz.tools.plan_training(nn.Linear(4, 4), torch.zeros(2, 4), device=CPU, **options)
+    (row,) = plan.rows
+    assert row.needed_bytes - row.peak_bytes == 512 << 20
+    assert not re.search("CUDA|NCCL|nccl|cuda", str(plan))
+    assert 'torch.distributed.init_process_group("gloo")\n' in plan.code
+
+
+def test_a_file_gives_keyword_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Plans, traces and reports share the loader."""
+    file = tmp_path / "model.py"
+    lines = [
+        "import torch",
+        "class Net(torch.nn.Linear):",
+        "    def forward(self, x, *, scale, labels=None): return super().forward(x).mul(scale).sum()",
+        "def build(): return Net(4, 4), (torch.empty(6, 4),), {'scale': torch.empty(4)}",
+        "def by_name(): return Net(4, 4), (), {'x': torch.empty(6, 4), 'scale': torch.empty(4)}",
+    ]
+    file.write_text("\n".join(lines))
+    for function, names in (("build", {"scale"}), ("by_name", {"x", "scale"})):
+        subject = subject_of(f"{file}:{function}")
+        assert (len(subject.args), set(subject.kwargs), subject.tokens) == (2 - len(names), names, 6)
+        assert main(["trace", f"{file}:{function}", "--world-size", "2", "--stage", "3"]) == 0
+        assert "zero_all_gather" in capsys.readouterr().out
 
 
 def test_the_batch_of_a_file_and_of_one_sequence_cannot_be_halved(tmp_path: Path) -> None:

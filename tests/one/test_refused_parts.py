@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.func import functional_call
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import update_bn
@@ -22,6 +23,7 @@ from thunder_zero.frontends.refusals import PARTS
 
 import thunder
 
+CPU = torch.device("cpu")
 X = torch.arange(12.0).view(3, 4).sin()
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -59,6 +61,7 @@ PARTS_REFUSED: list[tuple[Callable[[], nn.Module], tuple[str, ...]]] = [
     (lambda: nn.EmbeddingBag(4, 4, sparse=True, mode="sum"), ("has sparse=True", "use sparse=False")),
     (lambda: nn.DataParallel(nn.Linear(4, 4)), ("is a DataParallel", "inside of it")),
     (lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 4)), ("is a DistributedDataParallel", "inside")),
+    (lambda: FullyShardedDataParallel(nn.Linear(4, 4), device_id=CPU), ("is under FSDP1", "inside of it")),
     (lambda: torch.jit.script(nn.Linear(4, 4)), ("ScriptModule", "before torch.jit.script")),
 ]
 

@@ -77,7 +77,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("compat/jitted.py",  IMPORT, NOT,     IMPORT,  NOTHING),
     Room("compat/lines.py",   NOT,    NOT,     IMPORT,  NOTHING),
     Room("compat/never_fuses.py",NOT, NOT,     TYPES,   NOTHING),
-    Room("compat/uncapturable.py",IMPORT,NOT,  NOT,     NOTHING),
+    Room("compat/uncapturable.py",IMPORT,IMPORT,NOT,    NOTHING),
     Room("compat/plans_of_transformers.py",IMPORT,IMPORT,NOT, NOTHING),
     Room("compat/thunder/fusion_repair.py",NOT,NOT,NOT, rooms("plan schedule")),
     Room("compat/thunder/guards.py",IMPORT,NOT,NOT,     NOTHING),

@@ -19,7 +19,17 @@ from torch.nn.utils import clip_grad_norm_
 
 import thunder_zero as tz  # before thunder
 from tests.harness.as_one_process import gather_objects
-from tests.harness.examples import SECONDS, example_module, kill_a_rank, output_of, run_main, start, table_of, torchrun
+from tests.harness.examples import (
+    RESTARTING,
+    SECONDS,
+    example_module,
+    kill_a_rank,
+    output_of,
+    run_main,
+    start,
+    table_of,
+    torchrun,
+)
 from tests.harness.models import relative_error
 from tests.harness.ranks import RanksPool
 
@@ -242,9 +252,17 @@ def test_packed_lines_do_not_see_each_other(ranks_pool: RanksPool) -> None:
 def test_fine_tuning_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
     """Kill rank 1 after a checkpoint; check that losses and text equal those of an undisturbed run."""
     steps, options = 10, ("--save-steps", 2, "--batch", 2, "--context", 24)
-    agent = ("--standalone", "--nproc-per-node", 2, "--max-restarts", 1)
+    agent = (*RESTARTING, *torchrun("--standalone", "--nproc-per-node", 2, "--max-restarts", 1))
     runs = [
-        start(*torchrun(*agent), "examples/fine_tune.py", "--steps", steps, *options, "--out", tmp_path / name)
+        start(
+            *agent,
+            "examples/fine_tune.py",
+            "--steps",
+            steps,
+            *options,
+            "--out",
+            tmp_path / name,
+        )
         for name in ("killed", "whole")
     ]
     kill_a_rank(runs[0], lambda: list(tmp_path.glob("killed/fine_tune/checkpoint-*/trainer_state.json")))

@@ -6,6 +6,7 @@ Torch's profiler counts the bytes. ``tests/one`` tests refusals on one rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from tests.harness.models import Mlp
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.comm.small_collectives import broadcast
+from thunder_zero.tools.models.decoder import DecoderSizes, Llama
+from thunder_zero.tools.planner.training_plan import MeshShape, PlanRow, code_of
 
 import thunder
 
@@ -314,3 +317,44 @@ def let_ranks_differ(rank: int, world_size: int) -> None:
 
 def test_ranks_that_differ_all_raise(ranks_pool: RanksPool) -> None:
     ranks_pool.run(3, let_ranks_differ)
+
+
+LLAMA = DecoderSizes(blocks=2, width=8, heads=2, key_heads=1, hidden=16, vocabulary=11, length=6)
+
+
+def run_code_of_plan(rank: int, world_size: int, code: str) -> None:
+    """Run a plan's code with a small model. Values are those of construction; no rank has the model in full."""
+
+    def llama() -> Llama:
+        module = Llama(LLAMA)
+        assert all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        return module
+
+    names: dict[str, Any] = {"llama": llama}
+    with mock.patch.object(dist, "init_process_group") as init:
+        exec(code, names)
+    init.assert_called_once_with("gloo")
+    model, optimizer = names["model"], names["optimizer"]
+    torch.manual_seed(0)
+    plain = Llama(LLAMA)
+    expected = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        assert param.to_local().numel() < param.numel(), name
+        assert torch.equal(param.full_tensor(), expected[name]), name
+    losses = []
+    for _ in range(3):
+        loss = model(torch.arange(6).view(1, 6)).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[2] < losses[0]
+    torch.testing.assert_close(torch.tensor(losses[0]), plain(torch.arange(6).view(1, 6)).square().mean())
+
+
+def test_the_code_of_a_plan_builds_no_values_and_trains(ranks_pool: RanksPool) -> None:
+    """The code of a plan with CPUs is that with GPUs, but for the backend and the device."""
+    row: dict[str, Any] = dict.fromkeys(field.name for field in fields(PlanRow))
+    row |= {"stage": 3, "mesh": MeshShape(1, 2)}
+    policy = tz.Policy(3, recompute="none", bucket_bytes=1 << 20, in_flight_bytes=1 << 21, prefetch=1)
+    ranks_pool.run(2, run_code_of_plan, code_of(PlanRow(**row), policy, "module = llama()", device="cpu"))

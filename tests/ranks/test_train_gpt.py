@@ -10,7 +10,17 @@ import pytest
 import torch
 
 import thunder_zero as tz
-from tests.harness.examples import SECONDS, example_module, kill_a_rank, output_of, run_main, start, table_of, torchrun
+from tests.harness.examples import (
+    RESTARTING,
+    SECONDS,
+    example_module,
+    kill_a_rank,
+    output_of,
+    run_main,
+    start,
+    table_of,
+    torchrun,
+)
 from tests.harness.ranks import RanksPool
 
 EXAMPLE = "examples/train_gpt.py"
@@ -96,7 +106,8 @@ def test_a_run_whose_rank_dies_ends_with_the_same_weights(zero3: tuple[str, Path
     Gathering every unit again for backward changes the bytes that are sent, but no bit of the weights.
     """
     options = (*TINY, "--save-every", 5, "--reshard-after-forward", "--out", tmp_path)
-    run = start(*torchrun("--standalone", "--nproc-per-node", 2, "--max-restarts", 2), EXAMPLE, *options)
+    agent = torchrun("--standalone", "--nproc-per-node", 2, "--max-restarts", 2)
+    run = start(*RESTARTING, *agent, EXAMPLE, *options)
     kill_a_rank(run, lambda: list(tmp_path.glob("*/step-5")))
     printed = output_of(run)
     assert "Resuming after step" in printed

@@ -2,9 +2,9 @@
 
 A folder whose name begins with a dot is temporary. Checkpoints under other names are complete::
 
-    runs/step-100/            a checkpoint
+    runs/step-100/            a checkpoint, which also names the process that wrote it (owner.json)
     runs/latest               a link to the last checkpoint
-    runs/.step-200.saving/    a checkpoint that is being written, or whose process died (owner.json)
+    runs/.step-200.saving/    a checkpoint that is being written, or whose process died
     runs/.step-100.replaced/  the earlier checkpoint step-100, while a save replaces it
     runs/.step-50.removed/    a checkpoint that is being deleted
 """
@@ -24,6 +24,7 @@ from thunder_zero.checkpoint import manifest, owner
 from thunder_zero.checkpoint.manifest import File, Manifest
 
 LATEST = "latest"
+OWN_FOLDER = "end one of the two runs, or give each its own folder"
 CHECKPOINTS_UNCHANGED = "no part of this checkpoint is visible, earlier ones are unchanged"
 
 
@@ -89,7 +90,7 @@ def prepare(path: Path) -> None:
 
     Raises:
         ValueError: the name of ``path`` is reserved, or ``path`` is inside a checkpoint.
-        FileExistsError: ``path`` exists and is not a checkpoint.
+        FileExistsError: ``path`` exists and is not a checkpoint, or another live process writes it.
     """
     if path.name in ("", LATEST) or path.name.startswith(".") or path.is_symlink():
         raise ValueError(
@@ -115,6 +116,14 @@ def prepare(path: Path) -> None:
     if path.exists() and not is_empty and not (path / manifest.NAME).is_file():
         raise FileExistsError(f"{path} exists and is not a checkpoint of thunder_zero; choose another name")
     staging = staging_of(path)
+    if owner.is_alive(staging) and (other := owner.other(staging)):
+        raise FileExistsError(f"cannot save a checkpoint at {path}: {other} is writing it; {OWN_FOLDER}")
+    if owner.is_alive(latest) and (other := owner.other(latest)):
+        warnings.warn(
+            f"{other}, which is alive, wrote {latest.resolve().name}, the latest checkpoint in {path.parent}; two runs "
+            f"move one link {LATEST!r}, and max_to_keep deletes checkpoints of both; {OWN_FOLDER}",
+            stacklevel=2,
+        )
     _delete(staging)
     _clear_dead(path.parent)
     staging.mkdir(parents=True)
@@ -130,6 +139,8 @@ def publish(path: Path, ranks: int, files: tuple[File, ...], *, latest: bool = T
         latest: True also moves the link ``latest`` to the checkpoint.
     """
     staging = staging_of(path)
+    if other := owner.other(staging):
+        raise OSError(f"{other} has begun to write {path} during this save; {OWN_FOLDER}")
     for file in files:
         if not (staging / file.name).is_file():
             raise OSError(
@@ -154,7 +165,6 @@ def publish(path: Path, ranks: int, files: tuple[File, ...], *, latest: bool = T
         sync_folder(path.parent)
     if _replaced(path).is_dir():
         remove(_replaced(path))
-    (path / owner.NAME).unlink(missing_ok=True)
 
 
 def prune(path: Path, max_to_keep: int) -> None:
@@ -222,8 +232,9 @@ def _delete(folder: Path) -> None:
 
 
 def abandon(path: Path) -> None:
-    """Delete the files of a save that failed."""
-    shutil.rmtree(staging_of(path), ignore_errors=True)
+    """Delete the files of a save that failed, but not another run's files."""
+    if owner.other(staging_of(path)) is None:
+        shutil.rmtree(staging_of(path), ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

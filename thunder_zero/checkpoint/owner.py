@@ -46,6 +46,17 @@ def is_alive(folder: Path) -> bool | None:
     return stat[START] == start and stat[STATE] not in ENDED
 
 
+def other(folder: Path) -> str | None:
+    """Return the process and machine that own a folder; None if this process does, or the owner is unknown."""
+    try:
+        record = json.loads((folder / NAME).read_text())
+        place, pid, start = record["place"], int(record["pid"]), str(record["start"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    is_own = (place, pid) == (_place(), os.getpid()) and start == _stat(pid)[START]
+    return None if is_own else f"process {pid} on {place.partition(' ')[0]}"
+
+
 def _place() -> str | None:
     """Return a text that identifies the running kernel and the PID namespace; None if the system lacks one of these."""
     try:

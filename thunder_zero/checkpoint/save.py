@@ -76,7 +76,7 @@ def save(
         TypeError: ``model`` has no ZeroTransform, or an extra is a model.
         ValueError: ``path`` or ``max_to_keep`` is invalid, or an extra or an optimizer's state cannot be saved.
         OSError: a file cannot be written.
-        FileExistsError: ``path`` exists and is not a checkpoint.
+        FileExistsError: ``path`` exists and is not a checkpoint, or another live run writes it.
         RuntimeError: another rank raised, arguments differ between ranks, the call is inside ``no_sync`` or
             ``EMA.applied``, or the previous save failed.
     """

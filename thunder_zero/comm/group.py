@@ -19,6 +19,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -31,7 +32,7 @@ from torch.distributed.fsdp import DataParallelMeshDims
 
 from thunder_zero.comm.collective_tags import without_tags
 from thunder_zero.comm.lost_ranks import naming_lost_ranks
-from thunder_zero.compat.torch.groups import all_groups, set_timeout, timeout_of
+from thunder_zero.compat.torch.groups import all_groups, restarts_on_one_store, set_timeout, timeout_of
 from thunder_zero.plan.mesh import Mesh
 
 DATA_DIMS = (("dp_replicate", "dp_shard"), ("dp_shard",), ("dp",))  # names of the dimensions for data parallelism
@@ -87,6 +88,13 @@ def ranks_of(group: object, mesh: object, dims: object = None) -> Ranks:
     :data:`DATA_DIMS` name the data dimensions; any other dimension is for tensor parallelism. If the mesh leaves out
     ranks, this is a collective of the mesh's ranks.
     """
+    if (restarts := restarts_on_one_store()) and os.environ.get("RANK") == "0":
+        warnings.warn(
+            f"torchrun may restart the ranks {restarts} times, and restarted ranks may fail, because they find the "
+            f"addresses of dead ranks in torchrun's store; start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its "
+            f"environment, and without --master-addr",
+            stacklevel=2,
+        )
     if mesh is None:
         if dims is not None:
             raise ValueError("dp_mesh_dims is given without a mesh; give the mesh whose dimensions it names")

@@ -27,6 +27,7 @@ from thunder_zero.compat.private import (
     CompileContext,
     DeletedGuardManagerWrapper,
     GraphCompileReason,
+    OptimizedModule,
     TensorVariable,
     TorchInGraphFunctionVariable,
     TorchRuntimeError,
@@ -38,6 +39,7 @@ from thunder_zero.compat.private import (
     dynamo_config,
     get_compilation_metrics,
     graph_break_reasons,
+    innermost_fn,
 )
 
 ANY_NUMBER = 1 << 30
@@ -54,6 +56,11 @@ GRAD_MODE = frozenset(  # code with these names may have another graph in anothe
         *("is_leaf", "enable_grad", "set_grad_enabled", "inference_mode"),
     )
 )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module, or the function set as its forward, is a result of ``torch.compile``."""
+    return isinstance(module, OptimizedModule) or innermost_fn(module.forward) != module.forward
 
 
 def capture(

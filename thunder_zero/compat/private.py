@@ -138,6 +138,8 @@ NAMES = {name: Private(*row) for name, row in {
         "a public base class"),
     "OptimizedModule": ("torch._dynamo.eval_frame:OptimizedModule", "whether a module is under torch.compile",
         "a public question"),
+    "innermost_fn": ("torch._dynamo.eval_frame:innermost_fn", "whether a function is under torch.compile",
+        "a public question"),
     # inductor: compat/inductor.py
     "compile_fx_inner": ("torch._inductor.compile_fx:compile_fx_inner", "compiles a graph without autograd",
         INDUCTOR),

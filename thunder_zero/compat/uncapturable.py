@@ -1,4 +1,4 @@
-"""needed while: no front end captures ScriptModules, or hooks of composable checkpoints.
+"""needed while: no front end captures ScriptModules, FSDP1, or composable checkpoints.
 
 In: a module that is about to be sharded, or compiled. Out: nothing, or an error that names the submodule and an
 alternative (:func:`require_traceable`)::
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,12 @@ UNCAPTURABLE = (
         "is a ScriptModule",
         "use the module before torch.jit.script",
         "no front end can capture it",
+    ),
+    RefusedPart(
+        lambda module: isinstance(module, FullyShardedDataParallel),
+        "is under FSDP1",
+        "use the module inside of it",
+        "it shards parameters itself",
     ),
 )
 

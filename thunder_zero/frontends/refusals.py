@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from thunder_zero.compat.dynamo import is_compiled
 from thunder_zero.compat.jitted import plain_of
 from thunder_zero.compat.torch.autograd import is_inside_function_transform
 from thunder_zero.compat.uncapturable import UNCAPTURABLE, RefusedPart, require_traceable
@@ -82,6 +83,12 @@ def require_untransformed(model: ThunderModule, transform: ProgramTransform) -> 
     require_traceable(module, transform.parts())
 
 
+def require_unwrapped(module: nn.Module) -> None:
+    """Raise RuntimeError if the class of a module cannot be sharded."""
+    for message in _faults_of_wrappers(module, type(module).__name__):
+        raise RuntimeError(message)
+
+
 def require_for_slices(policy: Policy) -> None:
     """Raise ValueError if the policy sets a field that is not supported with torch's tensor parallelism."""
     fields = ("cpu_offload", "frozen_format", "transport")
@@ -97,6 +104,11 @@ def _faults_of_wrappers(module: nn.Module, name: str) -> Iterator[str]:
         yield (
             f"{type(plain_of(module)).__name__} is already jitted, and was given to thunder.jit again; give "
             f"thunder.jit the plain module, or apply thunder_zero.zero to the jitted one"
+        )
+    if is_compiled(module):
+        yield (
+            f"{name} is under torch.compile, which hides forward from thunder_zero; give the module from before "
+            f"torch.compile, and thunder_zero.compile(module, fuse='inductor') for inductor's kernels"
         )
     if isinstance(module, DistributedDataParallel):
         yield "DistributedDataParallel already reduces gradients; give the module inside it"

@@ -27,6 +27,7 @@ from thunder_zero.tools.devices.device import DEVICES
 from thunder_zero.tools.models.named import MODELS
 from thunder_zero.tools.printing.line_meanings import ONLY, PHASES
 
+INPUTS = "(module, input, ...) or (module, (input, ...), {name: input, ...})"
 INTERRUPTED = 130  # the exit code that shells use for an interrupted command
 DESCRIPTION = (
     "Print and convert checkpoints; print traces; plan a training; measure a script's step beside its forecast (why); "
@@ -139,7 +140,7 @@ def _shard(add: Add) -> None:
 
 def _trace(add: Add) -> None:
     cmd = _command(add, "trace", "print the traces that one rank of any world runs", _show_trace)
-    cmd.add_argument("place", metavar="FILE.py:function", help="returns (module, input, ...); meta device or not")
+    cmd.add_argument("place", metavar="FILE.py:function", help=f"returns {INPUTS}; meta device or not")
     cmd.add_argument("--world-size", type=int, default=8, help="ranks that share one copy of the model (default: 8)")
     cmd.add_argument("--stage", type=int, default=3, help="0 (DDP) to 3 (default: 3)")
     cmd.add_argument("--rank", type=int, default=0, help="the rank to trace (default: 0)")
@@ -162,7 +163,7 @@ def _trace(add: Add) -> None:
 
 def _report(add: Add) -> None:
     cmd = _command(add, "report", "write one HTML file that shows a step: time, memory, bytes, lines", _write_report)
-    cmd.add_argument("model", help=f"FILE.py:function, which returns (module, input, ...), or {', '.join(MODELS)}")
+    cmd.add_argument("model", help=f"FILE.py:function, which returns {INPUTS}, or {', '.join(MODELS)}")
     cmd.add_argument("--out", type=Path, default=Path("report.html"), help="(default: report.html)")
     cmd.add_argument("--world-size", type=int, default=8, help="ranks that share one copy of the model (default: 8)")
     cmd.add_argument("--stage", type=int, default=3, help="0 (DDP) to 3 (default: 3)")
@@ -177,7 +178,7 @@ def _report(add: Add) -> None:
 
 def _plan(add: Add) -> None:
     cmd = _command(add, "plan", "compare stages and meshes for a model, and recommend one", _show_plan)
-    cmd.add_argument("--model", required=True, help=f"{', '.join(MODELS)}, or FILE.py:function: (module, input, ...)")
+    cmd.add_argument("--model", required=True, help=f"{', '.join(MODELS)}, or FILE.py:function: {INPUTS}")
     cmd.add_argument("--world-size", type=int, required=True, help="ranks that train")
     cmd.add_argument("--device", default="h100", help=f"(default: h100) {_devices()}")
     cmd.add_argument("--memory-bytes", help="of each device, such as 80GiB (default: the device's)")
@@ -251,10 +252,10 @@ def _show_trace(options: argparse.Namespace) -> None:
     from thunder_zero.tools.dry_run import trace
     from thunder_zero.tools.from_file import module_and_inputs, naming_the_users_line
 
-    module, inputs = module_and_inputs(options.place)
+    module, args, kwargs = module_and_inputs(options.place)
     world = {name: getattr(options, name) for name in ("world_size", "rank", "replicas", "device", "frontend")}
     with naming_the_users_line(options.place):
-        traces = trace(module, *inputs, policy=options.stage, **world)
+        traces = trace(module, *args, policy=options.stage, **world, **kwargs)
     if options.json:
         print(json.dumps(json_of(traces, options.phase, unit=options.unit, only=options.only), indent=1))
     else:

@@ -26,7 +26,7 @@ from thunder_zero.frontends.dynamo.compile import Fuser, require_known
 from thunder_zero.frontends.dynamo.dry import export
 from thunder_zero.frontends.dynamo.programs import Mode, program_of, traces_without
 from thunder_zero.frontends.program_transform import ProgramTransform
-from thunder_zero.frontends.refusals import PARTS
+from thunder_zero.frontends.refusals import PARTS, require_unwrapped
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Param, Plan
@@ -101,7 +101,7 @@ def trace(
         ValueError: the stage, ``world_size``, ``rank`` or ``replicas`` is out of range, or is given beside a mesh. Or
             the module has no parameters, or has slices that do not fit the mesh. Or ``frontend`` is unknown, or does
             not take an argument.
-        RuntimeError: dynamo captures forward as several graphs.
+        RuntimeError: dynamo captures forward as several graphs, or the module is under ``torch.compile`` or DDP.
     """
     if frontend not in FRONTENDS:
         raise ValueError(f"frontend is {frontend!r}; choose {' or '.join(map(repr, FRONTENDS))}")
@@ -115,6 +115,7 @@ def trace(
         raise TypeError(
             f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
         )
+    require_unwrapped(module)
     _refuse_unknown_arguments(module, kwargs)
     planned, slices = Mesh.of(8 if world_size is None else world_size, rank, replicas), dict[str, int]()
     partial: Container[str] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -18,14 +18,24 @@ NAME = "thunder_zero_from_file"  # the file's key in sys.modules
 PACKAGE, TORCH = Path(__file__).parents[1], Path(nn.__file__).parent
 
 
-def module_and_inputs(place: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Call the function in ``FILE.py:function``, and return the module and its inputs."""
+def module_and_inputs(place: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Call the function in ``FILE.py:function``. Return the module and its positional and keyword inputs.
+
+    The function returns ``(module, input, ...)``, or ``(module, (input, ...), {name: input, ...})``.
+    """
     with _imported(place) as function:
         result = function()
     if not isinstance(result, tuple) or len(result) < 2 or not isinstance(result[0], nn.Module):
         types = [type(part).__name__ for part in result] if isinstance(result, tuple) else type(result).__name__
-        raise ValueError(f"{place} returns {types}; return a tuple of the module and its inputs: (module, input, ...)")
-    return result[0], result[1:]
+        raise ValueError(
+            f"{place} returns {types}; return a tuple of the module and its inputs: (module, input, ...), or (module, "
+            f"(input, ...), {{name: input, ...}})"
+        )
+    module, *inputs = result
+    match inputs:
+        case [tuple(args), Mapping() as kwargs]:
+            return module, args, dict(kwargs)
+    return module, tuple(inputs), {}
 
 
 def function_at(place: str) -> Callable[..., Any]:

@@ -51,6 +51,17 @@ def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     set_pg_timeout(timeout, group)
 
 
+# needed while: torchrun gives restarted ranks the store of dead ranks.
+# gloo and NCCL then find the addresses of dead ranks under the names of their own. Each node counts its restarts alone,
+# so no environment variable of a rank names the attempt.
+
+
+def restarts_on_one_store() -> int:
+    """Return how often torchrun may restart the ranks on one store, and 0 if each attempt has a store."""
+    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) if shares_store else 0
+
+
 # needed while: gloo's thread polls a connection to which another thread writes.
 # Arriving data wakes the thread. If gloo's thread then preempts the writer, it polls until it loses the core again.
 # This takes a third of a step's CPU time where cores are few. Linux can wake a thread without preempting another

@@ -129,16 +129,26 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Llama 3."""
 
+    cosines: Tensor
+    sines: Tensor
+
     def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
         self.blocks = nn.ModuleList(Block(sizes, nn.RMSNorm, GatedMlp) for _ in range(sizes.blocks))
         self.norm = nn.RMSNorm(sizes.width)
         self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
-        head = sizes.width // sizes.heads
-        angles = torch.outer(torch.arange(sizes.length), BASE ** -(torch.arange(0, head, 2) / head)).repeat(1, 2)
-        for name, values in (("cosines", angles.cos()), ("sines", angles.sin())):
-            self.register_buffer(name, values.to(torch.bfloat16), persistent=False)
+        for name in ("cosines", "sines"):
+            table = torch.empty(sizes.length, sizes.width // sizes.heads, dtype=torch.bfloat16)
+            self.register_buffer(name, table, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Compute the rotation of each position."""
+        length, head = self.cosines.shape
+        angles = torch.outer(torch.arange(length), BASE ** -(torch.arange(0, head, 2) / head)).repeat(1, 2)
+        self.cosines.copy_(angles.cos())
+        self.sines.copy_(angles.sin())
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits (batch, length, vocabulary) of tokens (batch, length)."""

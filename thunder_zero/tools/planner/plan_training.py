@@ -22,7 +22,13 @@ from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.models.named import NamedModel
-from thunder_zero.tools.planner.overhead import OVERHEAD, adamw_traffic, overhead_bytes, shard_and_adamw_bytes
+from thunder_zero.tools.planner.overhead import (
+    OVERHEAD,
+    OVERHEAD_OF_CPU,
+    adamw_traffic,
+    overhead_bytes,
+    shard_and_adamw_bytes,
+)
 from thunder_zero.tools.planner.programs import StepForecast, SubjectPrograms
 from thunder_zero.tools.planner.slicing import Slicing
 from thunder_zero.tools.planner.subject import Subject, named_model, subject_of
@@ -71,7 +77,7 @@ def plan_training(
     Args:
         model: a key of ``tz.tools.MODELS`` (llama3-8b, llama3-70b, llama3-405b, gpt-1.3b), a ``tz.tools.NamedModel``,
             a plain module (also on the meta device), or ``FILE.py:function``. The function must return ``(module,
-            input, ...)``.
+            input, ...)`` or ``(module, (input, ...), {name: input, ...})``.
         args, kwargs: the arguments of a module's forward, for one rank's share of a batch.
         world_size: number of ranks that train, such as 128 for 16 nodes of 8.
         device: as for :func:`thunder_zero.tools.estimate`.
@@ -199,7 +205,8 @@ class _Comparison:
         chosen, code = best_of(rows), ""
         if chosen is not None:
             policy = self._programs(chosen.mesh.slices).policy(chosen.stage, chosen.recompute)
-            code = code_of(chosen, policy, subject.build, slicing)
+            kind = "cpu" if isinstance(self.device, Calibrated) else "cuda"
+            code = code_of(chosen, policy, subject.build, slicing, kind)
         returns_loss = self._programs(sizes[0]).returns_loss()
         return TrainingPlan(
             model=subject.name,
@@ -245,7 +252,7 @@ class _Comparison:
             while True:
                 policy = programs.policy(stage, levels[0])
                 evaluated = programs.evaluate(policy, mesh)
-                overhead = overhead_bytes(mesh.replicas, evaluated.memory.storages, slices)
+                overhead = overhead_bytes(self.device, mesh.replicas, evaluated.memory.storages, slices)
                 needed = max(evaluated.memory.peak, evaluated.memory.optimizer_step) + overhead
                 if needed <= self.memory_bytes or len(levels) == 1:
                     break
@@ -288,7 +295,7 @@ SLICES = 'parallelize_module(module, mesh["tp"], ...)  # yours: tp_plan'
 FUNCTION_SLICES = '...  # yours: tp_plan, which slices module over mesh["tp"]'
 OF_SLICES = (
     "ranks of tensor parallelism (tp) have one batch; their collectives go over the links of a node, as the next lines "
-    "wait for them, and they have one NCCL communicator more; a Llama's loss is torch's loss_parallel, without "
+    "wait for them, and they have one communicator more; a Llama's loss is torch's loss_parallel, without "
     "its sums of one number a token"
 )
 
@@ -336,5 +343,5 @@ def assumed(subject: Subject, asked: Policy, device: Device, *, returns_loss: bo
         f"compute in {compute}, gradients on the wire in {reduce}; {shards} shards and AdamW's two averages, stepped "
         f"by AdamW(fused=True); {loss}; memory is that of lines that are not fused",
         "a collective is a flat ring, with a latency for each rank that a message passes",
-        OVERHEAD,
+        OVERHEAD_OF_CPU if isinstance(device, Calibrated) else OVERHEAD,
     )

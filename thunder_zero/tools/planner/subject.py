@@ -135,8 +135,8 @@ def _name_of(model: NamedModel | str) -> str:
 def _of_file(place: str, length: int | None, micro_batch: int, loss: Callable[[Any], Tensor] | None) -> Subject:
     if length is not None or micro_batch != 1:
         raise ValueError(f"{place} makes its own inputs; change their shapes there, not with other options")
-    module, args = module_and_inputs(place)
-    subject = of_module(module, args, loss=loss)
+    module, args, kwargs = module_and_inputs(place)
+    subject = of_module(module, args, kwargs, loss)
     return replace(subject, name=place, batch=1, build=f"module = ...  # yours: {place} returns it")
 
 

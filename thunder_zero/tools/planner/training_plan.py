@@ -350,10 +350,17 @@ def _format(asked: Formats) -> str:
     return f"{prefix}{asked!r}" if asked else ""
 
 
-def code_of(row: PlanRow, policy: Policy, build: str, slicing: str = "") -> str:
-    """Return Python code to paste: imports, the policy, the module, the mesh, and the model.
+START = {
+    "cuda": ('torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))', 'torch.distributed.init_process_group("nccl")'),
+    "cpu": ('torch.distributed.init_process_group("gloo")',),
+}
 
-    ``build`` is a line of code that makes ``module``. ``slicing`` is code that slices the module over ``mesh["tp"]``.
+
+def code_of(row: PlanRow, policy: Policy, build: str, slicing: str = "", device: str = "cuda") -> str:
+    """Return Python code to paste: imports, the process group, the policy, the module, the mesh, and the model.
+
+    ``build`` is a line of code that makes ``module``, which the code runs on the meta device. ``slicing`` is code that
+    slices the module over ``mesh["tp"]``. ``device`` is "cuda" or "cpu".
     """
     imports: list[str] = []
     argument, mesh = "", []
@@ -366,7 +373,7 @@ def code_of(row: PlanRow, policy: Policy, build: str, slicing: str = "") -> str:
     if row.mesh.replicas > 1 or row.mesh.slices > 1:
         imports.append("from torch.distributed.device_mesh import init_device_mesh")
         dims = ", ".join(f'"{name}"' for name in names)
-        mesh = ["mesh = init_device_mesh(", f'    "cuda", {shape}, mesh_dim_names=({dims})', ")"]
+        mesh = ["mesh = init_device_mesh(", f'    "{device}", {shape}, mesh_dim_names=({dims})', ")"]
         argument = ", mesh=mesh"
     if row.mesh.slices > 1:
         if "parallelize_module" in slicing:
@@ -374,10 +381,12 @@ def code_of(row: PlanRow, policy: Policy, build: str, slicing: str = "") -> str:
         mesh += slicing.splitlines()
     precision = policy.mixed_precision
     lines = [
+        *(("import os", "") if device == "cuda" else ()),
         "import torch",
         "import thunder_zero as tz",
         *imports,
         "",
+        *START[device],
         "policy = tz.Policy(",
         f"    stage={policy.stage},",
         f"    recompute={policy.recompute!r},",
@@ -389,8 +398,11 @@ def code_of(row: PlanRow, policy: Policy, build: str, slicing: str = "") -> str:
         f"    in_flight_bytes={policy.in_flight_bytes:_},",
         f"    prefetch={policy.prefetch},",
         ")",
-        build,
+        'with torch.device("meta"):  # without values',
+        f"    {build}",
         *mesh,
+        "torch.manual_seed(0)  # every rank draws the same values, and keeps its rows",
+        "# reset_parameters draws them; or pass init=function, or weights=folder",
         f"model = tz.compile(module, policy{argument})",
         "optimizer = torch.optim.AdamW(model.parameters(), fused=True)",
     ]
