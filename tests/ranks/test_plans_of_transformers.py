@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import thunder_zero as tz
 from tests.harness.errors import fails
@@ -52,6 +53,7 @@ OTHER_STYLES = {
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", DECODER_SIZES),
+    "llama of 1 layer": ("LlamaConfig", DECODER_SIZES | {"num_hidden_layers": 1}),
     "qwen3": ("Qwen3Config", DECODER_SIZES),
     "qwen3, tied": ("Qwen3Config", DECODER_SIZES | {"tie_word_embeddings": True, "num_hidden_layers": 1}),
     "gpt2": ("GPT2Config", {"vocab_size": TOKENS, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}),
@@ -95,6 +97,9 @@ def assert_same(model: Any, plain: nn.Module, step: object) -> None:
         torch.testing.assert_close(
             full(actual[name].detach()), param.detach(), atol=TOLERANCE, rtol=TOLERANCE, msg=str((name, step))
         )
+        if not param.requires_grad:
+            assert actual[name].grad is None, name
+            continue
         assert param.grad is not None, name
         assert actual[name].grad is not None, name
         error = (full(actual[name].grad) - param.grad).abs().max().item()
@@ -114,6 +119,8 @@ def train_both(model: Any, plain: nn.Module, dp: int) -> None:
         for index in (step, step + 10):
             loss_of(plain, index).backward()
         assert_same(model, plain, step)
+        norms = tz.clip_grad_norm_(model, 0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        torch.testing.assert_close(norms[0], norms[1], atol=TOLERANCE, rtol=TOLERANCE)
         for optimizer in optimizers:
             optimizer.step()
 
@@ -124,6 +131,10 @@ def train_with_plan(rank: int, world_size: int, kind: str, stage: int, plan: dic
     parallelize(module, mesh["tp"], plan)
     model = tz.compile(module, stage=stage, mesh=mesh)
     train_both(model, plain, dp)
+    prompt = torch.arange(4).view(1, 4)
+    with tz.full_parameters(model) as full_module:
+        tokens = full_module.generate(prompt, max_new_tokens=3, do_sample=False)
+    assert tokens.equal(plain.generate(prompt, max_new_tokens=3, do_sample=False))
     timeline = tz.traces_of(model).timeline
     summed = [op for op in timeline.ops if op.params and op.over == "tensor"]
     norms = {name for name, _ in plain.named_parameters() if "q_norm" in name or "k_norm" in name}
@@ -150,6 +161,65 @@ def test_a_models_own_plan_trains_as_one_process(ranks_pool: RanksPool, world_si
 @pytest.mark.slow
 def test_other_styles_train_as_one_process(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, train_with_plan, "llama", 3, OTHER_STYLES, timeout=280)
+
+
+# LoRA
+
+
+def add_adapters(model: Any, targets: str) -> Any:
+    peft = importlib.import_module("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=2, target_modules=targets.split()))
+
+
+def train_adapters(rank: int, world_size: int, stage: int) -> None:
+    dp, targets = world_size // 2, "q_proj o_proj up_proj down_proj embed_tokens"
+    mesh, plain, module = mesh_of(dp, 2), build_model("llama of 1 layer"), build_model("llama of 1 layer")
+    parallelize(module, mesh["tp"])
+    module, plain = add_adapters(module, targets).double(), add_adapters(plain, targets).double()
+    sliced = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, param in plain.named_parameters():
+            if param.requires_grad:
+                part: Any = sliced[name]
+                value = nn.init.normal_(param, std=0.2)
+                if isinstance(part, DTensor):
+                    value = distribute_tensor(value, part.device_mesh, part.placements, src_data_rank=None)
+                part.copy_(value)
+    model = tz.compile(module, stage=stage, mesh=mesh)
+    train_both(model, plain, dp)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), *slow((4, 3), (4, 0))])
+def test_adapters_of_sliced_layers_train_as_one_process(ranks_pool: RanksPool, world_size: int, stage: int) -> None:
+    ranks_pool.run(world_size, train_adapters, stage, timeout=280)
+
+
+def refuse_adapters(rank: int, world_size: int) -> None:
+    mesh = mesh_of(1, 2)
+    fails(
+        lambda: parallelize(add_adapters(build_model("llama"), "q_proj").base_model.model, mesh["tp"]),
+        "ValueError",
+        "layer 'model.layers.0.self_attn.q_proj.base_layer' has adapters already; slice the model before",
+    )
+    module = build_model("llama")
+    parallelize(module, mesh["tp"])
+    unplaced = add_adapters(module, "lm_head")  # peft places no adapters of this style
+    sliced = parallelize_module(
+        build_model("llama"), mesh["tp"], {"model.layers.0.self_attn.o_proj": RowwiseParallel()}
+    )
+    for peft_model, name in ((unplaced, "lora_B"), (add_adapters(sliced, "o_proj"), "lora_A")):
+        fails(
+            lambda model=peft_model: tz.compile(model, stage=3, mesh=mesh),
+            "ValueError",
+            f"parameter '{name}.default.weight' of layer",
+            "has the size of a slice and is not placed as one",
+        )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
+def test_adapters_that_are_no_slices_are_refused(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, refuse_adapters, timeout=280)
 
 
 def train_loaded(rank: int, world_size: int, folder: Path) -> None:

@@ -79,6 +79,18 @@ class Attention(nn.Module):
         return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
+class Uneven(nn.Module):
+    """A module with a vocabulary and a width that 2 and 4 ranks do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS + 1, 9), nn.Linear(9, WORDS + 1)
+        self.up, self.down = nn.Linear(9, 12), nn.Linear(12, 9)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.down(self.up(self.embed(tokens)).relu()))
+
+
 class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -96,6 +108,16 @@ class Transformer(nn.Module):
 COLUMNS, ROWWISE = ColwiseParallel, RowwiseParallel
 MLP_STYLES: Styles = {"up": COLUMNS(), "down": ROWWISE()}
 ATTENTION_STYLES: Styles = {f"attention.{name}": COLUMNS() for name in "qkv"}
+VOCABULARY_STYLES: Styles = {
+    **MLP_STYLES,
+    "embed": ROWWISE(input_layouts=Replicate()),
+    "head": COLUMNS(output_layouts=Replicate()),
+}
+WIDTH_STYLES: Styles = {
+    **MLP_STYLES,
+    "embed": COLUMNS(output_layouts=Replicate()),
+    "head": ROWWISE(input_layouts=Replicate()),
+}
 HIDDEN_STYLES: Styles = {**ATTENTION_STYLES, "attention.o": ROWWISE(), "up": COLUMNS(), "down": ROWWISE()}
 SEQUENCE_STYLES: Styles = {
     "embed": ROWWISE(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -129,7 +151,7 @@ def compile_sliced(module: nn.Module, mesh: DeviceMesh, styles: Styles, policy: 
 
 def make_batch(module: nn.Module, step: int, rows: int = ROWS) -> Tensor:
     generator = torch.Generator().manual_seed(step)
-    if not isinstance(module, Transformer):
+    if not isinstance(module, (Transformer, Uneven)):
         return torch.randn(rows, 6, generator=generator, dtype=torch.float64)
     return torch.randint(0, WORDS, (rows, LENGTH), generator=generator)
 
@@ -232,6 +254,24 @@ def test_a_transformer_in_slices_trains_as_one_process(
     ranks_pool.run(2 * dp, train_transformer, dp, styles, policy, {}, timeout=200)
 
 
+def train_lengths(rank: int, world_size: int, stage: int) -> None:
+    mesh, module = mesh_of(1, 2), build_plain(Mlp)
+    model = compile_sliced(module, mesh, MLP_STYLES, tz.Policy(stage))
+    for length in (6, 9, 2, 8, 7):
+        x = make_batch(module, length, ROWS * length).view(ROWS, length, 6)
+        for trained in (model, module):
+            trained.zero_grad()
+            trained(x).square().mean().backward()
+        assert_same(model, module, length)
+    # one for the first length, one for all others; dynamo remembers the sizes of an earlier model that changed
+    assert len(tz.tools.programs(model)) <= 2
+
+
+@pytest.mark.parametrize("stage", [3, *slow(0)])
+def test_lengths_that_change_train_as_one_process(ranks_pool: RanksPool, stage: int) -> None:
+    ranks_pool.run(2, train_lengths, stage, timeout=110)
+
+
 def use_loss_parallel(rank: int, world_size: int) -> None:
     mesh, module = mesh_of(1, 2), build_plain(Transformer)
     model, x = compile_sliced(module, mesh, LOSS_STYLES, tz.ZERO3), make_batch(module, 0)
@@ -328,6 +368,44 @@ def save_and_load(rank: int, world_size: int, folder: Path, policy: Any, hidden:
     if rank == 0:
         tz.tools.consolidate(folder / "ours", folder / "one.safetensors")
         assert_values(load_file(folder / "one.safetensors"), expected)
+
+
+def save_uneven(rank: int, world_size: int, folder: Path, policy: Any, styles: Styles) -> None:
+    mesh, module = mesh_of(world_size // 2, 2), build_plain(Uneven)
+    model = compile_sliced(module, mesh, styles, policy)
+    train_both(model, module, 2)
+    assert_values(tz.full_state_dict(model), module.state_dict())
+    tokens = make_batch(module, STEPS)
+    with tz.full_parameters(model, writeback=True) as full_module, torch.no_grad():
+        assert_near(full_module(tokens), module(tokens), "in full_parameters")
+        for written in (full_module, module):
+            for param in written.parameters():
+                param.mul_(0 if written is full_module and rank > 1 else 2)  # the first data rank's are taken
+    assert_values(tz.full_state_dict(model), module.state_dict())
+    if policy.stage:  # torch's placements describe no rows of slices that differ in rows
+        sharded = {path: model.state.plan.by_name[path].sharded for path in ("embed.weight", "up.weight")}
+        assert sharded == {"embed.weight": styles is WIDTH_STYLES, "up.weight": True}
+    tz.save(folder, model)
+    for other in (
+        compile_sliced(build_plain(Uneven, 1), mesh_of(1, world_size), styles, policy),
+        tz.compile(build_plain(Uneven, 1), policy),
+    ):
+        tz.load(folder, other)
+        assert_values(tz.full_state_dict(other), module.state_dict())
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("world_size", "policy", "styles"),
+    [
+        (2, tz.ZERO3, VOCABULARY_STYLES),
+        *slow((4, tz.ZERO3, VOCABULARY_STYLES), (4, tz.DDP, VOCABULARY_STYLES), (4, tz.ZERO3, WIDTH_STYLES)),
+    ],
+)
+def test_uneven_slices_train_and_load_on_other_meshes(
+    ranks_pool: RanksPool, tmp_path: Path, world_size: int, policy: Any, styles: Styles
+) -> None:
+    ranks_pool.run(world_size, save_uneven, tmp_path, policy, styles, timeout=200)
 
 
 def assert_values(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -592,8 +670,10 @@ def refuse_wrong_uses(rank: int, world_size: int) -> None:
     fails(tries(module), "ValueError", "dimension 'tp'", "no parameter of Mlp is a DTensor", "parallelize_module")
     fails(tries(sliced(), on=cp_mesh), "ValueError", "parameter 'up.weight'", "'cp' of the given mesh", "mesh['cp']")
     fails(tries(sliced(), on=mesh["dp"]), "ValueError", "parameter 'up.weight' is a DTensor", "('dp', 'tp')")
-    odd = partial(Mlp, 5)
-    fails(tries(sliced(build=odd)), "ValueError", "dimension 0 of parameter 'up.weight' is 5 long", "2 ranks", "divide")
+    narrow = partial(Mlp, 1)
+    fails(
+        tries(sliced(build=narrow)), "ValueError", "dimension 0 of parameter 'up.weight' is 1 long", "last of 2 ranks"
+    )
     for name, value in (("cpu_offload", True), ("broadcast_from", 0)):
         fails(tries(sliced(), **{name: value}), "ValueError", f"{name} does not work beside torch's tensor parallel")
     fails(tries(sliced(), ignored=("up",)), "ValueError", "'up.weight' is a DTensor and the policy ignores it")
@@ -628,7 +708,7 @@ def refuse_wrong_uses(rank: int, world_size: int) -> None:
             tz.clip_grad_norm_(model, 1.0)
             torch.optim.SGD(model.parameters(), 0.0).step()
     assert gathers.call_count == 2, "one before there were gradients, one after"
-    with refused(RuntimeError, "full_parameters knows no slices", "full_state_dict"), tz.full_parameters(model):
+    with refused(ValueError, "rank0_only=True", "sliced"), tz.full_parameters(model, rank0_only=True):
         pass
     fails(lambda: tz.whole(torch.optim.SGD, model.parameters(), lr=0.1), "RuntimeError", "tz.whole knows no slices")
     partial_gradient = compile_sliced(build_plain(Heads), mesh, {"q": COLUMNS(), "o": ROWWISE()}, tz.ZERO3)

@@ -60,7 +60,9 @@ def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fa
     mesh += f" x {plan.mesh.tensor.size} slices" * plan.mesh.is_sliced
     facts.append(Fact("the mesh (copies x ranks)", mesh, "give every rank the same mesh, or the same process_group"))
     for param in plan.params:
-        value = f"shape {param.shape}, {param.dtype}, requires_grad={param.requires_grad}, unit {param.unit!r}"
+        value = (
+            f"shape {plan.whole_shape(param)}, {param.dtype}, requires_grad={param.requires_grad}, unit {param.unit!r}"
+        )
         if plan.mesh.is_sliced:
             value += f", sliced along {param.sliced}{', its gradient in parts' * param.is_partial}"
         if plan.policy.broadcast_from is None and module.get_parameter(param.path).is_meta:

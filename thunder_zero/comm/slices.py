@@ -10,6 +10,9 @@
 
 from __future__ import annotations
 
+from itertools import product
+from typing import Any, TypeGuard
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims
@@ -17,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from thunder_zero.comm.group import Ranks, ranks_of
 from thunder_zero.compat.plans_of_transformers import meshes_of_sums
+from thunder_zero.plan.layout import sizes_of_slices
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan
 
@@ -39,7 +43,7 @@ def slices_of(module: nn.Module, ranks: Ranks) -> dict[str, int]:
 
     Raises:
         ValueError: no parameter is a DTensor on the mesh's dimension for tensor parallelism, a parameter is a DTensor
-            on another mesh, or a parameter's slices differ in size.
+            on another mesh, or a rank has nothing of a parameter.
     """
     mesh = ranks.tensor
     if mesh is None:
@@ -99,22 +103,48 @@ def _dimension_of(name: str, param: DTensor, ranks: int) -> int | None:
             f"torch's ColwiseParallel, RowwiseParallel and SequenceParallel place parameters"
         )
     dim = placement.dim % param.ndim
-    if param.shape[dim] % ranks:
+    if 0 in sizes_of_slices(param.shape[dim], ranks):
         raise ValueError(
-            f"dimension {dim} of parameter {name!r} is {param.shape[dim]} long, which {ranks} ranks of tensor "
-            f"parallelism do not divide; choose sizes that they divide"
+            f"dimension {dim} of parameter {name!r} is {param.shape[dim]} long, of which the last of {ranks} ranks of "
+            f"tensor parallelism has nothing; choose fewer ranks, or do not slice this parameter"
         )
     return dim
 
 
 def require_planned(module: nn.Module, plan: Plan) -> None:
-    """Raise ValueError if a parameter has hooks on its gradient, or if :func:`require_in_plan` raises."""
+    """Raise ValueError if a parameter has hooks on its gradient, or adapters (LoRA) have the size of a slice without
+    being placed as slices. Also raise it if :func:`require_in_plan` raises."""
     require_in_plan(module, plan)
+    for path, part in module.named_modules():
+        if "base_layer" in dict(part.named_children()):
+            _require_placed_adapters(path, part)
     for name, param in module.named_parameters(remove_duplicate=False):
         if param._backward_hooks or param._post_accumulate_grad_hooks:
             raise ValueError(
                 f"parameter {name!r} has hooks on its gradient, which are not its rows' hooks; register them on the "
                 f"parameters of the model that thunder_zero.compile returns"
+            )
+
+
+def _is_sliced(param: Any) -> TypeGuard[DTensor]:
+    return isinstance(param, DTensor) and any(placement.is_shard() for placement in param.placements)
+
+
+def _require_placed_adapters(path: str, layer: nn.Module) -> None:
+    """Raise ValueError if the adapters of a sliced layer would have the gradient of a slice, which nothing sums."""
+    params = dict(layer.named_parameters())
+    base = [param for name, param in params.items() if name.startswith("base_layer.") and _is_sliced(param)]
+    adapters = {name: param for name, param in params.items() if not name.startswith("base_layer.")}
+    if any(map(_is_sliced, adapters.values())):
+        return
+    for weight, (name, adapter) in product(base, adapters.items()):
+        sizes = zip(weight.to_local().shape, weight.shape, adapter.shape, strict=False)
+        if any(part != whole and part == size for part, whole, size in sizes):
+            raise ValueError(
+                f"parameter {name!r} of layer {path!r} has the size of a slice and is not placed as one, so its gradient "
+                f"would be that of one rank; slice the model by thunder_zero.hugging_face.parallelize on a dimension "
+                f"named 'tp' before get_peft_model, and target layers of the styles colwise, rowwise and "
+                f"embedding_rowwise"
             )
 
 

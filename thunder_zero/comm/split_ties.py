@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from thunder_zero.plan.layout import row_range
 from thunder_zero.plan.params import Param, Plan
 
 
@@ -60,8 +61,8 @@ def _common(tensor: Tensor, param: Param, other: Param, plan: Plan) -> Tensor:
     """Return the elements of ``param`` on this rank whose counterparts in ``other`` are also on this rank."""
     part, axis, dim = tensor.to_local() if isinstance(tensor, DTensor) else tensor, plan.mesh.tensor, other.sliced
     if dim is not None and dim != param.sliced:
-        size = part.shape[dim] // axis.size
-        part = part.narrow(dim, axis.place * size, size)
+        start, stop = row_range(part.shape[dim], axis.size, axis.place)
+        part = part.narrow(dim, start, stop - start)
     return part.detach()
 
 

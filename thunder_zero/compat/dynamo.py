@@ -141,10 +141,8 @@ def failure(error: Exception, name: str, slices: int = 1) -> tuple[str, Exceptio
     if slices > 1 and type(raised) in (RuntimeError, ValueError):
         action = (
             f"forward has slices: choose a number of ranks of tensor parallelism (now {slices}) that divides the "
-            f"heads, of queries and of keys"
+            f"heads, also those of keys, and hidden sizes"
         )
-    if slices > 1 and isinstance(raised, RecursionError):
-        action = "torch cannot trace slices of sizes that are symbols: pass dynamic=False, or give batches one shape"
     return f"cannot trace {name}: {type(raised).__name__}{where}: {text}; {action}", raised
 
 

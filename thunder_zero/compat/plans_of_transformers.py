@@ -55,6 +55,8 @@ def apply_plan(model: Any, mesh: DeviceMesh, plan: Mapping[str, str] | None) -> 
         raise TypeError(f"{name} is no model of transformers; call torch's parallelize_module with styles of your own")
     if path := next((path for path, param in model.named_parameters() if isinstance(param, DTensor)), None):
         raise ValueError(f"parameter {path!r} is a DTensor already; slice a model once")
+    if path := next((path for path, _ in model.named_modules() if path.endswith(".base_layer")), None):
+        raise ValueError(f"layer {path!r} has adapters already; slice the model before get_peft_model adds them")
     if not model.tp_plan and not plan:
         raise ValueError(
             f"{name} has no plan for tensor parallelism; give one as plan=, or slice its layers by torch's "
@@ -68,6 +70,8 @@ def apply_plan(model: Any, mesh: DeviceMesh, plan: Mapping[str, str] | None) -> 
             f"the plan of {name} has the style {wrong[1]!r} for {wrong[0]!r}, which no test compares with one "
             f"process; give plan= with another style, or slice the layer by torch's parallelize_module"
         )
+    # as from_pretrained does: peft reads them, and slices the adapters of sliced layers
+    model.config.distributed_config, model._device_mesh, model._tp_size = config, mesh, config.tp_size
     tied = {path for path, _ in model.named_parameters(remove_duplicate=False)} - {*dict(model.named_parameters())}
     apply_tensor_parallelism(model, mesh, {path: style for path, style in styles.items() if path not in tied})
     model.tie_weights(recompute_mapping=False)
@@ -83,7 +87,13 @@ def meshes_of_sums(module: nn.Module) -> dict[str, DeviceMesh]:
 
 
 def leave_to_plan(module: nn.Module) -> None:
-    """Restore the original forward of modules, without hooks on their parameters."""
+    """Restore the original forward of modules, without hooks on their parameters. Give adapters their whole sizes.
+
+    peft 0.21 gives the sliced adapters of LoRA the sizes of a slice, and transformers takes these for whole sizes.
+    """
+    for part in module.modules():
+        if isinstance(part, nn.Linear) and isinstance(part.weight, DTensor):
+            part.out_features, part.in_features = part.weight.shape
     for _, part, forward, _ in list(_hooking(module)):
         del part.forward
         if forward != part.forward:  # replaced before

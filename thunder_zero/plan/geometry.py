@@ -48,7 +48,7 @@ class Geometry:
         """The shape that compute reads: this rank's slice, gathered over the data axes."""
         if self.sliced is None:
             return self.shape
-        size = self.shape[self.sliced] // self.mesh.tensor.size
+        size = layout.sizes_of_slices(self.shape[self.sliced], self.mesh.tensor.size)[self.mesh.tensor.place]
         return (*self.shape[: self.sliced], size, *self.shape[self.sliced + 1 :])
 
     @property

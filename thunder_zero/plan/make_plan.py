@@ -199,10 +199,14 @@ def _plan_param(
 ) -> Param:
     stage, sliced = STAGES[policy.stage], slices.get(names[0])
     shape = Geometry(tuple(param.shape), mesh, is_cut=False, sliced=sliced).in_compute
-    is_small = prod(shape) * param.dtype.itemsize < policy.replicate_below_bytes
+    sizes = () if sliced is None else layout.sizes_of_slices(param.shape[sliced], mesh.tensor.size)
+    uneven = sizes if len(set(sizes)) > 1 else ()
+    is_small = prod(shape) * param.dtype.itemsize < policy.replicate_below_bytes and not uneven
     paths = {path for name in names for path in around(name)}
     replicated = any(fnmatchcase(path, pattern) for path in paths for pattern in policy.replicated)
-    sharded = stage.sharded and layout.is_sharded(shape) and not (is_small or replicated)
+    # torch's placements cannot describe rows of slices that have different numbers of rows.
+    is_divisible = not (uneven and sliced == 0)
+    sharded = stage.sharded and layout.is_sharded(shape) and is_divisible and not (is_small or replicated)
     precision = _precision_of(names, policy.mixed_precision) if param.is_floating_point() else MixedPrecision()
     compute_dtype = precision.param_dtype or param.dtype
     gather_format, reduce_format = (
@@ -228,6 +232,7 @@ def _plan_param(
         frozen_format=frozen_format,
         sliced=sliced,
         is_partial=any(name in partial for name in names),
+        uneven=uneven,
     )
 
 

@@ -58,6 +58,7 @@ class Param:
             too, since it may be unfrozen.
         frozen_format: the format of the rows at rest and on the wire; None if the parameter is not stored in a format.
         sliced: the dimension that torch's tensor parallelism slices; None if it slices none.
+        uneven: the sizes of all ranks' slices along ``sliced`` if these differ. Empty if they are equal.
         is_partial: True if the gradient is a sum, and each rank of tensor parallelism computes one term.
     """
 
@@ -78,6 +79,7 @@ class Param:
     frozen_format: NF4 | None = None
     sliced: int | None = None
     is_partial: bool = False
+    uneven: tuple[int, ...] = ()
 
     @property
     def rest_shape(self) -> tuple[int, ...]:
@@ -102,13 +104,20 @@ class Param:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the full, unpadded parameter in ``compute_dtype``."""
-        return prod(self.shape) * self.compute_dtype.itemsize
+        """Bytes of the full, unpadded parameter in ``compute_dtype``, or of the largest slice."""
+        return self._largest * self.compute_dtype.itemsize
 
     @property
     def grad_bytes(self) -> int:
-        """Bytes of the full, unpadded gradient in ``reduce_dtype``."""
-        return prod(self.shape) * self.reduce_dtype.itemsize
+        """Bytes of the full, unpadded gradient in ``reduce_dtype``, or of the gradient of the largest slice."""
+        return self._largest * self.reduce_dtype.itemsize
+
+    @property
+    def _largest(self) -> int:
+        # All ranks schedule by the largest slice, since they must launch equal collectives.
+        if self.sliced is None or not self.uneven:
+            return prod(self.shape)
+        return prod(self.shape) // self.shape[self.sliced] * self.uneven[0]
 
     @property
     def is_cast(self) -> bool:
@@ -154,7 +163,9 @@ class Plan:
     def whole_shape(self, param: Param) -> tuple[int, ...]:
         """Return the shape of a parameter before tensor parallelism slices it."""
         dim, slices = param.sliced, self.mesh.tensor.size
-        return tuple(size * slices if index == dim else size for index, size in enumerate(param.shape))
+        return tuple(
+            sum(param.uneven) or size * slices if index == dim else size for index, size in enumerate(param.shape)
+        )
 
     def require_unsliced(self, what: str, instead: str) -> None:
         """Raise RuntimeError if torch's tensor parallelism slices the model."""

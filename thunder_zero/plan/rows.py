@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thunder_zero.plan import layout
 from thunder_zero.plan.params import Param, Plan
 
 
@@ -13,8 +14,8 @@ def local_slice(whole: Tensor, param: Param, plan: Plan) -> Tensor:
     tensor = plan.mesh.tensor
     if param.sliced is None or tensor.size == 1:
         return whole
-    size = param.shape[param.sliced]
-    return whole.narrow(param.sliced, tensor.place * size, size).clone(memory_format=torch.contiguous_format)
+    start, stop = layout.row_range(whole.shape[param.sliced], tensor.size, tensor.place)
+    return whole.narrow(param.sliced, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
 def local_rows(full: Tensor, param: Param, plan: Plan) -> Tensor:

@@ -22,9 +22,11 @@ from thunder_zero.comm.small_collectives import broadcast
 from thunder_zero.compat.casts import without_casts
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.attributes import parameter_like
+from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.frozen import rows_at_rest
 from thunder_zero.sharded.placeholders import ParameterSlots
 from thunder_zero.sharded.sharded_model import sharded_model
+from thunder_zero.sharded.slices import as_slice
 from thunder_zero.sharded.state import State
 
 
@@ -36,13 +38,16 @@ def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bo
     time. Inside the block each rank holds the shards and the whole model, in the dtypes of the shards. The sharded
     model cannot be called inside the block.
 
+    A tensor-parallel module computes in the block on all ranks, as torch's ``parallelize_module`` left it: its sliced
+    parameters are DTensors, whose ``full_tensor()`` is a collective of the ranks along the slices.
+
     >>> with tz.full_parameters(model) as module, torch.no_grad():
     ...     tokens = module.generate(prompt)
 
     Args:
         model: a model with ZeroTransform.
-        writeback: True copies rank 0's parameters into the shards at the end of the block. If the block raises on any
-            rank, nothing is written, and every rank raises.
+        writeback: True copies rank 0's parameters into the shards at the end of the block. Of slices, it copies those
+            of the first data rank. If the block raises on any rank, nothing is written, and every rank raises.
         rank0_only: True gives full parameters to rank 0 of the process group only. On other ranks the module cannot
             compute.
 
@@ -51,13 +56,12 @@ def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bo
 
     Raises:
         TypeError: ``model`` has no ZeroTransform.
-        ValueError: ``writeback`` is True, and a parameter has another shape or dtype at the end. Nothing is written.
-        RuntimeError: blocks of one model are nested, an argument differs between ranks, another rank raised with
-            ``writeback``, or the model is tensor-parallel.
+        ValueError: ``writeback`` is True, and a parameter has another shape or dtype at the end. Nothing is written. It
+            is also raised for ``rank0_only`` with a tensor-parallel model.
+        RuntimeError: blocks of one model are nested, an argument differs between ranks, or another rank raised with
+            ``writeback``.
     """
     sharded = sharded_model(model)
-    instead = "load tz.full_state_dict(model) into a plain module of one rank"
-    sharded.state.plan.require_unsliced("full_parameters", instead)
     state, module = sharded.state, sharded.plain
     full = _gathered(state, writeback, rank0_only)
     values: dict[str, Tensor] = {}
@@ -88,9 +92,14 @@ def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.P
             state.require_sharded()
             if writeback:
                 state.require_own_values("write back")
+            if rank0_only and state.plan.mesh.is_sliced:
+                raise ValueError(
+                    "full_parameters has rank0_only=True, and the model is sliced by torch's tensor parallelism, so one "
+                    "rank has no whole parameters; leave rank0_only out, or use tz.full_state_dict(model)"
+                )
         require_same([Fact("writeback", str(writeback)), Fact("rank0_only", str(rank0_only))], group)
         for param in state.plan.params:
-            value = state.gather_now(param)
+            value = as_slice(state.gather_now(param), state.placeholders[param.path])
             if not rank0_only or group.rank() == 0:
                 full[param.path] = parameter_like(state.shards[param.path], value)
     return full
@@ -115,7 +124,7 @@ def _value(module: nn.Module, param: Param, original: Tensor) -> Tensor:
         ValueError: the parameter was replaced by a tensor of another shape or dtype.
     """
     value = module.get_parameter(param.path).detach()
-    if value.shape != original.shape or value.dtype is not original.dtype:
+    if local(value).shape != local(original).shape or value.dtype is not original.dtype:
         raise ValueError(
             f"parameter {param.path!r} is {tuple(value.shape)} {value.dtype} at the end of full_parameters, and was "
             f"{tuple(original.shape)} {original.dtype}; write new values into it in place"
@@ -125,11 +134,12 @@ def _value(module: nn.Module, param: Param, original: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _write_back(state: State, values: dict[str, Tensor]) -> None:
-    """Copy rank 0's values into the shards, one parameter at a time."""
+    """Copy the values of the first data rank into the shards, one parameter at a time."""
     for param in state.plan.params:
         rows, value = state.rows[param.path], values.get(param.path)
         if value is None:
             value = torch.empty(param.shape, dtype=param.dtype, device=rows.device)
-        broadcast(value, 0, state.group, state.device)
+        value = local(value)
+        broadcast(value, 0, state.ranks.data, state.device)
         rows.copy_(rows_at_rest(value, param, state.plan))
         state.mark_stale([param.path])

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_iter
 
 from thunder_zero.compat.private import DTensorSpec
-from thunder_zero.sharded.dtensors import contiguous, has_hooks, local
+from thunder_zero.sharded.dtensors import as_dtensor, contiguous, has_hooks, local
 from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded, cannot_use, placeholder, without_memory
 
 
@@ -46,6 +46,14 @@ def placeholder_of(path: str, param: nn.Parameter, dtype: torch.dtype, device: t
     stand_in: Any = DTensor.__new__(DTensor, rows, spec, requires_grad=param.requires_grad)
     vars(stand_in).update(vars(param))  # including the attribute that marks a parameter
     return cast(nn.Parameter, stand_in)
+
+
+def as_slice(values: Tensor, stand_in: Tensor) -> Tensor:
+    """Return local values as a DTensor that is placed as a placeholder, or unchanged if the placeholder is plain."""
+    if not isinstance(stand_in, DTensor):
+        return values
+    whole = contiguous(tuple(stand_in.shape), values.dtype)
+    return as_dtensor(values, DTensorSpec(stand_in.device_mesh, stand_in.placements, whole))
 
 
 def path_of(value: object) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 from torch.types import py_sym_types
 
 from thunder_zero.compat.aot import rewrites
@@ -86,7 +87,7 @@ def _exported(graph: fx.GraphModule, inputs: Sequence[Any], recurrent: Sequence[
     """
     settings = aot_config.patch(backward_pass_autocast="off")  # as in eager mode, where backward runs without autocast
     try:
-        with ExitStack() as stack, _undefined_tensors_avoided(recurrent), settings:
+        with ExitStack() as stack, _undefined_tensors_avoided(recurrent), _sources_kept(), settings:
             exported: JointWithDescriptors = aot_export_joint_with_descriptors(stack, graph, tuple(inputs))
             return exported
     except AssertionError as error:
@@ -148,3 +149,31 @@ def _undefined_tensors_avoided(recurrent: Sequence[fx.Node]) -> Iterator[None]:
         yield
     finally:
         set_mkldnn_enabled(was_enabled)
+
+
+class _FirstSources(dict[Any, Any]):
+    """A mapping from symbols to their first sources."""
+
+    def __setitem__(self, symbol: Any, source: Any) -> None:
+        self.setdefault(symbol, source)
+
+
+@contextmanager
+def _sources_kept() -> Iterator[None]:
+    """Let a trace keep the first source of each symbol, which is an input.
+
+    DTensors have sizes that torch computes outside of the trace, which finds their sources by symbol. A size that
+    simplifies to a symbol, such as ``max(s0, 1)``, would become the symbol's source: torch would recurse without end.
+    """
+    init = PythonKeyTracer.__init__
+
+    def init_with_first_sources(tracer: PythonKeyTracer) -> None:
+        init(tracer)
+        tracer.sympy_expr_tracker = _FirstSources()
+
+    tracers: Any = PythonKeyTracer
+    tracers.__init__ = init_with_first_sources
+    try:
+        yield
+    finally:
+        tracers.__init__ = init

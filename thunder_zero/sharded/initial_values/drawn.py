@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_zero.comm.backends import transport_for
-from thunder_zero.comm.small_collectives import all_gather_tensor
+from thunder_zero.comm.small_collectives import full_tensor
+from thunder_zero.compat.private import DTensorSpec
 from thunder_zero.sharded.attributes import parameter_like
+from thunder_zero.sharded.dtensors import as_dtensor, contiguous
 from thunder_zero.sharded.initial_values.data import CPU, Failures, PlainModel, Sharder, fitted, whole_like
 from thunder_zero.sharded.wire import decode_frozen
 
@@ -134,7 +136,9 @@ class Drawn:
             value = value if param.frozen_format is None else decode_frozen(value, param, param.dtype)
         slices = self._model.ranks.tensor
         if param is not None and self._is_cut(tensor) and param.sliced is not None and slices is not None:
-            value = torch.cat(all_gather_tensor(value.contiguous(), slices.get_group()), param.sliced)
+            whole = contiguous(self._model.plan.whole_shape(param), value.dtype)
+            part: Any = as_dtensor(value.contiguous(), DTensorSpec(slices, (Shard(param.sliced),), whole))
+            value = full_tensor(part, slices.get_group())
         return value.to(CPU)
 
     def _has_turn(self, owner: nn.Module) -> bool:
