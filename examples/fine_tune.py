@@ -1,6 +1,6 @@
 """Fine-tunes a Hugging Face Llama by ``Trainer``: padded or packed rows, a run that outlives a killed rank, and text.
 
-    pip install -e ".[hugging-face,peft]"
+    pip install -e ".[hugging-face]"
     torchrun --standalone --nproc-per-node 2 examples/fine_tune.py            # padded rows
     torchrun --standalone --nproc-per-node 2 examples/fine_tune.py --packed   # rows of one length
 

@@ -96,6 +96,14 @@ def test_the_page_on_lengths_runs() -> None:
 
 
 @pytest.mark.slow
+def test_the_page_on_formats_begins_with_a_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(blocks(DOCS / "formats.md")[0])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    subprocess.run(launch, cwd=DOCS.parent, check=True, timeout=300)
+
+
+@pytest.mark.slow
 def test_the_page_on_front_ends_runs() -> None:
     (fused,) = blocks(DOCS / "front-ends.md")
     subprocess.run([sys.executable, "-c", fused], cwd=DOCS.parent, check=True, timeout=300)

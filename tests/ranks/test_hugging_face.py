@@ -876,7 +876,7 @@ def make_texts(count: int, folder: Path, rank: int) -> Any:
 
 
 def train_by_trl(rank: int, world_size: int, folder: Path) -> None:
-    """Train by SFT on packed rows, by DPO with a reference, and by DPO with precomputed references."""
+    """Train by SFT on rows of all lengths and on packed rows, by DPO with and without precomputed references."""
     set_environment(rank, world_size)
     trl, peft, sharded_class = library("trl"), library("peft"), library("thunder_zero.hugging_face").sharded
     pairs = make_texts(8, folder / "texts", rank)
@@ -892,15 +892,20 @@ def train_by_trl(rank: int, world_size: int, folder: Path) -> None:
         return trainer
 
     sentences = pairs.map(lambda row: {"text": row["prompt"] + row["chosen"]}, remove_columns=pairs.column_names)
+    uneven = sentences.map(lambda row, index: {"text": row["text"][: 7 + 2 * index]}, with_indices=True)
     packed, before = {"packing": True, "max_length": 24}, {"precompute_ref_log_probs": True}
     sft, dpo = (trl.SFTTrainer, trl.SFTConfig), (trl.DPOTrainer, trl.DPOConfig)
     for (plain_kind, settings), data, adapters, more, inputs in (
+        (sft, uneven, False, {"max_steps": 4}, {}),
         (sft, sentences, True, packed, {}),
         (dpo, pairs, False, {}, {"ref_model": make_llama}),
         (dpo, pairs, True, before, {}),
     ):
         kinds = sharded_class(plain_kind, stage=3), plain_kind
-        assert_trained_alike(*(train_by(kind, settings, data, adapters, more, **inputs) for kind in kinds))
+        ours, plain = (train_by(kind, settings, data, adapters, more, **inputs) for kind in kinds)
+        assert_trained_alike(ours, plain)
+        if data is uneven:
+            assert len(ours.model_wrapped._graphs.captured) <= 2, "the first length's program, and one for all lengths"
     words_of = error_of(partial(train_by, sharded_class(trl.DPOTrainer, stage=3), trl.DPOConfig, pairs, True, {}))
     assert "DPOTrainer called the plain module, whose parameters are sharded" in words_of, words_of
     assert "pass precompute_ref_log_probs=True to DPOConfig" in words_of, words_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from inspect import getfile
@@ -21,19 +21,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from thunder_zero.compat.aot.nodes import hint, is_contiguous
 from thunder_zero.compat.private import (
     AutogradFunctionVariable,
     BackendCompilerFailed,
+    BuiltinVariable,
     CompileContext,
+    ConstantVariable,
     DeletedGuardManagerWrapper,
     GraphCompileReason,
     OptimizedModule,
+    SymNodeVariable,
     TensorVariable,
     TorchInGraphFunctionVariable,
     TorchRuntimeError,
     TracingContext,
     Unsupported,
     allowed_in_graphs,
+    autograd_functions,
     builder,
     cache_entries,
     dynamo_config,
@@ -161,6 +166,9 @@ def capturing(breaks: list[str], kinds: tuple[type[Tensor], ...]) -> Iterator[No
     with (
         _plain_parameters(kinds),
         _functions_in_graphs(kinds),
+        _replaced(autograd_functions, "autograd_function_backward_rewritten", _with_contiguous_gradients),
+        _slices_written(),
+        _steps_counted(),
         _noted_reads(),
         dynamo_config.patch(
             allow_rnn=True,
@@ -233,6 +241,63 @@ def _is_given(kinds: tuple[type[Tensor], ...], variable: Any) -> bool:
     node = variable.as_proxy().node if variable.is_tensor() else None
     grapharg = None if node is None else node.meta.get("grapharg")
     return grapharg is not None and isinstance(grapharg.example, kinds)
+
+
+def _with_contiguous_gradients(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a backward that gets contiguous gradients. Dynamo's own wrapper fails if an output of forward is None."""
+
+    def contiguous(ctx: Any, *grads: Any) -> Any:
+        return backward(ctx, *[None if grad is None else grad.contiguous() for grad in grads])
+
+    return contiguous
+
+
+def _slices_written() -> AbstractContextManager[None]:
+    """Trace ``torch.mm(a, b, out=x[:, :n])`` as a copy into the slice, where dynamo would end the graph."""
+    traced = TorchInGraphFunctionVariable.call_function
+
+    @wraps(traced)
+    def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        out = kwargs.get("out")
+        if out is None or not out.is_tensor() or not _is_strided(target := _example(out)):
+            return traced(self, tx, args, kwargs)
+        result = traced(self, tx, args, {name: value for name, value in kwargs.items() if name != "out"})
+        if not result.is_tensor() or (_example(result).shape, _example(result).dtype) != (target.shape, target.dtype):
+            return traced(self, tx, args, kwargs)  # torch resizes, casts or refuses
+        return out.call_method(tx, "copy_", [result], {})
+
+    return _replaced(TorchInGraphFunctionVariable, "call_function", call_function)
+
+
+def _example(variable: Any) -> Tensor:
+    """Return the fake value of a tensor that dynamo traces."""
+    example: Tensor = variable.as_proxy().node.meta["example_value"]
+    return example
+
+
+def _is_strided(value: Tensor) -> bool:
+    """Return whether a tensor of known sizes has gaps between its elements, or another order of dimensions."""
+    return None not in map(hint, (*value.shape, *value.stride())) and not is_contiguous(value)
+
+
+def _steps_counted() -> AbstractContextManager[None]:
+    """Let ``range(start, size, step)`` specialise on the number of steps, instead of on a symbolic size.
+
+    Dynamo unrolls the loop, so one program serves all sizes with this number of steps.
+    """
+    traced = BuiltinVariable.call_function
+
+    @wraps(traced)
+    def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self.fn is range and len(args) == 3:
+            start, stop, step = args = [arg.realize() for arg in args]
+            is_known = isinstance(start, ConstantVariable) and isinstance(step, ConstantVariable)
+            if is_known and isinstance(stop, SymNodeVariable) and hint(stop.sym_num) is not None and step.value > 1:
+                steps = int((stop.sym_num - start.value + step.value - 1) // step.value)  # dynamo guards the number
+                args[1] = ConstantVariable.create(start.value + max(steps, 0) * step.value)
+        return traced(self, tx, args, kwargs)
+
+    return _replaced(BuiltinVariable, "call_function", call_function)
 
 
 def floats_constant() -> Any:

@@ -1,7 +1,7 @@
 """Reports the shapes that a model is compiled for, and warns if input shapes keep changing.
 
-In: the arguments of each forward, and the number of programs before and after the forward. Out: lines on rank 0's
-standard error, and one warning on every rank after ``WARN_AFTER`` different shapes::
+In: the arguments of each forward, the number of programs before and after the forward, and the programs' shapes. Out:
+lines on rank 0's standard error, and one warning on every rank after programs for ``WARN_AFTER`` different shapes::
 
     compiling Net for (8, 16) ...                                    only on a terminal, after a second
     compiled forward and backward of Net for (8, 16): 2.3 s          at the end, if compiling took a second
@@ -15,7 +15,7 @@ import mmap
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,10 +52,17 @@ class Compilations:
     known_calls: set[tuple[Any, ...]] = field(default_factory=set)
 
     @contextmanager
-    def watched(self, count_programs: Callable[[], int], args: Any, kwargs: Any) -> Iterator[None]:
+    def watched(
+        self,
+        count_programs: Callable[[], int],
+        list_shapes: Callable[[], Iterable[Sequence[Shapes]]],
+        args: Any,
+        kwargs: Any,
+    ) -> Iterator[None]:
         """Report a forward inside the block if it compiled a new program.
 
-        On a terminal, a thread also reports a long compilation while it runs.
+        On a terminal, a thread also reports a long compilation while it runs. ``list_shapes`` returns the input shapes
+        of the programs of each kind. A symbolic size stands for all sizes.
         """
         programs, start = count_programs(), time.monotonic()
         if self.reports and sys.stderr.isatty() and self._is_new(args, kwargs):
@@ -65,6 +72,7 @@ class Compilations:
             yield
         if count_programs() > programs:
             self._end(shapes_of_arguments(self.forward, args, kwargs), time.monotonic() - start)
+            self._warn(list_shapes())
 
     @contextmanager
     def _announced(self, args: Any, kwargs: Any) -> Iterator[None]:
@@ -95,12 +103,11 @@ class Compilations:
             report = f"compiled {phases} of {self.name} for {_listed(shapes)}: {seconds:.1f} s"
             print(report, file=sys.stderr, flush=True)
         self.shapes.append(shapes)
-        self._warn()
 
-    def _warn(self) -> None:
-        """Warn once if the shapes of inputs change from compilation to compilation."""
-        different = {str(shapes): shapes for shapes in self.shapes}
-        if len(different) == WARN_AFTER and not self.warned and (sentence := changing_input([*different.values()])):
+    def _warn(self, kinds: Iterable[Sequence[Shapes]]) -> None:
+        """Warn once if the shapes of inputs change from program to program of one kind."""
+        sentences = (changing_input(shapes, WARN_AFTER) for shapes in kinds)
+        if not self.warned and (sentence := next(filter(None, sentences), None)):
             self.warned = True
             warnings.warn(f"{self.name} was compiled for {WARN_AFTER} shapes: {sentence}", stacklevel=2)
 
@@ -124,20 +131,27 @@ def _listed(shapes: Shapes) -> str:
     return ", ".join(str(shape) for shape in dict.fromkeys(map(tuple, shapes.values()))) or "its inputs"
 
 
-def changing_input(shapes: Sequence[Shapes]) -> str | None:
-    """Return a sentence about an input whose shape changes from program to program, or None.
+def changing_input(shapes: Sequence[Shapes], least: int = 3) -> str | None:
+    """Return a sentence about an input that has ``least`` or more shapes in different programs, or None.
 
-    ``shapes`` has the input shapes of each program, keyed by argument name or by dynamo's expression for the argument.
+    A length that becomes a symbol has two programs. ``shapes`` has the input shapes of each program, keyed by argument
+    name or by dynamo's expression for the argument.
     """
     for name in shapes[-1] if shapes else ():
-        different = list(dict.fromkeys(tuple(program[name]) for program in shapes if name in program))
-        if len(different) > 1:
-            shown = ", ".join(map(str, different[-3:]))
+        different = list(dict.fromkeys(_sizes(program[name]) for program in shapes if name in program))
+        if len(different) >= least:
+            shown = ", ".join(different[-3:])
             return (
                 f"input {name} had {len(different)} shapes, the last of them {shown}, and each costs a compilation; "
                 f"pad it to a few lengths, or sort batches by length"
             )
     return None
+
+
+def _sizes(shape: torch.Size) -> str:
+    """Return a shape as text, with ``*`` in place of each symbol."""
+    sizes = [str(size) if isinstance(size, int) else "*" for size in shape]
+    return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 
 
 def too_many(module: str, limit: int, shapes: Sequence[Shapes], cause: str | None) -> str:

@@ -15,7 +15,7 @@ an alternative. :func:`traces_of` returns the program that ran last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any, NoReturn, Self
@@ -27,7 +27,7 @@ from thunder_zero.compat import thunder as room
 from thunder_zero.compat.jitted import BACKWARD_NODES, plain_of
 from thunder_zero.compat.torch.fully_shard import refuse_fully_shard
 from thunder_zero.compat.uncapturable import require_traceable
-from thunder_zero.frontends.compilations import Compilations
+from thunder_zero.frontends.compilations import Compilations, Shapes
 from thunder_zero.frontends.compiled import Entry, Traces
 from thunder_zero.frontends.failed_line import note_failed_line
 from thunder_zero.frontends.from_fsdp2 import INSTEAD
@@ -179,7 +179,7 @@ class ZeroModule(ShardedModel, ThunderModule):
             return in_float32(self._call_programs(*args, **kwargs))
 
     def _call_programs(self, *args: Any, **kwargs: Any) -> Any:
-        watched = self._compilations.watched(self._count_programs, args, kwargs)
+        watched = self._compilations.watched(self._count_programs, self._list_shapes, args, kwargs)
         with self._slots.traced(self._state.placeholders), watched:
             try:
                 return self._run(*args, **kwargs)
@@ -191,6 +191,10 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     def _count_programs(self) -> int:
         return len(compile_stats(self).interpreter_cache)
+
+    def _list_shapes(self) -> Iterable[Sequence[Shapes]]:
+        """Return the input shapes of the programs of each kind."""
+        return [self._compilations.shapes]
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._runtime.guards.form = room.form_of_call(args, kwargs)

@@ -8,7 +8,7 @@ programs, and dynamo forgets the graph. A later call that needs the graph captur
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ import torch
 
 from thunder_zero.compat import aot
 from thunder_zero.compat.dynamo import CompiledFrame
-from thunder_zero.frontends.compilations import Spent
+from thunder_zero.frontends.compilations import Shapes, Spent
 from thunder_zero.frontends.dynamo.captured import GraphKey, Paths
 from thunder_zero.frontends.dynamo.programs import Programs
 
@@ -64,7 +64,7 @@ class Captured:
     paths: Paths
     key: GraphKey | None
     overlaps: tuple[object, ...]
-    shapes: Mapping[str, torch.Size]
+    shapes: Shapes
     spent: Spent
     programs: dict[tuple[Paths, frozenset[str]], Programs] = field(default_factory=dict)
 
@@ -110,6 +110,15 @@ class Graphs:
         """Return a graph, and make it the most recently used one."""
         self.captured[number] = captured = self.captured.pop(number)
         return captured
+
+    def shapes_by_kind(self) -> Iterable[Sequence[Shapes]]:
+        """Return the input shapes of each function's graphs with the same parameters, with and without a backward."""
+        shapes: dict[tuple[str, Paths, bool], list[Shapes]] = {}
+        for captured in self.captured.values():
+            if any(captured.paths):
+                kind = captured.name, captured.paths, captured.joint.differentiates
+                shapes.setdefault(kind, []).append(captured.shapes)
+        return shapes.values()
 
     def drop_oldest(self) -> Iterator[list[Captured]]:
         """Yield all graphs of each function that has too many graphs, then drop the oldest of them."""

@@ -16,7 +16,7 @@ Programs for each choice of parameters' paths. Reading a parameter between graph
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from thunder_zero.compat import aot, dynamo
 from thunder_zero.compat.uncapturable import require_traceable
-from thunder_zero.frontends.compilations import metered, too_many, uncollected
+from thunder_zero.frontends.compilations import Shapes, metered, too_many, uncollected
 from thunder_zero.frontends.compiled import Entry
 from thunder_zero.frontends.dynamo.captured import (
     key_of_graph,
@@ -82,6 +82,9 @@ class DynamoModule(ZeroModule):
 
     def _count_programs(self) -> int:
         return self._graphs.program_count
+
+    def _list_shapes(self) -> Iterable[Sequence[Shapes]]:
+        return self._graphs.shapes_by_kind()
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
