@@ -29,6 +29,7 @@ from thunder_zero.compat.private import (
     CompileContext,
     ConstantVariable,
     DeletedGuardManagerWrapper,
+    GetAttrVariable,
     GraphCompileReason,
     OptimizedModule,
     SymNodeVariable,
@@ -165,8 +166,10 @@ def capturing(breaks: list[str], kinds: tuple[type[Tensor], ...]) -> Iterator[No
     FAKES.addFilter(_is_no_error)
     with (
         _plain_parameters(kinds),
+        _parameters_of_fixed_sizes(),
+        _methods_of_names(),
         _functions_in_graphs(kinds),
-        _replaced(autograd_functions, "autograd_function_backward_rewritten", _with_contiguous_gradients),
+        replaced(autograd_functions, "autograd_function_backward_rewritten", _with_contiguous_gradients),
         _slices_written(),
         _steps_counted(),
         _noted_reads(),
@@ -188,14 +191,17 @@ def capturing(breaks: list[str], kinds: tuple[type[Tensor], ...]) -> Iterator[No
 
 
 @contextmanager
-def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a module or class of dynamo inside the block."""
-    before = vars(holder)[name]
+def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a module or class of dynamo inside the block. A class may have inherited it."""
+    before = vars(holder).get(name)
     setattr(holder, name, value)
     try:
         yield
     finally:
-        setattr(holder, name, before)
+        if before is None:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, before)
 
 
 def _plain_parameters(kinds: tuple[type[Tensor], ...]) -> AbstractContextManager[None]:
@@ -207,7 +213,41 @@ def _plain_parameters(kinds: tuple[type[Tensor], ...]) -> AbstractContextManager
     """
     home: Any = builder
     subclass_of = home.infer_subclass_type
-    return _replaced(home, "infer_subclass_type", lambda value: None if type(value) in kinds else subclass_of(value))
+    return replaced(home, "infer_subclass_type", lambda value: None if type(value) in kinds else subclass_of(value))
+
+
+def _parameters_of_fixed_sizes() -> AbstractContextManager[None]:
+    """Let dynamo keep the sizes of all parameters constant inside the block, also of classes other than nn.Parameter.
+
+    Dynamo then calls a graph only with parameters of the sizes that it captured. A graph whose parameters had symbols
+    for sizes would also run for a submodule of other shapes, whose programs are not those of the captured shapes.
+    """
+    home: Any = builder
+    static_shape = home.tensor_always_has_static_shape
+
+    def static_parameter(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, nn.Parameter):
+            return True, None
+        return static_shape(tensor, *args, **kwargs)
+
+    return replaced(home, "tensor_always_has_static_shape", static_parameter)
+
+
+def _methods_of_names() -> AbstractContextManager[None]:
+    """Let dynamo call methods of a string that torch's class or function has: ``type(w).__module__.startswith("torch")``.
+
+    Otherwise each such call ends a graph, as for each layer of peft's DoRA.
+    """
+    inherited: Any = GetAttrVariable.call_method
+
+    def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        of_torch = isinstance(self.obj, TorchInGraphFunctionVariable)
+        text = getattr(self.obj.value, self.name) if of_torch else None
+        if isinstance(text, str):
+            return self.build(tx, text).call_method(tx, name, args, kwargs)
+        return inherited(self, tx, name, args, kwargs)
+
+    return replaced(GetAttrVariable, "call_method", call_method)
 
 
 def _functions_in_graphs(kinds: tuple[type[Tensor], ...]) -> AbstractContextManager[None]:
@@ -233,7 +273,7 @@ def _functions_in_graphs(kinds: tuple[type[Tensor], ...]) -> AbstractContextMana
             if not was_allowed:
                 allowed_in_graphs.remove(function)
 
-    return _replaced(AutogradFunctionVariable, "call_apply", call_apply)
+    return replaced(AutogradFunctionVariable, "call_apply", call_apply)
 
 
 def _is_given(kinds: tuple[type[Tensor], ...], variable: Any) -> bool:
@@ -266,7 +306,7 @@ def _slices_written() -> AbstractContextManager[None]:
             return traced(self, tx, args, kwargs)  # torch resizes, casts or refuses
         return out.call_method(tx, "copy_", [result], {})
 
-    return _replaced(TorchInGraphFunctionVariable, "call_function", call_function)
+    return replaced(TorchInGraphFunctionVariable, "call_function", call_function)
 
 
 def _example(variable: Any) -> Tensor:
@@ -297,7 +337,7 @@ def _steps_counted() -> AbstractContextManager[None]:
                 args[1] = ConstantVariable.create(start.value + max(steps, 0) * step.value)
         return traced(self, tx, args, kwargs)
 
-    return _replaced(BuiltinVariable, "call_function", call_function)
+    return replaced(BuiltinVariable, "call_function", call_function)
 
 
 def floats_constant() -> Any:
@@ -343,7 +383,7 @@ def _noted_reads() -> Iterator[None]:
     handler = handlers[torch.is_grad_enabled]
     handlers[torch.is_grad_enabled] = _noted(handler)
     try:
-        with _replaced(TensorVariable, "method_attr_requires_grad", _noted(TensorVariable.method_attr_requires_grad)):
+        with replaced(TensorVariable, "method_attr_requires_grad", _noted(TensorVariable.method_attr_requires_grad)):
             yield
     finally:
         handlers[torch.is_grad_enabled] = handler

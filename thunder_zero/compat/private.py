@@ -123,6 +123,8 @@ NAMES = {name: Private(*row) for name, row in {
     "get_compilation_metrics": ("torch._dynamo.utils:get_compilation_metrics", "why dynamo compiled again", CAPTURE),
     "graph_break_reasons": ("torch._dynamo.utils:graph_break_reasons", "where graphs ended", CAPTURE),
     "builder": ("torch._dynamo.variables.builder:", "takes a subclass of Tensor as a plain tensor", CAPTURE),
+    "GetAttrVariable": ("torch._dynamo.variables.misc:GetAttrVariable",
+        "calls methods of the name of torch's class", CAPTURE),
     "TensorVariable": ("torch._dynamo.variables.tensor:TensorVariable", "notes reads of requires_grad", CAPTURE),
     "TorchInGraphFunctionVariable": ("torch._dynamo.variables.torch:TorchInGraphFunctionVariable",
         "notes whether forward asks for the grad mode; traces results written into slices", CAPTURE),

@@ -53,6 +53,7 @@ class Placeholder(nn.Parameter):
     path: str  # the path of the parameter
 
     @classmethod
+    @torch.compiler.disable  # dynamo would compile it as a frame, and its guards do not tell one attribute from another
     def __torch_function__(
         cls,
         func: Callable[..., Any],

@@ -27,6 +27,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from thunder_zero.compat import aot, dynamo
+from thunder_zero.compat.packed_sequences import packed_as_operators
 from thunder_zero.compat.uncapturable import require_traceable
 from thunder_zero.frontends.compilations import Shapes, metered, too_many, uncollected
 from thunder_zero.frontends.compiled import Entry
@@ -97,7 +98,8 @@ class DynamoModule(ZeroModule):
         for dropped in self._graphs.drop_oldest():
             self._warn(dropped)
         try:
-            output = self._captured(*args, **kwargs)
+            with packed_as_operators():
+                output = self._captured(*args, **kwargs)
         except ValuesNeeded as error:
             raise RuntimeError(_read_outside_message(self.plain, error, self._graphs.breaks)) from error
         except dynamo.NOT_TRACED as error:
