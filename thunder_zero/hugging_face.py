@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
+from thunder_zero.accelerator import RUN, ShardedAccelerator, is_accelerator
 from thunder_zero.checkpoint.hugging_face import save_pretrained
 from thunder_zero.checkpoint.load import load
 from thunder_zero.checkpoint.save import save
@@ -40,7 +41,6 @@ else:
 
 TrainerClass = TypeVar("TrainerClass", bound=type[Any])
 VERSIONS = "4.56 to 5.24"  # versions of transformers, as tested in docs/hugging-face.md
-RUN = "run"  # the folder in a checkpoint from which training resumes
 REFUSED = {  # unsupported arguments of a trainer, with alternatives
     "fsdp": "choose a stage of thunder_zero",
     "deepspeed": "choose a stage of thunder_zero",
@@ -75,10 +75,12 @@ def sharded(trainer: TrainerClass, policy: Policy | int | None = None, **argumen
         ValueError: an argument of a trainer does not work with a sharded model. The subclass raises this in
             ``__init__``.
     """
-    _require_methods(trainer)
     defaults = {} if isinstance(policy, Policy) else {"broadcast_from": 0}
     for_compile = {"policy": policy, **defaults, **arguments} if policy is not None or arguments else {}
-    subclass: Any = type(f"Sharded{trainer.__name__}", (ShardedTrainer, trainer), {"_for_compile": for_compile})
+    mixin: type[Any] = ShardedAccelerator if is_accelerator(trainer) else ShardedTrainer
+    if mixin is ShardedTrainer:
+        _require_methods(trainer)
+    subclass: Any = type(f"Sharded{trainer.__name__}", (mixin, trainer), {"_for_compile": for_compile})
     return subclass  # type: ignore[no-any-return]
 
 
@@ -127,8 +129,7 @@ class ShardedTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Let the accelerator unwrap the sharded model, as it unwraps DistributedDataParallel."""
         super().create_accelerator_and_postprocess()
-        unwrap = self.accelerator.unwrap_model
-        self.accelerator.unwrap_model = lambda model, *args, **kwargs: unwrap(_plain(model), *args, **kwargs)
+        ShardedAccelerator.adopt(self.accelerator)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing, since sharding moves this rank's rows to the device."""

@@ -77,6 +77,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("compat/jitted.py",  IMPORT, NOT,     IMPORT,  NOTHING),
     Room("compat/lines.py",   NOT,    NOT,     IMPORT,  NOTHING),
     Room("compat/never_fuses.py",NOT, NOT,     TYPES,   NOTHING),
+    Room("compat/accelerate.py",NOT,NOT,       NOT,     NOTHING),
     Room("compat/uncapturable.py",IMPORT,IMPORT,NOT,    NOTHING),
     Room("compat/plans_of_transformers.py",IMPORT,IMPORT,NOT, NOTHING),
     Room("compat/thunder/fusion_repair.py",NOT,NOT,NOT, rooms("plan schedule")),
@@ -91,14 +92,17 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
                                                               "compat/torch")),
     Room("traces/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule compat")),
     Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("encodings plan schedule comm compat/private "
-                                                              "compat/torch compat/casts compat/thunder")),
+                                                              "compat/torch compat/casts compat/thunder "
+                                                              "compat/accelerate")),
     Room("optim/",            IMPORT, NOT,     NOT,     rooms("plan compat/torch comm sharded")),
     Room("frontends/arguments.py",IMPORT,TYPES,NOT,     rooms("plan sharded")),
     Room("frontends/compilations.py",IMPORT,NOT,NOT,    NOTHING),
     Room("frontends/",        IMPORT, NOT,     IMPORT,  rooms("notebook plan schedule comm compat traces sharded")),
     Room("checkpoint/",       IMPORT, IMPORT,  NOT,     rooms("plan comm compat/private compat/torch "
                                                               "sharded optim")),
-    Room("hugging_face.py",   IMPORT, TYPES,    NOT,     rooms("plan comm compat sharded frontends checkpoint")),
+    Room("accelerator.py",    IMPORT, IMPORT,  NOT,     rooms("plan compat/accelerate sharded frontends checkpoint")),
+    Room("hugging_face.py",   IMPORT, TYPES,    NOT,     rooms("plan comm compat sharded frontends checkpoint "
+                                                              "accelerator")),
     Room("lightning/",        IMPORT, IMPORT,  IMPORT,  rooms("plan comm compat/jitted sharded optim frontends")),
     # -------------------------------------------------------------------------------------------------------------
     Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),

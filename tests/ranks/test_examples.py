@@ -277,6 +277,27 @@ def test_fine_tuning_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
     assert generated[0][0].startswith("'import ")
 
 
+@skip_without("accelerate")
+def test_accelerates_loop_prints_the_lines_of_ddp(tmp_path: Path) -> None:
+    """Compare with Accelerate's own DDP, and with a run that another stage's state resumes."""
+    resume = ("--resume", tmp_path / "sharded/accelerate_loop/epoch-0", "--stage", 1)
+    printed = [
+        output_of(start(*torchrun(), "examples/accelerate_loop.py", "--epochs", 2, "--out", tmp_path / name, *options))
+        for name, options in (("plain", ("--plain",)), ("sharded", ()), ("resumed", resume))
+    ]
+    plain, sharded, resumed = (re.findall(r"^(?:epoch|one file).*$", text, re.MULTILINE) for text in printed)
+    assert len(plain) == 2 * (7 + 1) + 1, plain  # 203 rows are 13 batches on each of 2 ranks
+    for lines, expected in ((sharded, plain), (resumed, plain[7 + 1 :])):
+        for line, expected_line in zip(lines, expected, strict=True):
+            assert numbers_in(line) == pytest.approx(numbers_in(expected_line), abs=2e-6), (line, expected_line)
+    assert plain[-1] == "one file, of 234 numbers: equal"
+    assert "45 rows" in plain[-2], "padding of the last batch counts in a metric"
+
+
+def numbers_in(line: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", line)]
+
+
 def test_wrong_on_purpose(ranks_pool: RanksPool) -> None:
     """Check that each mistake gets its message."""
     printed = run_main(ranks_pool, "wrong_on_purpose", "--stage", 3)

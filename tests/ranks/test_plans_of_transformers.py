@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -210,7 +211,7 @@ def refuse_adapters(rank: int, world_size: int) -> None:
     )
     for peft_model, name in ((unplaced, "lora_B"), (add_adapters(sliced, "o_proj"), "lora_A")):
         fails(
-            lambda model=peft_model: tz.compile(model, stage=3, mesh=mesh),
+            partial(tz.compile, peft_model, stage=3, mesh=mesh),
             "ValueError",
             f"parameter '{name}.default.weight' of layer",
             "has the size of a slice and is not placed as one",

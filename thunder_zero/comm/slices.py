@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from thunder_zero.comm.group import Ranks, ranks_of
 from thunder_zero.compat.plans_of_transformers import meshes_of_sums
-from thunder_zero.plan.layout import sizes_of_slices
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan
 
@@ -43,7 +42,7 @@ def slices_of(module: nn.Module, ranks: Ranks) -> dict[str, int]:
 
     Raises:
         ValueError: no parameter is a DTensor on the mesh's dimension for tensor parallelism, a parameter is a DTensor
-            on another mesh, or a rank has nothing of a parameter.
+            on another mesh, or a parameter is placed in another way.
     """
     mesh = ranks.tensor
     if mesh is None:
@@ -66,7 +65,7 @@ def slices_of(module: nn.Module, ranks: Ranks) -> dict[str, int]:
                 f"parameter {name!r} is a DTensor on {param.device_mesh}, which is not the dimension {names[0]!r} of "
                 f"the given mesh, {mesh}; give parallelize_module mesh[{names[0]!r}] of the same mesh"
             )
-        if (dim := _dimension_of(name, param, mesh.size())) is not None:
+        if (dim := _dimension_of(name, param)) is not None:
             slices[name] = dim
     return slices
 
@@ -92,7 +91,7 @@ def partial_of(module: nn.Module, ranks: Ranks) -> frozenset[str]:
     return frozenset(name for name, param in module.named_parameters(remove_duplicate=False) if id(param) in ids)
 
 
-def _dimension_of(name: str, param: DTensor, ranks: int) -> int | None:
+def _dimension_of(name: str, param: DTensor) -> int | None:
     """Return the dimension along which a DTensor is sliced, or None if it is replicated."""
     (placement,) = param.placements
     if isinstance(placement, Replicate):
@@ -102,13 +101,7 @@ def _dimension_of(name: str, param: DTensor, ranks: int) -> int | None:
             f"parameter {name!r} is a DTensor placed by {placement}; thunder_zero takes Shard and Replicate, by which "
             f"torch's ColwiseParallel, RowwiseParallel and SequenceParallel place parameters"
         )
-    dim = placement.dim % param.ndim
-    if 0 in sizes_of_slices(param.shape[dim], ranks):
-        raise ValueError(
-            f"dimension {dim} of parameter {name!r} is {param.shape[dim]} long, of which the last of {ranks} ranks of "
-            f"tensor parallelism has nothing; choose fewer ranks, or do not slice this parameter"
-        )
-    return dim
+    return placement.dim % param.ndim
 
 
 def require_planned(module: nn.Module, plan: Plan) -> None:
@@ -141,9 +134,9 @@ def _require_placed_adapters(path: str, layer: nn.Module) -> None:
         sizes = zip(weight.to_local().shape, weight.shape, adapter.shape, strict=False)
         if any(part != whole and part == size for part, whole, size in sizes):
             raise ValueError(
-                f"parameter {name!r} of layer {path!r} has the size of a slice and is not placed as one, so its gradient "
-                f"would be that of one rank; slice the model by thunder_zero.hugging_face.parallelize on a dimension "
-                f"named 'tp' before get_peft_model, and target layers of the styles colwise, rowwise and "
+                f"parameter {name!r} of layer {path!r} has the size of a slice and is not placed as one, so its "
+                f"gradient would be that of one rank; slice the model by thunder_zero.hugging_face.parallelize, on a "
+                f"dimension named 'tp', before get_peft_model, and target layers of the styles colwise, rowwise and "
                 f"embedding_rowwise"
             )
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from thunder_zero.plan.layout import row_range
 from thunder_zero.plan.params import Param, Plan
 
 
@@ -59,9 +58,9 @@ def _was_tied(module: nn.Module, plan: Plan, first: Param, second: Param) -> boo
 @torch.no_grad()
 def _common(tensor: Tensor, param: Param, other: Param, plan: Plan) -> Tensor:
     """Return the elements of ``param`` on this rank whose counterparts in ``other`` are also on this rank."""
-    part, axis, dim = tensor.to_local() if isinstance(tensor, DTensor) else tensor, plan.mesh.tensor, other.sliced
+    part, dim = tensor.to_local() if isinstance(tensor, DTensor) else tensor, other.sliced
     if dim is not None and dim != param.sliced:
-        start, stop = row_range(part.shape[dim], axis.size, axis.place)
+        start, stop = plan.geometry(other).part
         part = part.narrow(dim, start, stop - start)
     return part.detach()
 

@@ -234,7 +234,7 @@ def _parameters_of_fixed_sizes() -> AbstractContextManager[None]:
 
 
 def _methods_of_names() -> AbstractContextManager[None]:
-    """Let dynamo call methods of a string that torch's class or function has: ``type(w).__module__.startswith("torch")``.
+    """Let dynamo call methods of a string of torch's class or function: ``type(w).__module__.startswith("torch")``.
 
     Otherwise each such call ends a graph, as for each layer of peft's DoRA.
     """

@@ -32,12 +32,6 @@ from thunder_zero.frontends.compiled import Entry, Traces
 from thunder_zero.frontends.failed_line import note_failed_line
 from thunder_zero.frontends.from_fsdp2 import INSTEAD
 from thunder_zero.frontends.refusals import EXPORT, PARTS
-from thunder_zero.sharded.accelerate import (
-    dtype_of_accelerate,
-    in_float32,
-    refuse_model_file,
-    refuse_plain_trainer,
-)
 from thunder_zero.sharded.accumulation import guard
 from thunder_zero.sharded.dtensors import load_parts, refuse_to_compute
 from thunder_zero.sharded.frozen import encoded_values
@@ -68,6 +62,7 @@ class ZeroModule(ShardedModel, ThunderModule):
     _entry: Callable[[Any], Entry]  # returns the program of an entry of Thunder's cache
     _slots: ParameterSlots
     _compilations: Compilations
+    _wrapper: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # set by a sharded accelerator
 
     def graphs(self) -> Sequence[Sequence[Entry]]:
         """Return the programs of each graph of forward. The last program of a graph is the one that ran last.
@@ -139,8 +134,6 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict of the plain module, with shards and buffers."""
-        if self.state.specs:
-            refuse_model_file(type(self.plain).__name__)
         return self._model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -170,13 +163,14 @@ class ZeroModule(ShardedModel, ThunderModule):
         self._model.apply(fn)
         return self
 
+    def wrap_forward(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Run the programs of forward inside of a wrapper, such as an autocast, from now on."""
+        self._wrapper = wrapper
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the programs of forward, under Accelerate's autocast if Accelerate has set mixed precision."""
-        device, precision = self.state.device, self.state.plan.policy.mixed_precision
-        if (dtype := dtype_of_accelerate(type(self.plain).__name__, precision, device)) is None:
-            return self._call_programs(*args, **kwargs)
-        with torch.autocast(device.type, dtype):
-            return in_float32(self._call_programs(*args, **kwargs))
+        """Run the programs of forward, inside of the last wrapper."""
+        call = self._call_programs if self._wrapper is None else self._wrapper(self._call_programs)
+        return call(*args, **kwargs)
 
     def _call_programs(self, *args: Any, **kwargs: Any) -> Any:
         watched = self._compilations.watched(self._count_programs, self._list_shapes, args, kwargs)
@@ -323,8 +317,17 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """True, since otherwise Accelerate would wrap the model into DistributedDataParallel."""
-        refuse_plain_trainer(type(self.plain).__name__)
+        """True in a sharded accelerator. Accelerate asks before it would wrap the model.
+
+        Raises:
+            RuntimeError: another accelerator was given the model, as by a plain Trainer.
+        """
+        if self._wrapper is None:
+            raise RuntimeError(
+                f"Accelerate, or a Trainer, was given a {type(self.plain).__name__} that thunder_zero trains, of which "
+                f"it would save one rank's rows; make it by thunder_zero.hugging_face.sharded(Accelerator)(...) or "
+                f"sharded(Trainer)(model=model, ...) (docs/hugging-face.md)"
+            )
         return True
 
     @_is_accelerate_prepared.setter

@@ -48,8 +48,25 @@ class Geometry:
         """The shape that compute reads: this rank's slice, gathered over the data axes."""
         if self.sliced is None:
             return self.shape
-        size = layout.sizes_of_slices(self.shape[self.sliced], self.mesh.tensor.size)[self.mesh.tensor.place]
-        return (*self.shape[: self.sliced], size, *self.shape[self.sliced + 1 :])
+        start, stop = self.part
+        return (*self.shape[: self.sliced], stop - start, *self.shape[self.sliced + 1 :])
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """The half-open range of this rank's slice along :attr:`sliced`. The last slices may be smaller."""
+        return self._parts[self.mesh.tensor.place]
+
+    @property
+    def uneven(self) -> tuple[int, ...]:
+        """The sizes of all ranks' slices along :attr:`sliced` if these differ, else empty."""
+        sizes = () if self.sliced is None else tuple(stop - start for start, stop in self._parts)
+        return sizes if len(set(sizes)) > 1 else ()
+
+    @property
+    def _parts(self) -> list[tuple[int, int]]:
+        assert self.sliced is not None, "only a sliced parameter has parts"
+        size, ranks = self.shape[self.sliced], self.mesh.tensor.size
+        return [layout.row_range(size, ranks, rank) for rank in range(ranks)]
 
     @property
     def at_rest(self) -> tuple[int, ...]:

@@ -36,11 +36,6 @@ def padding_rows(rows: int, world_size: int, rank: int) -> int:
     return stored_rows(rows, world_size) - (stop - start)
 
 
-def sizes_of_slices(size: int, ranks: int) -> tuple[int, ...]:
-    """Return the size of each rank's slice of a dimension, as torch's ``Shard`` cuts it. The last may be smaller."""
-    return tuple(stop - start for start, stop in (row_range(size, ranks, rank) for rank in range(ranks)))
-
-
 def is_sharded(shape: tuple[int, ...]) -> bool:
     """Return whether a parameter of this shape can be split into rows: it is neither 0-dim nor empty."""
     return len(shape) > 0 and prod(shape) > 0

@@ -79,8 +79,8 @@ def make_plan(
         The plan, with its parameters in the order of ``module.named_parameters()``.
 
     Raises:
-        ValueError: the module has no parameters, a unit is not a submodule, an ignored path does not exist, or a
-            pattern matches nothing.
+        ValueError: the module has no parameters, a unit is not a submodule, an ignored path does not exist, a pattern
+            matches nothing, or a rank has no slice of a parameter.
     """
     modules = {path for path, _ in module.named_modules()}
     names = _names(module, policy, modules)
@@ -198,9 +198,13 @@ def _plan_param(
     partial: Container[str],
 ) -> Param:
     stage, sliced = STAGES[policy.stage], slices.get(names[0])
-    shape = Geometry(tuple(param.shape), mesh, is_cut=False, sliced=sliced).in_compute
-    sizes = () if sliced is None else layout.sizes_of_slices(param.shape[sliced], mesh.tensor.size)
-    uneven = sizes if len(set(sizes)) > 1 else ()
+    geometry = Geometry(tuple(param.shape), mesh, is_cut=False, sliced=sliced)
+    shape, uneven = geometry.in_compute, geometry.uneven
+    if 0 in uneven:
+        raise ValueError(
+            f"dimension {sliced} of parameter {names[0]!r} is {sum(uneven)} long, of which the last of {len(uneven)} "
+            f"ranks of tensor parallelism has nothing; choose fewer ranks, or do not slice this parameter"
+        )
     is_small = prod(shape) * param.dtype.itemsize < policy.replicate_below_bytes and not uneven
     paths = {path for name in names for path in around(name)}
     replicated = any(fnmatchcase(path, pattern) for path in paths for pattern in policy.replicated)

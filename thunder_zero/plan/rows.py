@@ -5,16 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thunder_zero.plan import layout
 from thunder_zero.plan.params import Param, Plan
 
 
 def local_slice(whole: Tensor, param: Param, plan: Plan) -> Tensor:
     """Return a copy of this rank's tensor-parallel slice of a parameter, or the parameter itself if it is unsliced."""
-    tensor = plan.mesh.tensor
-    if param.sliced is None or tensor.size == 1:
+    if param.sliced is None or plan.mesh.tensor.size == 1:
         return whole
-    start, stop = layout.row_range(whole.shape[param.sliced], tensor.size, tensor.place)
+    start, stop = plan.geometry(param).part
     return whole.narrow(param.sliced, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 

@@ -94,8 +94,8 @@ def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.P
                 state.require_own_values("write back")
             if rank0_only and state.plan.mesh.is_sliced:
                 raise ValueError(
-                    "full_parameters has rank0_only=True, and the model is sliced by torch's tensor parallelism, so one "
-                    "rank has no whole parameters; leave rank0_only out, or use tz.full_state_dict(model)"
+                    "full_parameters has rank0_only=True, and the model is sliced by torch's tensor parallelism, so "
+                    "one rank has no whole parameters; leave rank0_only out, or use tz.full_state_dict(model)"
                 )
         require_same([Fact("writeback", str(writeback)), Fact("rank0_only", str(rank0_only))], group)
         for param in state.plan.params:

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from thunder_zero.compat.accelerate import guard_files
 from thunder_zero.compat.torch.optimizers import on_failed_steps, share_found_inf
 from thunder_zero.sharded import sharded_model
-from thunder_zero.sharded.accelerate import refuse_optimizer_file
 from thunder_zero.sharded.dtensors import part_of, require_own
 from thunder_zero.sharded.state import State
 from thunder_zero.sharded.unsliced import require_equal_gradients_once
@@ -114,6 +114,7 @@ def watch(state: State, module: nn.Module) -> None:
     """Register a model, so that the hooks around steps know its shards and the parameters that they replaced."""
     global _hooked
     sharded_model.register(state, module)
+    guard_files(_refuse_model_file, _refuse_optimizer_files)
     if not _hooked:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_note_step)
@@ -157,12 +158,10 @@ def _refuse_early(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
 
 
 def _check_first_step(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
-    """Check an optimizer before its first step of shards. Register hooks that check its states after each load.
-
-    Another hook raises if Accelerate requests the optimizer's state dict.
-    """
+    """Check an optimizer before its first step of shards. Register a hook that checks its states after each load."""
     if optimizer not in _checked and any(sharded_model.owners_of(stepped)):
         _checked.add(optimizer)
+        guard_files(_refuse_model_file, _refuse_optimizer_files)
         for state in sharded_model.states():
             ids = {id(shard) for shard in stepped} & set(map(id, state.shards.values()))
             if state.plan.mesh.is_sliced and ids:
@@ -170,7 +169,27 @@ def _check_first_step(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
         _take_own_states(optimizer)
         if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # a wrapper may lack the attribute
             optimizer.register_load_state_dict_post_hook(_take_own_states)
-            optimizer.register_state_dict_pre_hook(lambda asked: refuse_optimizer_file(type(asked).__name__))
+
+
+def _refuse_model_file(model: object) -> None:
+    """Raise RuntimeError if an accelerator that is not sharded collects the values of a sharded model."""
+    if isinstance(model, sharded_model.ShardedModel) and model.state.specs:  # else parameters are plain tensors
+        raise _written_by_accelerate(f"the state dict of {type(model.plain).__name__}")
+
+
+def _refuse_optimizer_files(optimizers: Iterable[Optimizer]) -> None:
+    """Raise RuntimeError if an accelerator that is not sharded saves an optimizer of shards."""
+    for optimizer in optimizers:
+        if any(sharded_model.owners_of(parameters_of(optimizer))):
+            raise _written_by_accelerate(f"the state of {class_name(optimizer)}")
+
+
+def _written_by_accelerate(contents: str) -> RuntimeError:
+    return RuntimeError(
+        f"Accelerate writes {contents} on one rank, and each rank holds its own rows; let "
+        f"thunder_zero.hugging_face.sharded(Accelerator)(...) prepare the model, or call tz.save and "
+        f"tz.full_state_dict on all ranks (docs/hugging-face.md)"
+    )
 
 
 def _take_own_states(optimizer: Optimizer) -> None:
