@@ -30,7 +30,7 @@ from thunder_zero.compat.plans_of_transformers import apply_plan
 from thunder_zero.frontends.dynamo.compile import compile
 from thunder_zero.plan.policy import Policy
 from thunder_zero.sharded.full_state_dict import step_shards
-from thunder_zero.sharded.optimizers import MIXED
+from thunder_zero.sharded.sharded_model import MIXED
 from thunder_zero.sharded.sharded_model import ShardedModel
 
 if TYPE_CHECKING:

@@ -235,7 +235,7 @@ def has_groups() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _uncaught() -> BaseException | None:
+def uncaught() -> BaseException | None:
     """Return the uncaught exception that ended the script, or None."""
     error: BaseException | None = vars(sys).get("last_value")
     return error
@@ -246,7 +246,7 @@ def tell_launcher() -> None:
 
     Torchrun's summary of the failure then ends with the message, below all frames.
     """
-    error = _uncaught()
+    error = uncaught()
     file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if error is None or not file.name or file.exists():  # torch's own `record` has written it
         return
@@ -262,7 +262,7 @@ def destroy_groups_after_error() -> None:
     interpreter ends. A thread that still has to drop tensors would then wait for the GIL forever, and the process would
     abort instead of ending with the exception's exit code. The traceback's frames refer to the group, too.
     """
-    error = _uncaught()
+    error = uncaught()
     configs = ",".join(map(dist.get_backend_config, all_groups())) if has_groups() else ""
     if error is None or {pair.partition(":")[2] for pair in configs.split(",")} != {"gloo"}:
         return

@@ -17,7 +17,7 @@ forward's outputs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.distributed.tensor import DTensor
 
 from thunder_zero.compat.torch.autograd import accumulates, node_class
 from thunder_zero.sharded.dtensors import Rows
@@ -96,6 +97,7 @@ def guard(output: Any, node_types: tuple[type, ...], model: str, accumulation: A
 
     A hook raises RuntimeError before the backward's first collective:
 
+    - with a DTensor as the gradient of a plain output, since backward computes with plain tensors;
     - with ``create_graph=True``, since the compiled backward has no graph, and a gradient penalty would be ignored;
     - with ``torch.autograd.grad`` or ``inputs=``, if gradients are deferred in this backward or were deferred before.
       Gradients of parameters that are not among the inputs would be added to the deferred gradients, or lost.
@@ -114,20 +116,31 @@ def guard(output: Any, node_types: tuple[type, ...], model: str, accumulation: A
         inputs = _inputs_of(node)  # a hook that held the node would keep its saved tensors alive
 
         def check(gradients: Any, inputs: tuple[Node, ...] = inputs) -> None:
-            _refuse(inputs, model, accumulation, was_synced)
+            _refuse(inputs, gradients, model, accumulation, was_synced)
 
         node.register_prehook(check)
 
 
-def refuse_wrong_backward(node: Node, model: str, accumulation: Accumulation, *, was_synced: bool) -> None:
+def refuse_wrong_backward(
+    node: Node, tangents: Sequence[Any], model: str, accumulation: Accumulation, *, was_synced: bool
+) -> None:
     """Raise RuntimeError if a backward would be wrong, under the conditions of :func:`guard`.
 
-    ``node`` is the backward's node in autograd's graph. ``was_synced`` is True if the forward's gradients are reduced.
+    ``node`` is the backward's node in autograd's graph, and ``tangents`` are the gradients of the forward's plain
+    outputs. ``was_synced`` is True if the forward's gradients are reduced.
     """
-    _refuse(_inputs_of(node), model, accumulation, was_synced)
+    _refuse(_inputs_of(node), tangents, model, accumulation, was_synced)
 
 
-def _refuse(inputs: Iterable[Node], model: str, accumulation: Accumulation, was_synced: bool) -> None:
+def _refuse(
+    inputs: Iterable[Node], tangents: Sequence[Any], model: str, accumulation: Accumulation, was_synced: bool
+) -> None:
+    if any(isinstance(tangent, DTensor) for tangent in tensors_in(tangents)):
+        raise RuntimeError(
+            f"the loss combines an output of {model} with a DTensor, a number computed from parameters outside of "
+            f"forward; add the number as number.full_tensor(), called on all ranks, and compute in forward what "
+            f"multiplies the loss or depends on the batch"
+        )
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"cannot differentiate the backward of {model} (create_graph=True, as a gradient penalty or a Hessian "

@@ -81,6 +81,16 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+class PassesOn(Protocol):
+    """The part of :class:`thunder_zero.sharded.outside.OutsideGradients` that :class:`Rows` needs."""
+
+    def is_hooked(self, path: str) -> bool:
+        """Return whether a shard has hooks of the user, on its gradient or on its accumulation."""
+
+    def give(self, path: str, mean: Tensor) -> None:
+        """Record that a program passes a mean gradient to autograd."""
+
+
 class HoldsRows(Protocol):
     """The part of :class:`thunder_zero.sharded.state.LocalState` that :class:`Rows` needs."""
 
@@ -88,6 +98,10 @@ class HoldsRows(Protocol):
     specs: Mapping[str, DTensorSpec]
     frozen: frozenset[str]
     single_rows: frozenset[str]
+
+    @property
+    def outside(self) -> PassesOn:
+        """Return the object that knows the hooks on gradients."""
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
@@ -116,19 +130,34 @@ class Rows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Return gradients of the shards; None for a gradient that is deferred, missing, or already in ``.grad``.
 
-        A shard's first gradient is written to ``.grad`` here, as in FSDP2, since autograd would create another DTensor.
+        A gradient is written to ``.grad`` here, as in FSDP2, since autograd would copy it or create another DTensor.
+        Then the hooks of ``outside.py`` only get gradients from outside of programs.
         """
         state: HoldsRows = ctx.state
-        writes_grads = bool(state.specs) and accumulates(leaf for leaf, _ in ctx.next_functions if leaf)
+        writes_grads = accumulates(leaf for leaf, _ in ctx.next_functions if leaf)
         shard_grads: list[Tensor | None] = []
         for rows, path in zip(grads, ctx.paths, strict=True):
-            grad, shard = None if rows is None else state.gradient(rows, path), state.shards[path]
+            grad = None if rows is None else state.gradient(rows, path)
             # Single rows are excluded: autograd may later add to .grad in place, and DTensor would broadcast the row.
-            is_first = grad is not None and shard.grad is None and path not in state.single_rows
-            if writes_grads and is_first and shard.requires_grad and not has_hooks(shard):
-                shard.grad, grad = grad, None
+            trains = state.shards[path].requires_grad  # it may have been frozen since forward
+            writes = trains and writes_grads and path not in state.single_rows and not state.outside.is_hooked(path)
+            if grad is not None and writes and _write(grad, state.shards[path]):
+                grad = None
+            if grad is not None and trains:
+                state.outside.give(path, grad)
             shard_grads.append(grad)
         return None, None, *shard_grads
+
+
+def _write(grad: Tensor, shard: nn.Parameter) -> bool:
+    """Set ``.grad``, or add to a plain ``.grad``. Return False if autograd must add to a DTensor."""
+    if shard.grad is None:
+        shard.grad = grad
+    elif isinstance(grad, DTensor):
+        return False
+    else:
+        shard.grad.add_(grad)
+    return True
 
 
 def has_hooks(shard: Tensor) -> bool:

@@ -24,6 +24,7 @@ from thunder_zero.compat.accelerate import guard_files
 from thunder_zero.compat.torch.optimizers import on_failed_steps, share_found_inf
 from thunder_zero.sharded import sharded_model
 from thunder_zero.sharded.dtensors import part_of, require_own
+from thunder_zero.sharded.sharded_model import MIXED
 from thunder_zero.sharded.state import State
 from thunder_zero.sharded.unsliced import require_equal_gradients_once
 
@@ -103,8 +104,6 @@ def load_exactly(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     for number, values in saved["state"].items():
         optimizer.state[params[number]] = with_saved_dtypes(optimizer.state[params[number]], values)
 
-
-MIXED = "mixed torch.Tensor and DTensor"  # a part of torch's error message
 
 _hooked = False
 _checked: WeakSet[Optimizer] = WeakSet()  # optimizers of shards that have stepped

@@ -29,7 +29,7 @@ from thunder_zero.compat import thunder as thunder_room
 from thunder_zero.plan.mesh import OF_MEANS, SHARD
 from thunder_zero.plan.params import Param
 from thunder_zero.schedule.timeline import Kind
-from thunder_zero.sharded.dtensors import Rows, has_hooks
+from thunder_zero.sharded.dtensors import Rows
 from thunder_zero.sharded.resident import StayingParameters
 from thunder_zero.sharded.state import LocalState
 from thunder_zero.sharded.waits import label_launch
@@ -202,7 +202,9 @@ class ModelRuntime:
         the hooks with None. The hooks run when the gradient is reduced, as with FSDP2.
         """
         if not self.synced:
-            shards = [shard.detach().requires_grad_() if has_hooks(shard) else shard for shard in shards]
+            is_hooked = self._state.outside.is_hooked
+            pairs = zip(shards, paths, strict=True)
+            shards = [shard.detach().requires_grad_() if is_hooked(path) else shard for shard, path in pairs]
         rows: tuple[Tensor, ...] = Rows.apply(self._state, paths, *shards)  # type: ignore[no-untyped-call]
         return rows
 

@@ -6,17 +6,19 @@ state dicts use this class only. The model of a parameter that a shard replaced 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from traceback import walk_tb
 from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thunder_zero.comm.collective_tags import doing
-from thunder_zero.comm.group import destroy_groups_after_error, has_groups, tell_launcher
+from thunder_zero.comm.group import destroy_groups_after_error, has_groups, tell_launcher, uncaught
 from thunder_zero.compat.torch.groups import at_exit
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.printed import format_model
@@ -116,8 +118,52 @@ def register(state: State, module: nn.Module) -> None:
     for path, shard in state.shards.items():
         original = module.get_parameter(path)
         _entries[original] = ShardEntry(weakref.ref(state), path, is_shard=False)
+        if original.requires_grad:
+            original.register_post_accumulate_grad_hook(_refuse_gradient(path, state.name))
         _replaced_ids.add(id(original))
         _entries[shard] = ShardEntry(weakref.ref(state), path, is_shard=True)
+
+
+def _refuse_gradient(path: str, name: str) -> Callable[[Tensor], None]:
+    """Return a hook on a parameter that a shard replaced, whose gradient no optimizer of the model steps."""
+
+    def refuse(original: Tensor) -> None:
+        raise RuntimeError(
+            f"backward reaches the plain module's parameter {path!r}, which the transform replaced when it made {name}, "
+            f"so its gradient would be lost; read the parameter from the model after sharding, when the loss is "
+            f"computed"
+        )
+
+    return refuse
+
+
+MIXED = "mixed torch.Tensor and DTensor"  # a part of torch's error message
+
+
+def _explain_mixed() -> None:
+    """Add advice to an uncaught error of torch about a plain tensor beside a shard, and print it; called at exit.
+
+    torch raises this error in C++, where no code of ours runs.
+    """
+    error = uncaught()
+    if error is None or MIXED not in str(error) or getattr(error, "__notes__", None) or not states():
+        return
+    state, param = next(_shards_in(error), (states()[0], None))
+    subject = "a parameter" if param is None else f"parameter {param.path!r}"
+    error.add_note(
+        f"thunder_zero: {subject} of {state.name} was used outside of forward, where it is a DTensor with this rank's "
+        f"rows; move the computation into the module's forward, which may return the loss, or read values from the "
+        f"module of thunder_zero.full_parameters(model), under torch.no_grad()"
+    )
+    print(error.__notes__[-1], file=sys.stderr)
+
+
+def _shards_in(error: BaseException) -> Iterator[tuple[State, Param]]:
+    """Yield the models and parameters of shards among the local variables of an error, the innermost frame first."""
+    for frame, _ in reversed(list(walk_tb(error.__traceback__))):
+        for value in frame.f_locals.values():
+            tensors = value._parameters.values() if isinstance(value, nn.Module) else (value,)
+            yield from filter(None, owners_of(tensor for tensor in tensors if isinstance(tensor, Tensor)))
 
 
 def _leave_groups() -> None:
@@ -126,6 +172,7 @@ def _leave_groups() -> None:
     A gloo thread that frees tensors after the interpreter has ended would abort the process. Groups that the script did
     not destroy are kept, since another exit handler may still save a model. After an error these groups are destroyed.
     """
+    _explain_mixed()
     tell_launcher()
     destroy_groups_after_error()
     if not has_groups():

@@ -27,6 +27,7 @@ from thunder_zero.plan.rows import real_rows
 from thunder_zero.sharded.accumulation import Accumulation, unreduced
 from thunder_zero.sharded.attributes import with_attributes_of
 from thunder_zero.sharded.dtensors import as_dtensor, parameter, specs_of
+from thunder_zero.sharded.outside import OutsideGradients
 from thunder_zero.sharded.resident import KeptUnsharded, ResidentParameters, lay_out
 from thunder_zero.sharded.same_batch import SameBatch
 from thunder_zero.sharded.slices import placeholder_of
@@ -53,6 +54,7 @@ class LocalState:
         single_rows: paths of the sharded parameters with one row.
         shards: the optimizer's parameters by path: aliases of ``rows``, as DTensors if there are specs.
         accumulation: gradients whose reduction is deferred.
+        outside: gradients of full parameters that programs do not reduce.
         resident: ZeRO-1's full parameters.
         kept_unsharded: gathered parameters that the next micro-batch reads again.
         clock: the recorder of waits while ``measure_times`` runs.
@@ -88,6 +90,7 @@ class LocalState:
             rows, spec = real_rows(memory.rows[param.path].detach(), param, plan), specs.get(param.path)
             self.shards[param.path] = parameter(rows, spec, requires_grad=param.requires_grad)
             self._layouts[param.path] = len(rows) if param in plan.padded else None, spec
+        self.outside = OutsideGradients(plan, wire, name, device, self.shards)
         versions = Versions(self.shards)
         is_copied = plan.mesh.shard.size > 1 or len(memory.shared) < len(memory.buffers)
         digested = {path: self.rows[path] for path in memory.buffers} if digests and is_copied else {}

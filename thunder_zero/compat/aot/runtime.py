@@ -31,15 +31,16 @@ from thunder_zero.compat.private import (
 )
 
 Boxed = Callable[[list[Any]], list[Any]]
+Check = Callable[[Node, Sequence[Any]], None]
 
 
-def compiled(joint: Joint, phases: Phases, check: Callable[[Node], None]) -> Callable[[list[Any]], Sequence[Any]]:
+def compiled(joint: Joint, phases: Phases, check: Check) -> Callable[[list[Any]], Sequence[Any]]:
     """Return a function of a list of inputs that runs the phases.
 
     Args:
         joint: the graph that the phases compute.
         phases: the functions that compute the graph's tensors.
-        check: a function that gets the node of each backward before it runs, and may raise.
+        check: a function that gets the node and the tangents of each backward before it runs, and may raise.
     """
     state, capture = _for_one_program(joint.exported)
     has_objects = capture.maybe_subclass_meta is not None or objects_of(joint)
@@ -102,7 +103,7 @@ def _boxed(function: Boxed) -> Boxed:
 
 
 @contextmanager
-def _checked(check: Callable[[Node], None]) -> Iterator[None]:
+def _checked(check: Check) -> Iterator[None]:
     """Make the autograd function that AOTAutograd builds inside the block call ``check`` before each backward.
 
     Backward gets None for a missing tangent, where torch would pass zeros.
@@ -119,7 +120,7 @@ def _checked(check: Callable[[Node], None]) -> Iterator[None]:
             return forward(ctx, *args)
 
         def backward_checked(ctx: Any, *grads: Any) -> Any:
-            check(ctx)
+            check(ctx, grads)
             return backward(ctx, *grads)
 
         function.forward, function.backward = staticmethod(forward_checked), staticmethod(backward_checked)

@@ -130,10 +130,15 @@ class Programs:
             lambda: spent() + phases.spent,
         )
 
-    def _check_backward(self, mode: Mode) -> Callable[[Node], None]:
+    def _check_backward(self, mode: Mode) -> Callable[[Node, Sequence[Any]], None]:
         """Return a check that runs at the start of each backward of a program."""
-        accumulation = self.state.accumulation
-        return lambda node: refuse_wrong_backward(node, self.name, accumulation, was_synced=mode.synced)
+        accumulation, takes_dtensors = self.state.accumulation, self.joint.returns_subclasses
+
+        def check(node: Node, tangents: Sequence[Any]) -> None:
+            plain = () if takes_dtensors else tangents
+            refuse_wrong_backward(node, plain, self.name, accumulation, was_synced=mode.synced)
+
+        return check
 
 
 def program_of(
