@@ -102,7 +102,7 @@ class ShardedAccelerator(Accelerator):
         return super().unwrap_model(model.plain if isinstance(model, ShardedModel) else model, *args, **kwargs)
 
     def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
-        """Clip gradients, and return the norm over all ranks as a plain tensor."""
+        """Clip gradients, and return the norm over all ranks as a plain tensor, which ``gather`` takes."""
         norm = super().clip_grad_norm_(*args, **kwargs)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

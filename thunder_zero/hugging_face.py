@@ -1,7 +1,8 @@
-"""``sharded``: Hugging Face trainers with sharded models. ``parallelize``: tensor parallelism.
+"""``sharded``: Hugging Face trainers and accelerators that shard. ``parallelize``: tensor parallelism.
 
 In: a class of trainers, and the arguments of ``tz.compile``. Out: a subclass, whose instances shard their model in
-``__init__``. As under DistributedDataParallel, a trainer has two attributes for its model::
+``__init__``. ``accelerator.py`` has the subclass of an accelerator. As under DistributedDataParallel, a trainer has two
+attributes for its model::
 
     trainer.model            the plain module with DTensors, for its class, config, signature and adapters
     trainer.model_wrapped    the sharded model, which steps call
@@ -30,8 +31,7 @@ from thunder_zero.compat.plans_of_transformers import apply_plan
 from thunder_zero.frontends.dynamo.compile import compile
 from thunder_zero.plan.policy import Policy
 from thunder_zero.sharded.full_state_dict import step_shards
-from thunder_zero.sharded.sharded_model import MIXED
-from thunder_zero.sharded.sharded_model import ShardedModel
+from thunder_zero.sharded.sharded_model import MIXED, ShardedModel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,24 +56,26 @@ REFUSED = {  # unsupported arguments of a trainer, with alternatives
 
 
 def sharded(trainer: TrainerClass, policy: Policy | int | None = None, **arguments: Any) -> TrainerClass:
-    """Return a subclass of a trainer's class, whose instances shard their model.
+    """Return a subclass of a trainer's class, whose instances shard their model, or of Accelerate's ``Accelerator``.
 
     >>> trainer = sharded(Trainer, stage=3)(model=model, args=args, train_dataset=data)
+    >>> accelerator = sharded(Accelerator, stage=3)(mixed_precision="bf16")
+    >>> model, optimizer, loader = accelerator.prepare(module, optimizer, loader)  # shards the module
 
     ``trainer.model_wrapped`` is the sharded model. A checkpoint is a folder for ``from_pretrained``. Its subfolder
     ``run`` lets any number of ranks resume. A sharded trainer can also resume from a plain trainer's checkpoint.
 
     Args:
-        trainer: ``transformers.Trainer``, or a class derived from it.
+        trainer: ``transformers.Trainer``, ``accelerate.Accelerator``, or a class derived from one of them.
         policy, arguments: see :func:`thunder_zero.compile`. Unless ``policy`` is a :class:`~thunder_zero.Policy`, all
             ranks take rank 0's initial values (``broadcast_from=0``), as under DistributedDataParallel. Pass neither
-            argument if the trainer's model is already sharded by ``compile``.
+            argument if the trainer's or the accelerator's model is already sharded by ``compile``.
 
     Raises:
         TypeError: ``trainer`` lacks a method that the subclass overrides: it is not a trainer, or it comes from an
             unsupported version of transformers.
-        ValueError: an argument of a trainer does not work with a sharded model. The subclass raises this in
-            ``__init__``.
+        ValueError: an argument of a trainer or of an accelerator does not work with a sharded model. The subclass
+            raises this in ``__init__``.
     """
     defaults = {} if isinstance(policy, Policy) else {"broadcast_from": 0}
     for_compile = {"policy": policy, **defaults, **arguments} if policy is not None or arguments else {}

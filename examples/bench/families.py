@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 WORDS = 64  # in the vocabulary
 SEQUENCES, TOKENS = 2, 12
@@ -256,6 +257,42 @@ def decoder(name: str, of: str, **arguments: Any) -> Family:
     return Family(name, hugging_face(f"{of}ForCausalLM", f"{of}Config", **DECODER | arguments))
 
 
+def dora() -> nn.Module:
+    """A Llama whose linear layers have adapters of peft's DoRA; all of them train."""
+    library = importlib.import_module("peft")
+    config = library.LoraConfig(r=4, use_dora=True, target_modules="all-linear", init_lora_weights=False)
+    module: nn.Module = library.get_peft_model(hugging_face("LlamaForCausalLM", "LlamaConfig", **DECODER)(), config)
+    return module.train()
+
+
+class Tagger(nn.Module):
+    """Tags words by a bidirectional LSTM of packed sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.tags = nn.Embedding(WORDS, 16), nn.Linear(32, 5)
+        self.layers = nn.LSTM(16, 16, 2, batch_first=True, bidirectional=True)
+
+    def forward(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.words(input_ids), lengths, batch_first=True, enforce_sorted=False)
+        found, _ = pad_packed_sequence(self.layers(packed)[0], batch_first=True)
+        tags: Tensor = self.tags(found)
+        return tags
+
+
+def tagged() -> Batch:
+    """The second sequence is longer."""
+    labels = torch.randint(0, 5, (SEQUENCES, TOKENS))
+    return {"input_ids": words(), "lengths": torch.tensor([TOKENS - 4, TOKENS]), "labels": labels}
+
+
+def tag_loss(model: Callable[..., Any], batch: Batch) -> Tensor:
+    """The mean loss of the words that are there."""
+    tags = model(batch["input_ids"], batch["lengths"])
+    are_there = torch.arange(TOKENS) < batch["lengths"][:, None]
+    return nn.functional.cross_entropy(tags[are_there], batch["labels"][are_there])
+
+
 FAMILIES = (
     decoder("Llama", "Llama"),
     decoder("Qwen2", "Qwen2"),
@@ -283,5 +320,7 @@ FAMILIES = (
     Family("Segformer", hugging_face("SegformerForSemanticSegmentation", "SegformerConfig", **SEGFORMER), segments),
     Family("ResNet", hugging_face("ResNetForImageClassification", "ResNetConfig", **RESNET, num_labels=5), images),
     Family("LitGPT", lit_gpt, text, next_word),
+    Family("Llama, DoRA of peft", dora),
+    Family("LSTM, packed", Tagger, tagged, tag_loss),
 )
 BY_NAME = {family.name: family for family in FAMILIES}

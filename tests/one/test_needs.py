@@ -557,6 +557,17 @@ def attempts_of_torchrun_have_one_store() -> bool:
     return first == second
 
 
+def accelerate_hides_its_models() -> bool:
+    return "models" not in dir(pytest.importorskip("accelerate").Accelerator)
+
+
+def lengths_of_packed_sequences_end_graphs() -> bool:
+    packed = nn.utils.rnn.pack_padded_sequence(torch.ones(3, 2, 4), torch.tensor([2, 3]), enforce_sorted=False)
+    with pytest.raises(RuntimeError), torch._dynamo.config.patch(allow_rnn=True):
+        torch.compile(nn.GRU(4, 4), backend="eager", fullgraph=True)(packed)
+    return True
+
+
 AOT = ("export", "joint", "nodes", "objects", "rewrites", "runtime")
 NEEDS = (
     Need("thunder/trace_repairs.py: sort_aliases", aliases_are_unsorted),
@@ -570,6 +581,8 @@ NEEDS = (
     Need("thunder/tracing.py", no_hook_comes_before_the_trace),
     Need("thunder/opaque_calls.py", what_comes_from_c_is_kept, what="an item"),
     Need("thunder/repairs.py: fields_as_constants", a_dataclass_cannot_be_cast),
+    Need("accelerate.py", accelerate_hides_its_models, TORCH),
+    Need("packed_sequences.py", lengths_of_packed_sequences_end_graphs, TORCH),
     Need("dynamo.py", dynamo_gives_up_in_silence, TORCH),
     Need("private.py", no_public_name_gives_the_joint_graph, TORCH),
     *(Need(f"aot/{name}.py", no_public_name_gives_the_joint_graph, TORCH) for name in AOT),

@@ -622,6 +622,7 @@ def loop_by(kind: Any, precision: str, folder: Path) -> tuple[list[Any], dict[st
                 loss = (model(x) - labels).square().mean()
                 accelerator.backward(loss)
                 norm = accelerator.clip_grad_norm_(model.parameters(), 0.5) if accelerator.sync_gradients else loss
+                assert type(norm) is Tensor
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
@@ -737,7 +738,9 @@ def train_the_pages_loop(rank: int, world_size: int, folder: Path) -> dict[str, 
     halves = results["accelerator"].prepare(compile_model(fresh(Regression), policy))
     logits = halves(**torch.utils.data.default_collate(make_rows(2)))["logits"]
     assert logits.dtype is torch.bfloat16, "Accelerate has replaced the model's precision"
-    assert results["model"](**results["batch"]).logits.dtype is torch.float32
+    logits = results["model"](**results["batch"]).logits
+    assert torch.equal(logits, logits.bfloat16().float()), "the autocast did not reach forward"
+    assert logits.dtype is torch.float32
     return tz.full_state_dict(results["model"])
 
 

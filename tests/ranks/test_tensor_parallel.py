@@ -84,8 +84,8 @@ class Uneven(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(WORDS + 1, 9), nn.Linear(9, WORDS + 1)
-        self.up, self.down = nn.Linear(9, 12), nn.Linear(12, 9)
+        self.embed, self.head = nn.Embedding(WORDS + 1, 11), nn.Linear(11, WORDS + 1)
+        self.up, self.down = nn.Linear(11, 12), nn.Linear(12, 11)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.down(self.up(self.embed(tokens)).relu()))
@@ -383,8 +383,8 @@ def save_uneven(rank: int, world_size: int, folder: Path, policy: Any, styles: S
                 param.mul_(0 if written is full_module and rank > 1 else 2)  # the first data rank's are taken
     assert_values(tz.full_state_dict(model), module.state_dict())
     if policy.stage:  # torch's placements describe no rows of slices that differ in rows
-        sharded = {path: model.state.plan.by_name[path].sharded for path in ("embed.weight", "up.weight")}
-        assert sharded == {"embed.weight": styles is WIDTH_STYLES, "up.weight": True}
+        embed, up = (model.state.plan.by_name[path] for path in ("embed.weight", "up.weight"))
+        assert (embed.sharded, up.sharded) == (embed.sliced == 1, True)
     tz.save(folder, model)
     for other in (
         compile_sliced(build_plain(Uneven, 1), mesh_of(1, world_size), styles, policy),

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -31,6 +32,8 @@ TOLERANCE = 2e-5
 Make = Callable[[], nn.Module]
 ROWS = (3, 4)
 SEQUENCES = (2, 3, 4)
+PADDED = (3, 4, 4)
+BOTH: dict[str, Any] = {"batch_first": True, "bidirectional": True}
 
 
 class Words(tuple[int, ...]):
@@ -97,6 +100,36 @@ class Wrapped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(torch.tanh(self.before(x)))
         return self.after(y[0] if isinstance(y, tuple) else y)
+
+
+class Packs(nn.Module):
+    """A recurrent layer of packed sequences, of other lengths in each call. It runs without and then with states."""
+
+    def __init__(self, make: Make, *, is_sorted: bool = False) -> None:
+        super().__init__()
+        self.before, self.layer, self.is_sorted = nn.Linear(4, 4), make(), is_sorted
+
+    def forward(self, x: Tensor, words: Tensor) -> Any:
+        lengths = words.sort(descending=True).values + 1 if self.is_sorted else words + 1
+        packed = pack_padded_sequence(self.before(x), lengths, batch_first=True, enforce_sorted=self.is_sorted)
+        _, states = self.layer(packed)
+        y, last = self.layer(packed, states)
+        return pad_packed_sequence(y, batch_first=True, total_length=4)[0], last
+
+
+class OtherShapes(nn.Module):
+    """Layers of other shapes in a loop whose body is a graph for each layer."""
+
+    def __init__(self, *layers: Make) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for make in layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if x.abs().max().item() > 1e9:
+                x = x / 2
+            x = torch.tanh(layer(x))
+        return x
 
 
 class Attends(nn.Module):
@@ -486,6 +519,22 @@ def print_values(y: Tensor) -> Tensor:
     return y.tanh() if y.square().sum() > -1 else y
 
 
+class Described(nn.Module):
+    """A module that reads facts and views of a parameter in a loop that breaks the graph, so that dynamo skips it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            facts = self.w.is_cuda, self.w.requires_grad, self.w.dtype, self.w.device.type, self.w.ndim, self.w.shape[1]
+            if facts == (False, True, torch.float32, "cpu", 2, 4):
+                x = (x @ self.w.T + x @ self.w.mT.real * self.w[0] + x * self.w.data).sin()
+        return x
+
+
 def view_in_a_graph(y: Tensor) -> Tensor:
     """Return a view from a graph that computes nothing, between two other graphs."""
     torch._dynamo.graph_break()
@@ -557,6 +606,11 @@ class Table(nn.Module):
 
 FAST: dict[str, Row] = {
     "LSTM": Row(partial(Wrapped, partial(nn.LSTM, 4, 3, batch_first=True), 3), (SEQUENCES,)),
+    "packed GRU": Row(partial(Packs, partial(nn.GRU, 4, 3, batch_first=True)), (PADDED, Words((3,)))),
+    "layers of other shapes": Row(
+        partial(OtherShapes, partial(nn.Linear, 4, 6), partial(nn.LayerNorm, 6), partial(nn.Linear, 6, 5))
+    ),
+    "facts of a parameter": Row(Described, ((4, 4),)),
     "spectral_norm": Row(partial(Wrapped, lambda: parametrizations.spectral_norm(nn.Linear(4, 4)))),
     "MultiheadAttention": Row(Attends, (SEQUENCES,)),
     "complex": Row(Complex),
@@ -575,6 +629,14 @@ FAST: dict[str, Row] = {
 }
 SLOW: dict[str, Row] = {
     "GRU": Row(partial(Wrapped, partial(nn.GRU, 4, 3, 2, batch_first=True, bidirectional=True), 6), (SEQUENCES,)),
+    "packed LSTM": Row(partial(Packs, partial(nn.LSTM, 4, 3, 2, **BOTH, proj_size=2)), (PADDED, Words((3,)))),
+    "packed LSTM, sorted": Row(
+        partial(Packs, partial(nn.LSTM, 4, 3, 2, **BOTH, dropout=0.5), is_sorted=True), (PADDED, Words((3,)))
+    ),
+    "packed RNN": Row(partial(Packs, partial(nn.RNN, 4, 3, 2, batch_first=True, dropout=0.5)), (PADDED, Words((3,)))),
+    "convolutions of other shapes": Row(
+        partial(OtherShapes, partial(nn.Conv1d, 2, 4, 3), partial(nn.Conv1d, 4, 6, 2)), ((2, 2, 9),)
+    ),
     "old spectral_norm": Row(partial(Wrapped, lambda: spectral_norm(nn.Linear(4, 4)))),
     "weight_norm": Row(partial(Wrapped, lambda: parametrizations.weight_norm(nn.Linear(4, 4)))),
     "old weight_norm": Row(partial(Wrapped, lambda: weight_norm(nn.Linear(4, 4)))),
@@ -747,7 +809,15 @@ def test_inference_is_as_in_eager_mode(ranks_pool: RanksPool) -> None:
 
 OTHER_LENGTHS = (
     *("unused outputs", "unused outputs, the last", "outputs one after another", "checkpoints with dropout"),
-    *("own function in a checkpoint", "own function, an output for the loss unused", "structures", "item", "a mask"),
+    *(
+        "own function in a checkpoint",
+        "own function, an output for the loss unused",
+        "structures",
+        "item",
+        "a mask",
+        "packed GRU",
+    ),
+    *("packed LSTM", "packed LSTM, sorted", "layers of other shapes", "convolutions of other shapes"),
 )
 
 

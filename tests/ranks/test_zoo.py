@@ -26,11 +26,12 @@ GRAPHS = {  # of families that are not one graph; docs/zoo.md says why
     "Qwen2-VL": 29,
     "DETR": 20,
     "Segformer": 2,
+    "LSTM, packed": 3,
 }
 TEXT = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma 2", "Gemma 3", "Phi-3", "GPT-2", "GPT-NeoX", "Mamba-2", "LitGPT")
 EXPERTS = ("Mixtral", "Qwen3-MoE", "gpt-oss", "DeepSeek-V3")
 PICTURES = ("ViT", "CLIP", "SigLIP", "ResNet", "Segformer", "Qwen2-VL", "DETR")
-OTHERS = ("BERT", "T5", "Whisper", "wav2vec2")
+OTHERS = ("BERT", "T5", "Whisper", "wav2vec2", "Llama, DoRA of peft", "LSTM, packed")
 GROUPS = (TEXT, EXPERTS, PICTURES, OTHERS)  # a launch each
 
 
@@ -75,6 +76,8 @@ def test_families_train_as_eager_does_with_every_gather_in_its_schedule(
     """Each rank has its own batch, seed and buffers; gradients are the mean of eager's on all ranks."""
     if "LitGPT" in stages:
         pytest.importorskip("litgpt")
+    if "Llama, DoRA of peft" in stages:
+        pytest.importorskip("peft")
     ranks_pool.run(2, train_families, stages, timeout=550.0)
 
 

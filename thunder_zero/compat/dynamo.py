@@ -234,15 +234,15 @@ def _parameters_of_fixed_sizes() -> AbstractContextManager[None]:
 
 
 def _methods_of_names() -> AbstractContextManager[None]:
-    """Let dynamo call methods of a string of torch's class or function: ``type(w).__module__.startswith("torch")``.
+    """Let dynamo call methods of a name of torch's, as in ``type(w).__module__.startswith("torchao.")``.
 
-    Otherwise each such call ends a graph, as for each layer of peft's DoRA.
+    Otherwise each such call ends a graph. peft's DoRA has one for each layer.
     """
     inherited: Any = GetAttrVariable.call_method
 
     def call_method(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         of_torch = isinstance(self.obj, TorchInGraphFunctionVariable)
-        text = getattr(self.obj.value, self.name) if of_torch else None
+        text = getattr(self.obj.value, self.name, None) if of_torch else None
         if isinstance(text, str):
             return self.build(tx, text).call_method(tx, name, args, kwargs)
         return inherited(self, tx, name, args, kwargs)

@@ -1,4 +1,4 @@
-"""needed while: torch's recurrent layers read the lengths of packed sequences as numbers while they are traced.
+"""needed while: torch's recurrent layers read the lengths of packed sequences as numbers.
 
 Dynamo would end its graph there, and the layer would read parameters that nothing gathers. Inside a block, recurrent
 layers put packed sequences through an operator, which dynamo and AOTAutograd do not trace into::

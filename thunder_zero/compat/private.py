@@ -125,6 +125,8 @@ NAMES = {name: Private(*row) for name, row in {
     "builder": ("torch._dynamo.variables.builder:", "takes a subclass of Tensor as a plain tensor", CAPTURE),
     "GetAttrVariable": ("torch._dynamo.variables.misc:GetAttrVariable",
         "calls methods of the name of torch's class", CAPTURE),
+    "skip_frame": ("torch._dynamo.decorators:skip", "runs a frame as it is, and compiles the functions that it calls",
+        "torch.compiler.disable(recursive=False) without a wrapper that dynamo compiles"),
     "TensorVariable": ("torch._dynamo.variables.tensor:TensorVariable", "notes reads of requires_grad", CAPTURE),
     "TorchInGraphFunctionVariable": ("torch._dynamo.variables.torch:TorchInGraphFunctionVariable",
         "notes whether forward asks for the grad mode; traces results written into slices", CAPTURE),

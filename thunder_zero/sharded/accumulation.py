@@ -139,7 +139,7 @@ def _refuse(
         raise RuntimeError(
             f"the loss combines an output of {model} with a DTensor, a number computed from parameters outside of "
             f"forward; add the number as number.full_tensor(), called on all ranks, and compute in forward what "
-            f"multiplies the loss or depends on the batch"
+            f"multiplies the loss or depends on the batch, whose mean full_tensor() does not give"
         )
     if torch.is_grad_enabled():
         raise RuntimeError(

@@ -150,13 +150,14 @@ class Rows(torch.autograd.Function):
 
 
 def _write(grad: Tensor, shard: nn.Parameter) -> bool:
-    """Set ``.grad``, or add to a plain ``.grad``. Return False if autograd must add to a DTensor."""
-    if shard.grad is None:
+    """Set or add to ``.grad``. Return False if autograd must add, since ``.grad`` is placed in another way."""
+    held = shard.grad
+    if held is None:
         shard.grad = grad
-    elif isinstance(grad, DTensor):
+    elif isinstance(held, DTensor) and isinstance(grad, DTensor) and held.placements != grad.placements:
         return False
     else:
-        shard.grad.add_(grad)
+        local(held).add_(local(grad))
     return True
 
 

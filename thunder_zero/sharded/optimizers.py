@@ -130,6 +130,7 @@ def _has_gradient_of_shard(grads: Iterable[Tensor]) -> bool:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise if a step would be lost or wrong. This is a hook before every step."""
+    guard_files(_refuse_model_file, _refuse_optimizer_files)  # Accelerate may be imported at any time
     stepped = parameters_of(optimizer)
     _refuse_replaced(optimizer, stepped)
     _refuse_early(optimizer, stepped)
@@ -160,7 +161,6 @@ def _check_first_step(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
     """Check an optimizer before its first step of shards. Register a hook that checks its states after each load."""
     if optimizer not in _checked and any(sharded_model.owners_of(stepped)):
         _checked.add(optimizer)
-        guard_files(_refuse_model_file, _refuse_optimizer_files)
         for state in sharded_model.states():
             ids = {id(shard) for shard in stepped} & set(map(id, state.shards.values()))
             if state.plan.mesh.is_sliced and ids:

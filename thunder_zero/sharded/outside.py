@@ -13,9 +13,8 @@ which torch refuses to mix with plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -54,10 +53,10 @@ class OutsideGradients:
         if path in self._paths:
             self._given[path] = mean
 
-    def _arrived(self, path: str, total: Tensor | None) -> Tensor | None:
+    def _arrived(self, path: str, total: Tensor) -> Tensor | None:
         """Return the mean of a gradient if the gradient must be right now. Otherwise note the parameter's path."""
         shard, mean = self._shards[path], self._given.pop(path, None)
-        if total is None or total is mean:
+        if total is mean:
             return None
         if isinstance(total, DTensor) and isinstance(shard, DTensor) and total.placements != shard.placements:
             return None  # torch computed with DTensors, and adds the parts of all ranks itself
@@ -83,7 +82,7 @@ class OutsideGradients:
         paths = sorted(self._noted.pop(backward))
         grads = {path: grad for path in paths if (grad := self._shards[path].grad) is not None}
         with torch.no_grad():
-            for grad, mean in zip(grads.values(), self._means(grads), strict=True):
+            for grad, mean in zip(grads.values(), self._means(grads) if grads else (), strict=True):
                 grad.copy_(mean)
 
     def _means(self, grads: Mapping[str, Tensor]) -> list[Tensor]:
@@ -100,11 +99,13 @@ class OutsideGradients:
         return [means[path] for path in grads]
 
 
-def _hook(shard: Tensor, path: str, arrived: WeakMethod[Any]) -> None:
+def _hook(shard: Tensor, path: str, arrived: WeakMethod[Callable[[str, Tensor], Tensor | None]]) -> None:
     """Register the first hook on a shard's gradient. The shard, which an optimizer has, does not keep the model."""
 
     @unserializable_hook  # so that pickling the shard does not warn
     def hook(total: Tensor | None) -> Tensor | None:
+        if total is None:  # the program has written its gradient, and nothing else has one
+            return None
         function = arrived()
         return None if function is None else function(path, total)
 

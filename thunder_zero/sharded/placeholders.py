@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from thunder_zero.compat.private import make_wrapper_subclass
+from thunder_zero.compat.private import make_wrapper_subclass, skip_frame
 from thunder_zero.plan.params import Plan
 
 # Names that work on a placeholder: some read its metadata, others create tensors like it.
@@ -37,6 +37,7 @@ _CREATE_TENSORS = """
     new_empty_strided result_type can_cast
 """
 READ_METADATA, CREATE_TENSORS = frozenset(_READ_METADATA.split()), frozenset(_CREATE_TENSORS.split())
+ADD_HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
 
 
 class ValuesNeeded(RuntimeError):
@@ -53,7 +54,7 @@ class Placeholder(nn.Parameter):
     path: str  # the path of the parameter
 
     @classmethod
-    @torch.compiler.disable  # dynamo would compile it as a frame, and its guards do not tell one attribute from another
+    @skip_frame  # dynamo does not guard which attribute is read
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -69,15 +70,31 @@ class Placeholder(nn.Parameter):
                 return func(*args, **kwargs)
             if name in CREATE_TENSORS:
                 return func(*tree_map_only(Placeholder, _expanded_zero, args), **kwargs)
-            if attribute == "__get__" and name == "data":
-                return args[0]
-            param = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Placeholder))
-            operation = f".{name}" if attribute else resolve_name(func) or name
-            raise ValuesNeeded(cannot_use(operation, param.path), param.path)
+        if name in ADD_HOOKS:
+            raise RuntimeError(hook_message(args[0].path))
+        if attribute == "__get__":
+            return _compute(_attribute, (args[0], name), {}, f".{name}")
+        return _compute(func, args, kwargs, f".{name}" if attribute else resolve_name(func) or name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch.DisableTorchFunctionSubclass():
             return f"Placeholder({self.path!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _compute(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], operation: str) -> Any:
+    """Call a function of placeholders, in a graph: dynamo compiles this frame where it runs forward without capturing.
+
+    Dynamo does so around a graph break in a loop. Where dynamo does not capture, raise ValuesNeeded.
+    """
+    if torch.compiler.is_compiling():
+        return func(*args, **kwargs)
+    param = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Placeholder))
+    raise ValuesNeeded(cannot_use(operation, param.path), param.path)
+
+
+def _attribute(param: Tensor, name: str) -> Tensor:
+    # An operator, since dynamo reads the attribute of an input outside of the graph.
+    return torch.ops.aten.alias(getattr(param, name))  # type: ignore[no-any-return]
 
 
 def cannot_use(operation: str, path: str) -> str:
@@ -86,6 +103,15 @@ def cannot_use(operation: str, path: str) -> str:
         f"{operation} cannot use parameter {path!r}: thunder_zero sharded it, its values are in the shards, and only "
         f"what is compiled of the model's forward gathers them; to compute with the plain module or to read its "
         f"values, use the module that thunder_zero.full_parameters(model) gives"
+    )
+
+
+def hook_message(path: str) -> str:
+    """Return the error message for a hook on a placeholder, which Hugging Face's plans may register in forward."""
+    return (
+        f"forward registers a hook on the gradient of parameter {path!r}, which backward does not make there; register "
+        f"it on the sharded model's parameter, or place the parameter's module by torch's SequenceParallel, whose "
+        f"gradient is reduced without a hook"
     )
 
 

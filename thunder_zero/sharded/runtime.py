@@ -43,7 +43,7 @@ class ModelRuntime:
         self._state, self._plan, self._wire = state, state.plan, state.wire
         self._accumulation = state.accumulation
         self._launches: dict[str, Sequence[str]] = {}  # the launches of a phase, by their digest
-        self._compared: set[tuple[str, str]] = set()  # phases and digests that ran
+        self._compared: set[str] = set()  # names of phases whose launches ranks have compared
         self._frozen: list[frozenset[str]] = []  # by the number of a guard: the frozen parameters of its program
         self._buckets: dict[Sequence[str], tuple[Param, ...]] = {}  # the parameters of a bucket, by their paths
         self._encoded: dict[tuple[Sequence[str], str], bool] = {}  # True if a line encodes the gradients of a bucket
@@ -80,12 +80,12 @@ class ModelRuntime:
     def enter(self, phase: str, schedule: str) -> None:
         """Set the collective tag of a phase, at its start. Ranks raise if their launches differ.
 
-        Ranks may run different graphs and compile them at different times, but they launch equal collectives. So ranks
-        without tags compare launches when these first run: all ranks run them then.
+        Ranks may run different graphs and compile them at different times, but they launch equal collectives. Ranks
+        without tags compare the launches of the first phase of each name only: later a rank may be alone with a graph.
         """
         transport, launches = self._wire.transport, self._launches.get(schedule, ())
-        if not transport.announces and (phase, schedule) not in self._compared:
-            self._compared.add((phase, schedule))
+        if not transport.announces and phase not in self._compared:
+            self._compared.add(phase)
             self._state.require_same_launches(phase, launches)
         transport.enter_phase(phase, schedule, self._state.training_forwards, launches, self._state.refrozen)
 
@@ -238,7 +238,9 @@ class ModelRuntime:
         if means and self._plan.policy.check_gradients:
             self.check_finite(list(means.values()), list(means))
         for path, mean in means.items():
-            accumulate(self._state.shards[path], self._state.gradient(mean, path))
+            grad = self._state.gradient(mean, path)
+            self._state.outside.give(path, grad)
+            accumulate(self._state.shards[path], grad)
 
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
         """Raise RuntimeError on all ranks if a gradient on any rank has NaN or Inf (policy ``check_gradients``)."""
@@ -263,15 +265,17 @@ class ModelRuntime:
         self._launches[schedule] = launches
 
     def tell_failure(self, error: Exception) -> None:
-        """Let all ranks raise if a compilation failed on this rank alone. The others would wait for its messages."""
-        self._state.require_same_launches(f"a compilation that failed ({type(error).__name__}: {error})", ())
+        """Let all ranks raise if a compilation failed on this rank alone. The others would wait for its messages.
+
+        Ranks without tags do so only before their first phase. Later they would mix this up with gathers.
+        """
+        if self._wire.transport.announces or not self._compared:
+            self._state.require_same_launches(f"a compilation that failed ({type(error).__name__}: {error})", ())
 
 
 def accumulate(shard: Tensor, grad: Tensor) -> None:
-    """Add a gradient to ``.grad`` by autograd, which calls the hooks of the shard."""
-    with torch.enable_grad():
-        alias = shard.view_as(shard)
-    torch.autograd.backward(alias, grad)
+    """Add a gradient to ``.grad`` by autograd, which calls the hooks of the shard with this very tensor."""
+    torch.autograd.backward(shard, grad)
 
 
 def sum_and_cast(grad: Tensor, param: Param) -> Tensor:

@@ -129,9 +129,8 @@ def _refuse_gradient(path: str, name: str) -> Callable[[Tensor], None]:
 
     def refuse(original: Tensor) -> None:
         raise RuntimeError(
-            f"backward reaches the plain module's parameter {path!r}, which the transform replaced when it made {name}, "
-            f"so its gradient would be lost; read the parameter from the model after sharding, when the loss is "
-            f"computed"
+            f"backward reaches the plain module's parameter {path!r}, which the transform replaced by a shard of "
+            f"{name}, so its gradient would be lost; read the parameter from the model when the loss is computed"
         )
 
     return refuse

@@ -21,7 +21,14 @@ from torch.utils._pytree import tree_iter
 
 from thunder_zero.compat.private import DTensorSpec
 from thunder_zero.sharded.dtensors import as_dtensor, contiguous, has_hooks, local
-from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded, cannot_use, placeholder, without_memory
+from thunder_zero.sharded.placeholders import (
+    Placeholder,
+    ValuesNeeded,
+    cannot_use,
+    hook_message,
+    placeholder,
+    without_memory,
+)
 
 
 class _SliceWithoutValues(Tensor):
@@ -104,10 +111,7 @@ def require_unhooked(placeholders: Mapping[str, Tensor]) -> None:
     """Raise RuntimeError if forward has registered hooks on a placeholder, as Hugging Face's plans may do."""
     for path, tensor in placeholders.items():
         if has_hooks(tensor):
-            raise RuntimeError(
-                f"forward registers a hook on the gradient of parameter {path!r}, which backward does not make there; "
-                f"place the parameter's module by torch's SequenceParallel, whose gradient is reduced without a hook"
-            )
+            raise RuntimeError(hook_message(path))
 
 
 def require_plain_tensors(module: nn.Module) -> None:

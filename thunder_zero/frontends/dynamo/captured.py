@@ -1,7 +1,7 @@
 """Reads graphs of dynamo: which inputs are parameters, and when two graphs are equal.
 
 Dynamo makes parameters inputs of its graph. It guards shapes and dtypes of parameters, not their identity. So dynamo
-may call a graph that it captured in one submodule with the parameters of another submodule.
+may call a graph that it captured in one submodule with the parameters of another submodule of equal shapes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ In: calls of the model. Out: the results of forward. Dynamo captures forward in 
                captured[0].programs[paths].run(other inputs)             Programs (programs.py), created at first use
 
 Dynamo guards shapes and dtypes of parameters, not their identity. So one graph may run for several submodules. It has
-Programs for each choice of parameters' paths. Reading a parameter between graphs raises, since no graph gathers it.
+Programs for each choice of parameters' paths. A function of torch that reads a parameter between graphs becomes a graph
+(``placeholders.py``). Where dynamo compiles nothing, such a read raises, since no graph gathers the parameter.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class DynamoModule(ZeroModule):
     _runtime: GraphRuntime
     _graphs: Graphs
     _fuses: bool
+    _is_recurrent: bool
 
     def capture(self, *, dynamic: bool | None, fuses: bool) -> None:
         """Prepare the model so that dynamo captures forward in the first call.
@@ -67,6 +69,7 @@ class DynamoModule(ZeroModule):
         between lines of the schedule.
         """
         self._fuses = fuses
+        self._is_recurrent = any(isinstance(part, nn.RNNBase) for part in self.plain.modules())
         self._runtime, self._graphs = GraphRuntime(self.state), Graphs()
         model = ref(self)  # dynamo keeps the backend and its results as long as the process lives
 
@@ -98,7 +101,7 @@ class DynamoModule(ZeroModule):
         for dropped in self._graphs.drop_oldest():
             self._warn(dropped)
         try:
-            with packed_as_operators():
+            with packed_as_operators() if self._is_recurrent else nullcontext():
                 output = self._captured(*args, **kwargs)
         except ValuesNeeded as error:
             raise RuntimeError(_read_outside_message(self.plain, error, self._graphs.breaks)) from error
