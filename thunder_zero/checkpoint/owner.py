@@ -28,11 +28,9 @@ def write(folder: Path) -> None:
 
 def is_alive(folder: Path) -> bool | None:
     """Return whether the owner of a folder is alive; None if the owner is unknown or on another machine."""
-    try:
-        record = json.loads((folder / NAME).read_text())
-        place, pid, start = record["place"], int(record["pid"]), str(record["start"])
-    except (OSError, ValueError, LookupError, TypeError):
+    if (record := _record(folder)) is None:
         return None
+    place, pid, start = record
     if place != _place() or pid < 1:
         return None
     try:
@@ -48,13 +46,20 @@ def is_alive(folder: Path) -> bool | None:
 
 def other(folder: Path) -> str | None:
     """Return the process and machine that own a folder; None if this process does, or the owner is unknown."""
-    try:
-        record = json.loads((folder / NAME).read_text())
-        place, pid, start = record["place"], int(record["pid"]), str(record["start"])
-    except (OSError, ValueError, LookupError, TypeError):
+    if (record := _record(folder)) is None:
         return None
+    place, pid, start = record
     is_own = (place, pid) == (_place(), os.getpid()) and start == _stat(pid)[START]
     return None if is_own else f"process {pid} on {place.partition(' ')[0]}"
+
+
+def _record(folder: Path) -> tuple[str, int, str] | None:
+    """Return the place, pid and start of the owner of a folder; None if they are unknown."""
+    try:
+        record = json.loads((folder / NAME).read_text())
+        return record["place"], int(record["pid"]), str(record["start"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _place() -> str | None:

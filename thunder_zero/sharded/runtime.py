@@ -240,7 +240,7 @@ class ModelRuntime:
         for path, mean in means.items():
             grad = self._state.gradient(mean, path)
             self._state.outside.give(path, grad)
-            accumulate(self._state.shards[path], grad)
+            torch.autograd.backward(self._state.shards[path], grad)  # which calls the hooks of the shard with it
 
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
         """Raise RuntimeError on all ranks if a gradient on any rank has NaN or Inf (policy ``check_gradients``)."""
@@ -271,11 +271,6 @@ class ModelRuntime:
         """
         if self._wire.transport.announces or not self._compared:
             self._state.require_same_launches(f"a compilation that failed ({type(error).__name__}: {error})", ())
-
-
-def accumulate(shard: Tensor, grad: Tensor) -> None:
-    """Add a gradient to ``.grad`` by autograd, which calls the hooks of the shard with this very tensor."""
-    torch.autograd.backward(shard, grad)
 
 
 def sum_and_cast(grad: Tensor, param: Param) -> Tensor:
