@@ -1,4 +1,4 @@
-"""``sharded``: Hugging Face trainers and accelerators that shard. ``parallelize``: slices by a model's plan.
+"""``sharded``: trainers and accelerators of Hugging Face. ``parallelize``: tensor parallelism.
 
 In: a class of trainers, and the arguments of ``tz.compile``. Out: a subclass, whose instances shard their model in
 ``__init__``. ``accelerator.py`` has the subclass of an accelerator. As under DistributedDataParallel, a trainer has two
