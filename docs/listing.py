@@ -11,7 +11,7 @@ import ast
 import re
 from pathlib import Path
 
-from thunder_zero.frontends.from_fsdp2 import ROWS
+from thunder_zero.plan.from_fsdp2 import ROWS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "thunder_zero"
@@ -19,7 +19,7 @@ BEGIN, END = "<!-- listing: python docs/listing.py -->\n", "<!-- end of the list
 NEEDED = "needed while: "
 ORDER = (  # bottom up, as the table of imports has it
     *("lazy.py", "notebook.py", "encodings", "plan", "schedule", "compat", "comm", "traces", "sharded", "optim"),
-    *("frontends", "checkpoint", "accelerator.py", "hugging_face.py", "lightning", "tools", "__main__.py"),
+    *("capture", "checkpoint", "accelerator.py", "hugging_face.py", "lightning", "tools", "__main__.py"),
     "__init__.py",
 )
 NAME = 22  # columns
@@ -37,7 +37,7 @@ def needs_by_name() -> dict[str, str]:
     """Return why each workaround is needed, by its file, such as ``"casts.py"``.
 
     A file may have several workarounds, each in a section that opens with its need. The key then has the section's
-    first public function as well, such as ``"trace_repairs.py: sort_aliases"``.
+    first public function as well, such as ``"groups.py: world_of"``.
     """
     needs: dict[str, str] = {}
     for path in sorted((PACKAGE / "compat").rglob("*.py")):

@@ -3,11 +3,11 @@
     python examples/fsdp_by_hand.py             # steps 1 to 12, in one process
     python examples/fsdp_by_hand.py --ranks 2   # steps 13 to 16, on 2 real processes, which it starts
 
-Steps 1 to 12 shard two linear layers for rank 0 of 2. Each step calls one function of this package or of Thunder and
-prints the result. The last steps compare the traces with those of ZeroTransform, and run them. One process is enough: a
+Steps 1 to 12 shard two linear layers for rank 0 of 2. Each step calls one function of this package and prints the
+result. The last steps compare the traces with those of ZeroTransform, and run them. One process is enough: a
 trace only names tensors and parameters, and at run time a small class plays the other rank.
 
-Steps 13 to 16 need no such class. Each process shards, synchronises, differentiates and lowers (steps 2 to 5) its own
+Steps 13 to 16 need no such class. Each process captures, shards, synchronises and lowers (steps 1 to 5) its own
 module. Then it runs the result on its own part of a batch, with collectives of torch.distributed (gloo, on CPUs). These
 steps are in fsdp_by_hand_ranks.py.
 """
@@ -24,20 +24,19 @@ import torch
 from torch import Tensor, nn
 
 import thunder_zero as tz
+from thunder_zero.capture.convert import convert
+from thunder_zero.capture.programs import thunder_context
 from thunder_zero.schedule import Plan, passes, verify, verify_recompute
 from thunder_zero.schedule.lifetimes import gathered_bytes
+from thunder_zero.tools.dry_run import ProgramSource, TraceRequest
 from thunder_zero.tools.printing.line_meanings import format_timeline
-from thunder_zero.traces.insert import facts_of, insert_synchronize, module_inputs
+from thunder_zero.traces.insert import insert_reductions, insert_synchronize
 from thunder_zero.traces.lift import emit, lift, lift_phases
-from thunder_zero.traces.symbols import DryRuntime, Facts, ZeroExecutor
+from thunder_zero.traces.lower import lower
+from thunder_zero.traces.split import split
+from thunder_zero.traces.symbols import DryRuntime, Facts, JointTrace, ZeroExecutor
 
-import thunder
-from thunder.core.compile_data import compile_data_and_stats
 from thunder.core.trace import TraceCtx
-from thunder.core.transform_common import wrap_return_value_together_with_arguments
-from thunder.executors.passes import del_last_used, transform_for_execution
-from thunder.extend import get_always_executors
-from thunder.transforms.autodiff import grad_transform_on_trace, split_into_forward_and_backward
 
 
 class TwoLayers(nn.Module):
@@ -58,13 +57,14 @@ WORLD_SIZE = 2
 POLICY = tz.Policy(stage=3, unit_of=lambda module: ("up", "down"), reshard_after_forward=True)
 
 
-# 1. Thunder runs the module once in its interpreter and records every operation. In this functional trace the
-#    parameters are arguments like the input, and the prologue maps arguments to parameters.
+# 1. PyTorch captures the module once: dynamo (torch.compile) records the operators of forward, and AOTAutograd adds
+#    those of backward. Written as a trace of Thunder, each operator is a line, and parameters are arguments.
 
 
-def functional_trace(jitted: thunder.ThunderModule, x: Tensor) -> tuple[TraceCtx, TraceCtx]:
-    jitted(x)
-    return thunder.last_prologue_traces(jitted)[0], thunder.last_traces(jitted)[0]
+def plain_trace(module: nn.Module, x: Tensor, executor: ZeroExecutor) -> JointTrace:
+    captured = ProgramSource(TraceRequest(module, [x], {}, POLICY, executor.plan.mesh)).exported
+    with thunder_context():
+        return convert(captured.joint, captured.paths, backward=True).traced(executor, synced=True)
 
 
 # 2. The plan describes each parameter. A shard is this rank's rows of it. All ranks' shards have the same shape, so
@@ -95,28 +95,20 @@ def show_shards(plan: Plan) -> None:
     show("2. The plan: each parameter and its shard", "\n".join(lines))
 
 
-# 3. The arguments become shards, and a synchronise is inserted before the first line that reads a parameter. It
-#    returns the full parameter, whose gradient is the mean over ranks.
+# 3 to 5. Three transforms, each from trace to trace. insert_synchronize makes the arguments shards, and inserts a
+#    synchronise before the first line that reads a parameter; it returns the full parameter. insert_reductions inserts
+#    a reduction after each gradient; it returns the mean over ranks. lower writes what both stand for: a gather and its
+#    wait, a reduce-scatter and its wait.
 
 
-def synchronised(computation: TraceCtx, facts: Facts) -> TraceCtx:
-    return insert_synchronize(wrap_return_value_together_with_arguments(computation), facts)  # autodiff needs both
-
-
-# 4. Thunder differentiates the trace. The gradient rule of synchronise turns it into a gather and a wait in forward,
-#    and a reduce-scatter and a wait in backward, right after the parameter's gradient.
-
-
-def joint(computation: TraceCtx) -> TraceCtx:
-    return grad_transform_on_trace(computation)
-
-
-# 5. Executors replace each operation by the function that runs it: torch's functions for Thunder's operations, our
-#    executor's for the collectives.
-
-
-def lowered(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
-    return transform_for_execution(trace, (executor, *get_always_executors()))
+def transformed(plain: JointTrace) -> JointTrace:
+    synchronised = insert_synchronize(plain)
+    show("3. A synchronise before the first use of each parameter", code(synchronised.trace))
+    reduced = insert_reductions(synchronised)
+    show("4. A reduction after each gradient", code(reduced.trace))
+    lowered = lower(reduced)
+    show("5. Lowered: every line is a call that Python can make", code(lowered.trace))
+    return lowered
 
 
 # 6. This trace is correct, but it is slow and not yet ZeRO-3: each wait follows its launch directly, and backward
@@ -157,17 +149,11 @@ def emitted(trace: TraceCtx, timeline: tz.schedule.Timeline, executor: ZeroExecu
     return trace
 
 
-# 9. Thunder splits the trace in two and deletes every value after its last use. Forward's return also lists the
-#    values that it saves for backward: the shard of down.weight is one of them, and no full parameter.
+# 9. split cuts the trace in two and deletes every value after its last use. Forward's return also lists the values that
+#    it saves for backward: the shard of down.weight is one of them, and no full parameter.
 
 
-def phases(trace: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
-    forward, backward = split_into_forward_and_backward(trace)
-    return del_last_used(forward), del_last_used(backward, clear_mutable_collections=True)
-
-
-# 10. ZeroTransform does the same in Thunder's hooks. Both must gather, wait, reduce and free the same parameters in
-#     the same order.
+# 10. ZeroTransform does the same. Both must gather, wait, reduce and free the same parameters in the same order.
 
 
 def communication(timeline: tz.schedule.Timeline) -> list[str]:
@@ -201,7 +187,6 @@ class Done:
 
 class BothRanks(DryRuntime):
     def __init__(self, plan: Plan, others: Mapping[str, Tensor]) -> None:
-        super().__init__(synced=True)
         self.plan, self.others = plan, others
 
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Done:
@@ -223,7 +208,7 @@ def run(
     result, (saved, other) = forward.python_callable()(*arguments)
     shapes = f"shapes {[tuple(tensor.shape) for tensor in saved]}"
     grads = backward.python_callable()([list(saved), list(other)], [grad])
-    return result["flat_output"][0], list(grads[1:]), shapes  # the first gradient belongs to x and is None
+    return result["flat_output"][0], [grad for grad in grads if grad is not None], shapes  # x needs no gradient
 
 
 def check_numbers(module: nn.Module, x: Tensor, plan: Plan, output: Tensor, grads: Mapping[str, Tensor]) -> None:
@@ -247,7 +232,7 @@ def check_numbers(module: nn.Module, x: Tensor, plan: Plan, output: Tensor, grad
 
 def gather_last_unit_once(textbook: tz.schedule.Timeline, module: nn.Module, x: Tensor) -> None:
     policy = replace(POLICY, reshard_after_forward=None)
-    fewer = tz.trace(module, x, policy=policy, world_size=WORLD_SIZE, frontend="thunder").timeline
+    fewer = tz.trace(module, x, policy=policy, world_size=WORLD_SIZE).timeline
     peaks = [max(gathered_bytes(timeline)) for timeline in (textbook, fewer)]
     diff = list(difflib.unified_diff(communication(textbook), communication(fewer), n=0, lineterm=""))[2:]
     lines = [line for line in diff if not line.startswith("@@")]
@@ -266,7 +251,7 @@ def show(heading: str, body: str) -> None:
 
 def code(trace: TraceCtx) -> str:
     """Return the lines of a trace without comments and blank lines, each with its result's shape."""
-    lines = trace.python(print_depth=1).replace("thunder_zero.traces.symbols.", "").splitlines()
+    lines = trace.python(print_depth=1).splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("def "))
     wanted = [line for line in lines[start:] if line.strip() and not line.lstrip().startswith("# /")]
     return "\n".join(line.partition("  # ")[0] if '"FUTURE ' in line else line for line in wanted)
@@ -297,31 +282,22 @@ def one_process() -> None:
     )
     shards = shard(plan, module)
     executor = ZeroExecutor(plan, BothRanks(plan, shard(other, module)))
-    jitted = thunder.jit(module, executors=[executor])
-
-    prologue, computation = functional_trace(jitted, x)
-    show("1. The functional trace: parameters are arguments", code(computation))
+    plain = plain_trace(module, x, executor)
+    show("1. The trace of the plain module: parameters are arguments", code(plain.trace))
     show_shards(plan)
-    facts = facts_of(module_inputs(prologue, computation), executor)  # what is known besides the lines
-    paths = list(facts.inputs.values())
-    # Thunder's functions look up the executors, and so our gradient rule, in the current compilation.
-    with compile_data_and_stats(thunder.compile_data(jitted), thunder.compile_stats(jitted)):
-        trace = synchronised(computation, facts)
-        show("3. A synchronise at the first use of each parameter", code(trace))
-        trace = joint(trace)
-        show("4. Forward and backward in one trace", code(trace))
-        trace = lowered(trace, executor)
-        show("5. Lowered: every line is a call that Python can make", code(trace))
-        trace = emitted(trace, scheduled(lifted(trace, facts)), executor)
-        forward, backward = phases(trace)
-        show("9. The forward that runs", code(forward))
-        show("9. The backward that runs", code(backward))
+    lowered = transformed(plain)
+    trace, facts = lowered.trace, lowered.facts  # facts: what is known besides the lines
+    trace = emitted(trace, scheduled(lifted(trace, facts)), executor)
+    forward, backward = split(trace)
+    show("9. The forward that runs", code(forward))
+    show("9. The backward that runs", code(backward))
 
-    by_itself = tz.trace(module, x, policy=POLICY, world_size=WORLD_SIZE, frontend="thunder")
+    by_itself = tz.trace(module, x, policy=POLICY, world_size=WORLD_SIZE)
     compare(lift_phases(forward, backward, facts), by_itself.timeline)
-    output, grads, saved = run(forward, backward, [x, *(shards[path] for path in paths)], torch.ones(6, 3))
+    arguments = [shards[facts.inputs[arg.name]] if arg.name in facts.inputs else x for arg in forward.args]
+    output, grads, saved = run(forward, backward, arguments, torch.ones(6, 3))
     show("11. It runs: the tensors that forward saves for backward", saved)
-    check_numbers(module, x, plan, output, dict(zip(paths, grads, strict=True)))
+    check_numbers(module, x, plan, output, dict(zip(facts.inputs.values(), grads, strict=True)))
     gather_last_unit_once(by_itself.timeline, module, x)
 
 

@@ -2,9 +2,9 @@
 
     python examples/fsdp_by_hand.py --ranks 2
 
-Every rank takes the four steps from a module to a lowered trace: it shards (step 2), synchronises (3), differentiates
-(4) and lowers (5). Then it runs its trace on its own part of a batch. It compares the output and the gradients with
-those of the plain module on the whole batch. Rank 0 prints for all ranks.
+Every rank takes the steps from a module to a lowered trace: it captures (step 1), shards (2), inserts synchronises (3)
+and reductions (4), and lowers (5). Then it runs its trace on its own part of a batch. It compares the output and the
+gradients with those of the plain module on the whole batch. Rank 0 prints for all ranks.
 """
 
 from __future__ import annotations
@@ -21,26 +21,21 @@ from fsdp_by_hand import (
     POLICY,
     TwoLayers,
     code,
-    functional_trace,
-    joint,
     local_rows,
-    lowered,
-    phases,
+    plain_trace,
     run,
     shard,
     show,
-    synchronised,
 )
 from torch import Tensor, nn
 
 import thunder_zero as tz
 from thunder_zero.schedule import passes
-from thunder_zero.traces.insert import facts_of, module_inputs
 from thunder_zero.traces.lift import emit, lift
+from thunder_zero.traces.pipeline import TRANSFORMS
+from thunder_zero.traces.split import split
 from thunder_zero.traces.symbols import DryRuntime, Facts, ZeroExecutor
 
-import thunder
-from thunder.core.compile_data import compile_data_and_stats
 from thunder.core.trace import TraceCtx
 
 BATCH_ROWS = 6  # on each rank
@@ -70,7 +65,7 @@ def holdings(plan: tz.schedule.Plan, shards: Mapping[str, Tensor]) -> str:
     return "\n".join(lines)
 
 
-# 14. The four steps, with the functions of the tutorial. Thanks to the zeros a shard has the same shape on every rank,
+# 14. The steps, with the functions of the tutorial. Thanks to the zeros a shard has the same shape on every rank,
 #     and so every rank gets the same trace, to the letter. It has to: all ranks must launch the same collectives in the
 #     same order, or they would wait for each other forever. Only the rows that travel differ, noted at each launch.
 
@@ -80,26 +75,25 @@ class Traces:
     """The traces of one rank.
 
     Attributes:
-        paths: the parameters among a trace's arguments, which follow x.
-        lowered: the trace after the four steps.
+        names: the arguments of forward: x and paths of parameters.
+        lowered: the trace after step 5.
         phases: forward and backward of the lowered trace (step 15).
         phases_of_zero3: forward and backward in ZeRO-3's order (step 16).
     """
 
-    paths: list[str]
+    names: list[str]
     lowered: TraceCtx
     phases: tuple[TraceCtx, TraceCtx]
     phases_of_zero3: tuple[TraceCtx, TraceCtx]
 
 
 def traces_of(module: nn.Module, x: Tensor, executor: ZeroExecutor) -> Traces:
-    jitted = thunder.jit(module, executors=[executor])
-    prologue, computation = functional_trace(jitted, x)
-    facts = facts_of(module_inputs(prologue, computation), executor)
-    with compile_data_and_stats(thunder.compile_data(jitted), thunder.compile_stats(jitted)):
-        trace = lowered(joint(synchronised(computation, facts)), executor)
-        in_order = in_order_of_zero3(trace, facts)
-        return Traces(list(facts.inputs.values()), trace, phases(trace), phases(in_order))
+    joint = plain_trace(module, x, executor)
+    for transform in TRANSFORMS:  # steps 3 to 5
+        joint = transform(joint)
+    trace, facts = joint.trace, joint.facts
+    names = [facts.inputs.get(arg.name, "x") for arg in trace.args]
+    return Traces(names, trace, split(trace), split(in_order_of_zero3(trace, facts)))
 
 
 def with_notes(trace: TraceCtx, executor: ZeroExecutor) -> list[str]:
@@ -137,7 +131,6 @@ class RealRanks(DryRuntime):
     """
 
     def __init__(self, plan: tz.schedule.Plan) -> None:
-        super().__init__(synced=True)
         self.plan = plan
         self.launched = Counter[str]()
 
@@ -197,7 +190,8 @@ def train_once(
     runtime.launched.clear()
     into_output = torch.full_like(expected["output"], 1 / expected["output"].numel())  # the gradient of a mean
     output, grads, saved = run(*phases, list(arguments.values()), into_output)
-    found = {"output": output.detach(), **dict(zip(list(arguments)[1:], grads, strict=True))}
+    paths = [name for name in arguments if name != "x"]
+    found = {"output": output.detach(), **dict(zip(paths, grads, strict=True))}
     torch.testing.assert_close(found, dict(expected))
     off = {name: (found[name] - expected[name]).abs().max().item() for name in expected}
     launched = ", ".join(f"{number} {kind}" for kind, number in runtime.launched.items())
@@ -234,7 +228,7 @@ def report_of(rank: int, world_size: int) -> Report:
     shards, x, runtime = shard(plan, module), own_part(batch, plan), RealRanks(plan)
     executor = ZeroExecutor(plan, runtime)
     traces = traces_of(module, x, executor)
-    arguments = {"x": x, **{path: shards[path] for path in traces.paths}}
+    arguments = {name: shards.get(name, x) for name in traces.names}
     expected = of_the_plain_module(module, batch, plan)
     outcomes = [train_once(each, runtime, arguments, expected) for each in (traces.phases, traces.phases_of_zero3)]
     return Report(holdings(plan, shards), code(traces.lowered), with_notes(traces.lowered, executor), *outcomes)
@@ -291,8 +285,8 @@ def on_rank(rank: int, world_size: int, port: int) -> None:
 def start_ranks(world_size: int) -> None:
     """Start the ranks and wait for them. If one fails, the others are ended, and its error is raised here."""
     print(
-        f"Starting {world_size} processes. Each takes the four steps for itself: it shards its parameters (step 2),\n"
-        "synchronises them at their first use (3), differentiates (4) and lowers (5).",
+        f"Starting {world_size} processes. Each takes the steps for itself: it captures its module (step 1),\n"
+        "shards it (2), inserts synchronises (3) and reductions (4), and lowers (5).",
         flush=True,
     )
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # 0: any free port

@@ -1,12 +1,11 @@
-"""A Llama that needs no library, with the names of Hugging Face's; both front ends take it.
+"""A Llama that needs no library, with the names of Hugging Face's.
 
     thunder-zero report examples/llama.py:large --beside 2      # a picture of a step of a larger one
     thunder-zero plan examples/llama.py:large
 
 Root mean square norms, rotary positions, query heads that share heads of keys and values, and gated layers (Touvron et
-al., LLaMA: Open and efficient foundation language models, 2023). ``thunder.jit`` can interpret the whole model; the
-Llama of transformers 5 it cannot. Parameters have the names and shapes of transformers' ``LlamaForCausalLM``, so
-``tz.ZeroTransform(weights=folder)`` reads the folder of a trained model.
+al., LLaMA: Open and efficient foundation language models, 2023). Parameters have the names and shapes of transformers'
+``LlamaForCausalLM``, so ``tz.ZeroTransform(weights=folder)`` reads the folder of a trained model.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A tour, with ``import thunder_zero as tz``:
 
 tz.compile(module, stage=3)                     shard a module and train it: forward, backward, any optimizer
-thunder.jit(module, transforms=[ZeroTransform(stage=3)])   shard it in Thunder's traces, which you may rewrite
+thunder.jit(module, transforms=[ZeroTransform(stage=3)])   the same, beside transforms of your own
 tz.Policy(stage, prefetch=..., recompute=...)   all options; DDP, ZERO1, ZERO2, ZERO3 are ready-made policies
 tz.clip_grad_norm_, tz.whole, tz.EMA            gradients, optimizers and averages over all ranks
 tz.save, tz.load, tz.full_state_dict            checkpoints for any number of ranks; the plain module's state dict
@@ -23,19 +23,19 @@ from thunder_zero.lazy import lazy
 if TYPE_CHECKING:
     from thunder_zero import schedule as schedule
     from thunder_zero import tools as tools
+    from thunder_zero.capture.plugin import Recipe as Recipe
+    from thunder_zero.capture.plugin import Zero as Zero
+    from thunder_zero.capture.plugin import zero as zero
+    from thunder_zero.capture.transform import ZeroTransform as ZeroTransform
+    from thunder_zero.capture.transform import compile as compile
+    from thunder_zero.capture.zero_module import ZeroModule as ZeroModule
+    from thunder_zero.capture.zero_module import traces_of as traces_of
     from thunder_zero.checkpoint.hugging_face import save_pretrained as save_pretrained
     from thunder_zero.checkpoint.load import Loaded as Loaded
     from thunder_zero.checkpoint.load import load as load
     from thunder_zero.checkpoint.save import save as save
     from thunder_zero.encodings.int8 import Int8 as Int8
     from thunder_zero.encodings.nf4 import NF4 as NF4
-    from thunder_zero.frontends.dynamo.compile import compile as compile
-    from thunder_zero.frontends.plugin import Recipe as Recipe
-    from thunder_zero.frontends.plugin import Zero as Zero
-    from thunder_zero.frontends.plugin import zero as zero
-    from thunder_zero.frontends.transform import ZeroTransform as ZeroTransform
-    from thunder_zero.frontends.zero_module import ZeroModule as ZeroModule
-    from thunder_zero.frontends.zero_module import traces_of as traces_of
     from thunder_zero.optim.ema import EMA as EMA
     from thunder_zero.optim.global_numbers import clip_grad_norm_ as clip_grad_norm_
     from thunder_zero.optim.global_numbers import global_mean as global_mean
@@ -61,10 +61,9 @@ NAMES = {  # the public names, by the module that defines them; type checkers re
     "thunder_zero.checkpoint.save": ("save",),
     "thunder_zero.encodings.int8": ("Int8",),
     "thunder_zero.encodings.nf4": ("NF4",),
-    "thunder_zero.frontends.dynamo.compile": ("compile",),
-    "thunder_zero.frontends.plugin": ("Recipe", "Zero", "zero"),
-    "thunder_zero.frontends.transform": ("ZeroTransform",),
-    "thunder_zero.frontends.zero_module": ("ZeroModule", "traces_of"),
+    "thunder_zero.capture.plugin": ("Recipe", "Zero", "zero"),
+    "thunder_zero.capture.transform": ("ZeroTransform", "compile"),
+    "thunder_zero.capture.zero_module": ("ZeroModule", "traces_of"),
     "thunder_zero.optim.ema": ("EMA",),
     "thunder_zero.optim.global_numbers": ("clip_grad_norm_", "global_mean"),
     "thunder_zero.optim.optimizer": ("whole",),
@@ -91,7 +90,7 @@ def _register_plugins() -> None:
 
 
 def _plugin(stage: int) -> "Zero":
-    from thunder_zero.frontends.plugin import Zero
+    from thunder_zero.capture.plugin import Zero
 
     return Zero(stage=stage)
 

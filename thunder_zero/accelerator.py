@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from thunder_zero.capture.transform import compile
+from thunder_zero.capture.zero_module import ZeroModule, zero_module
 from thunder_zero.checkpoint.load import load
 from thunder_zero.checkpoint.save import save
 from thunder_zero.compat.accelerate import left_out, models_of, optimizers_of, torch_optimizer
-from thunder_zero.frontends.dynamo.compile import compile
-from thunder_zero.frontends.zero_module import ZeroModule, zero_module
 from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.sharded.full_state_dict import full_state_dict, step_shards
 from thunder_zero.sharded.optimizers import parameters_of

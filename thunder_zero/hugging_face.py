@@ -23,12 +23,12 @@ import torch
 from torch import nn
 
 from thunder_zero.accelerator import RUN, ShardedAccelerator, is_accelerator
+from thunder_zero.capture.transform import compile
 from thunder_zero.checkpoint.hugging_face import save_pretrained
 from thunder_zero.checkpoint.load import load
 from thunder_zero.checkpoint.save import save
 from thunder_zero.comm.agree import on_rank_0
 from thunder_zero.compat.plans_of_transformers import apply_plan
-from thunder_zero.frontends.dynamo.compile import compile
 from thunder_zero.plan.policy import Policy
 from thunder_zero.sharded.full_state_dict import step_shards
 from thunder_zero.sharded.sharded_model import MIXED, ShardedModel

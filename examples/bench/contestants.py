@@ -196,7 +196,7 @@ def build_deepspeed(size: Size, stage: int) -> tuple[nn.Module, Step]:
 
 
 def contestants() -> dict[str, Contestant]:
-    """All contestants by name, in the order of the tables; ``+tc`` compiles with torch.compile, ``+rs`` uses the
+    """All contestants by name, in the order of the tables; ``+tc`` compiles with inductor, ``+rs`` uses the
     reduce-scatter above, ``-regather`` gathers everything again for backward, ``-none`` and ``-units`` name
     ``tz.Policy.recompute``, ``+ck`` checkpoints each block, ``-int8`` and ``-bf16`` send fewer bits."""
     alone = [
@@ -208,7 +208,7 @@ def contestants() -> dict[str, Contestant]:
 
 
 def ours() -> Iterator[Contestant]:
-    """This package, with Thunder's default executors and with torch.compile."""
+    """This package, with torch's operators one by one, and with inductor."""
     rows: list[tuple[str, int, str, dict[str, Any]]] = [
         *((f"zero{stage}", stage, f"thunder_zero {stage}", {}) for stage in range(4)),
         ("zero3-regather", 3, "thunder_zero 3, all gathered again", {"reshard_after_forward": True}),

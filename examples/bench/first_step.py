@@ -17,25 +17,23 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import thunder_zero as tz  # before thunder
+import thunder_zero as tz
 from examples.bench.model import Size, loss_of, make_batch, make_model
-from examples.bench.overhead import clocked
 from examples.llama import Llama, LlamaConfig
+from thunder_zero.capture import programs
 from thunder_zero.compat import aot
-from thunder_zero.frontends.dynamo import programs
 from thunder_zero.traces import pipeline
-
-import thunder
 
 Step = Callable[[Any], Tensor]  # the loss of a model
 
@@ -70,9 +68,6 @@ CONTESTANTS: dict[str, Callable[[nn.Module], Any]] = {
     '`torch.compile(backend="aot_eager")`': partial(torch.compile, backend="aot_eager", dynamic=False),
     "`torch.compile` (inductor)": partial(torch.compile, dynamic=False),
     "`block.compile()` (inductor)": blocks_of,
-    "`thunder.jit`, `ZeroTransform(stage=3)`": lambda module: thunder.jit(
-        module, transforms=[tz.ZeroTransform(stage=3)]
-    ),
     "`tz.compile(stage=3)`": lambda module: tz.compile(module, stage=3),
     '`tz.compile(stage=3, fuse="inductor")`': lambda module: tz.compile(module, stage=3, fuse="inductor"),
 }
@@ -80,8 +75,9 @@ AGAIN = ("`torch.compile` (inductor)", '`tz.compile(stage=3, fuse="inductor")`')
 PASSES: dict[str, tuple[Any, str]] = {
     "exporting (AOTAutograd)": (aot, "export"),
     "converting": (programs, "convert"),
-    "scheduling": (pipeline, "scheduled"),
-    "splitting and freeing": (pipeline, "phases"),
+    "inserting and lowering": (pipeline, "shard"),
+    "scheduling": (pipeline, "schedule_trace"),
+    "splitting and freeing": (pipeline, "make_phases"),
     "proving": (pipeline, "prove"),
     "writing Python": (programs, "function_of"),
 }
@@ -125,11 +121,34 @@ def first_steps(family: str, depth: int, contestant: str) -> list[float]:
     return found
 
 
+@contextmanager
+def clocked(
+    spent: dict[str, float],
+    functions: Iterable[tuple[Any, str]],
+) -> Iterator[None]:
+    """Add the CPU seconds that each of these functions takes to ``spent``."""
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent[name] = spent.get(name, 0.0) + time.process_time() - start
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, name in functions:
+            stack.enter_context(patch.object(owner, name, timed(f"{owner.__name__}.{name}", getattr(owner, name))))
+        yield
+
+
 def passes(family: str, depth: int) -> dict[str, float]:
     """CPU seconds of the first step of ``tz.compile``, by pass; the rest of it is dynamo's."""
     model, step = second_model(family, depth, "`tz.compile(stage=3)`")
     spent: dict[str, float] = {}
-    with clocked(spent, tuple(PASSES.values()), time.process_time):
+    with clocked(spent, PASSES.values()):
         total = seconds_of(lambda: step(model).backward())
     named = {name: spent[f"{owner.__name__}.{function}"] for name, (owner, function) in PASSES.items()}
     return {"dynamo's tracing, running the step": total - sum(named.values()), **named, "all": total}
@@ -167,7 +186,7 @@ def main() -> None:
         for contestant, processes in [(name, 1) for name in CONTESTANTS] + [(name, 2) for name in AGAIN]:
             few, many = (apart("first_steps", family, depth, contestant, processes=processes) for depth in depths)
             row = [*many, (many[0] - few[0]) / (depths[1] - depths[0])]
-            if "thunder" not in contestant and "tz." not in contestant:
+            if "tz." not in contestant:
                 row[1] = float("nan")
             shown = contestant if processes == 1 else f"{contestant}, again"
             print("|", shown, "|", " | ".join(f"{value:.2f}" for value in row).replace("nan", ""), "|", flush=True)

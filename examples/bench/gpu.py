@@ -32,9 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
-import thunder_zero as tz  # before thunder
-
-import thunder
+import thunder_zero as tz
 
 WORLD_SIZE, MiB = 8, 1 << 20
 WARM_UP, ROUNDS = 3, 20
@@ -129,14 +127,6 @@ def ours(stage: int, **options: Any) -> Callable[[Size, str], Step]:
     return build
 
 
-def jitted(stage: int) -> Callable[[Size, str], Step]:
-    def build(size: Size, device: str) -> Step:
-        transform = tz.ZeroTransform(policy(stage), device=torch.device(device))
-        return trains(thunder.jit(Stack(size), transforms=[transform]))
-
-    return build
-
-
 def fsdp2(compiled: bool) -> Callable[[Size, str], Step]:
     def build(size: Size, device: str) -> Step:
         mesh = init_device_mesh(device, (WORLD_SIZE,))
@@ -156,7 +146,6 @@ CONTESTANTS: dict[str, Callable[[Size, str], Step]] = {
     "zero2": ours(2),
     "zero3": ours(3),
     "zero3, inductor": ours(3, fuse="inductor"),
-    "zero3, thunder.jit": jitted(3),
     "fsdp2": fsdp2(compiled=False),
     "fsdp2, compiled": fsdp2(compiled=True),
 }

@@ -30,7 +30,7 @@ import torch.multiprocessing as mp
 import thunder_zero as tz  # before thunder
 from examples.bench.contestants import Step, build_ddp, build_eager, build_fsdp2, trains
 from examples.bench.model import Size, make_batch, make_model
-from thunder_zero.frontends.dynamo.compile import Fuser
+from thunder_zero.capture.arguments import Fuser
 
 SIZE = Size(blocks=12, width=64, heads=4, vocabulary=256, sequences=2, tokens=16)
 WARM_UP, ROUNDS, STEPS = 8, 5, 20

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 import thunder_zero as tz  # before thunder
 from examples.bench.families import DECODER, EXPERTS, hugging_face
 from examples.llama import Llama, LlamaConfig, Output
-from thunder_zero.frontends.compilations import resident_bytes
+from thunder_zero.capture.compilations import resident_bytes
 
 SHORTEST, LONGEST, SEQUENCES, SETTLED = 16, 512, 2, 20
 WORDS = 4096

@@ -1,12 +1,11 @@
-"""Measures the cost of the transform on one rank: time to compile, and host time of each step.
+"""Compares ``thunder.jit`` with and without ZeRO-3 on one rank: time to compile, and host time of each step.
 
     python examples/bench/overhead.py compile                          the GPT of the bench
     python examples/bench/overhead.py compile --blocks 6 12 24         how it grows, in narrow models
     python examples/bench/overhead.py passes                           the passes on 10,000 operations (needs `tests/`)
 
-``run.py`` runs the first one itself. Compilations by Thunder alone, without and with the transform take turns, also in
-which starts, each from a collected heap. The result is the whole difference in the time of a first step, including the
-garbage collector and Thunder's own work on our operations.
+``run.py`` runs the first one itself. Without the transform, Thunder captures the module; with it, dynamo does. Both
+compilations take turns, also in which starts, each from a collected heap.
 
 Two random effects move a compilation by several percent each, with or without the transform: its depth in CPython's
 stack (calls that cross into the next chunk of the stack cost an mmap and a page fault) and the size of the heap
@@ -19,13 +18,11 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
-from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -36,10 +33,6 @@ from torch import nn
 import thunder_zero as tz  # before thunder
 from examples.bench.contestants import trains
 from examples.bench.model import Size, make_batch, make_model
-from thunder_zero.compat.thunder import shortcuts
-from thunder_zero.compat.thunder.patches import replaced
-from thunder_zero.frontends.program_transform import JointPass
-from thunder_zero.frontends.transform import ZeroTransform
 from thunder_zero.schedule import passes
 
 import thunder
@@ -47,66 +40,28 @@ import thunder
 COMPILES = 8  # even, so that each variant starts equally many rounds
 FRAMES = 15  # each round starts this much deeper than the previous one
 HOST_STEPS = 100
-OURS: tuple[tuple[type, str], ...] = (  # all our functions that Thunder calls while it compiles
-    (ZeroTransform, "transform_module"),
-    (ZeroTransform, "transform_traces_pre_prologue"),
-    (ZeroTransform, "transform_trace_post_optimization"),
-    (JointPass, "fusion_pass"),
-)
 VARIANTS: dict[str, Callable[[], list[Any]]] = {"plain": list, "zero3": lambda: [tz.ZeroTransform(stage=3)]}
-ALONE = "alone"  # as plain, which has this package's shortcuts in Thunder's interpreter, without them
-
-
-@contextmanager
-def clocked(
-    spent: dict[str, float],
-    functions: tuple[tuple[Any, str], ...] = OURS,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Iterator[None]:
-    """Add the seconds that each of these functions takes to ``spent``."""
-
-    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = clock()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                spent[name] = spent.get(name, 0.0) + clock() - start
-
-        return call
-
-    with ExitStack() as stack:
-        for owner, name in functions:
-            stack.enter_context(patch.object(owner, name, timed(f"{owner.__name__}.{name}", getattr(owner, name))))
-        yield
 
 
 def compile_times(size: Size, rounds: int = COMPILES) -> dict[str, Any]:
-    """Wall and CPU seconds from ``thunder.jit`` to the end of the first step, in turn of Thunder alone, without and
-    with ZeRO-3; and our share."""
-    variants = {ALONE: VARIANTS["plain"], **VARIANTS}
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    cpu: dict[str, list[float]] = {name: [] for name in variants}
-    ours: list[dict[str, float]] = []
+    """Wall and CPU seconds from ``thunder.jit`` to the end of the first step, in turn without and with ZeRO-3."""
+    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    cpu: dict[str, list[float]] = {name: [] for name in VARIANTS}
     tiny = replace(size, blocks=1, width=size.heads)
     for transforms in VARIANTS.values():
         compile_and_step(make_model(tiny), transforms(), tiny)  # pays one-time costs
     for number in range(rounds):
-        for name in sorted(variants, reverse=number % 2 == 1):
-            module, transforms = make_model(size), variants[name]()
-            spent: dict[str, float] = {}
+        for name in sorted(VARIANTS, reverse=number % 2 == 1):
+            module, transforms = make_model(size), VARIANTS[name]()
             gc.collect()
             ballast: list[list[None]] = [[] for _ in range(len(gc.get_objects()) * number // (4 * rounds))]
             gc.collect()
-            with clocked(spent), replaced(shortcuts.PATCHES) if name == "plain" else nullcontext():
-                start = time.perf_counter(), time.process_time()
-                deeper(FRAMES * number, compile_and_step, module, transforms, size)
-                seconds[name].append(time.perf_counter() - start[0])
-                cpu[name].append(time.process_time() - start[1])
+            start = time.perf_counter(), time.process_time()
+            deeper(FRAMES * number, compile_and_step, module, transforms, size)
+            seconds[name].append(time.perf_counter() - start[0])
+            cpu[name].append(time.process_time() - start[1])
             del ballast
-            if spent:
-                ours.append(spent)
-    return {"seconds": seconds, "cpu": cpu, "ours": ours}
+    return {"seconds": seconds, "cpu": cpu}
 
 
 def deeper(frames: int, call: Callable[..., None], *args: Any) -> None:
@@ -156,12 +111,10 @@ def added(seconds: dict[str, list[float]], average: Callable[[list[float]], floa
 
 def compile_sentence(measured: dict[str, Any]) -> str:
     """One sentence with the results of ``compile_times``."""
-    ours = fmean(sum(spent.values()) for spent in measured["ours"])
-    alone, plain, zero = (fmean(measured["seconds"][name]) for name in (ALONE, *VARIANTS))
+    plain, zero = (fmean(measured["seconds"][name]) for name in VARIANTS)
     return (
-        f"First step with compilation: {alone:.2f} s with Thunder alone, {plain:.2f} s with the shortcuts in its "
-        f"interpreter, {zero:.2f} s with those and ZeRO-3 ({added(measured['seconds'], fmean):+.1%}; in CPU time "
-        f"{added(measured['cpu'], fmean):+.1%}); inside our functions {ours:.2f} s."
+        f"First step with compilation: {plain:.2f} s without the transform, {zero:.2f} s with ZeRO-3 "
+        f"({added(measured['seconds'], fmean):+.1%}; in CPU time {added(measured['cpu'], fmean):+.1%})."
     )
 
 

@@ -1,4 +1,4 @@
-"""Trains small models of all families on two ranks with ``tz.compile``, and holds them against eager.
+"""Trains small models of all families on two ranks by ``thunder.jit``, and holds them against eager.
 
     python -m examples.bench.zoo                                 all families, about 5 minutes on two idle cores
     python -m examples.bench.zoo --families Llama T5

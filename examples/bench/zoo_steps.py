@@ -1,4 +1,4 @@
-"""Trains one family of the zoo on one rank with ``tz.compile``, and compares it with eager.
+"""Trains one family of the zoo on one rank by ``thunder.jit``, and compares it with eager.
 
 Right is the mean over ranks of what eager PyTorch gives for each rank's batch, seed and buffers::
 
@@ -23,9 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import thunder_zero as tz
+import thunder_zero as tz  # before thunder
 from examples.bench.families import Family
 from thunder_zero.schedule.timeline import Kind
+
+import thunder
 
 STEPS = 2
 LEARNING_RATE = 0.1
@@ -136,7 +138,7 @@ def train(family: Family, stage: int, rank: int, right: Sequence[Right]) -> dict
         ``error``: the largest relative difference of a loss, a gradient or a buffer from eager; ``graphs``;
         ``scheduled``; ``launched``; ``seconds``: CPU time of the first step, which compiles both phases.
     """
-    model = tz.compile(fresh(family), policy(stage))
+    model = thunder.jit(fresh(family), transforms=[tz.ZeroTransform(policy(stage))])
     optimizer = sgd(model)
     seconds, error = 0.0, 0.0
     for step, batch in enumerate(batches(family, rank)):

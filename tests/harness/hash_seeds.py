@@ -11,9 +11,6 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from tests.harness.models import LENGTH, GptShape
 
-from thunder.executors.torch_compile import torch_compile_ex
-from thunder.extend import add_default_executor
-
 
 class Loop(nn.Module):
     """Iterates over its parameters and buffers, and reads a product of several parameters."""
@@ -51,14 +48,13 @@ def main() -> None:
     """Print three timelines. In the last one a fuser decides what backward recomputes."""
     for module in (Loop(), InPlace()):
         show(module, torch.ones(4), tz.Policy(stage=3, bucket_bytes=1, reshard_after_forward=True))
-    add_default_executor(torch_compile_ex)
     half = tz.MixedPrecision(torch.bfloat16, output_dtype=torch.float32)
     parts = tz.Policy(stage=3, bucket_bytes=300, mixed_precision=half, gather_per_unit=True)
     show(GptShape(), torch.arange(10).view(2, LENGTH), parts)
 
 
 def show(module: nn.Module, x: Tensor, policy: tz.Policy) -> None:
-    timeline = tz.trace(module, x, policy=policy, world_size=3, frontend="thunder").timeline
+    timeline = tz.trace(module, x, policy=policy, world_size=3).timeline
     for op in timeline.ops:
         if op.params:
             print(f"{type(module).__name__}: {op.kind} {', '.join(op.params)}")

@@ -1,4 +1,4 @@
-"""Training loops for ``as_one_process``, for models of any front end: short loops, inference, failures."""
+"""Training loops for ``as_one_process``: short loops, inference, failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.as_one_process import Side, Steps
-from tests.harness.models import Mlp, storages
+from tests.harness.models import Mlp, bytes_of, storages
 from thunder_zero.comm.pairwise import PairwiseGloo
 
 WIDTH, ROWS = 5, 12  # of a global batch; 1, 2 and 3 divide its rows
@@ -179,7 +179,7 @@ def after_failures(side: Side, reduction: int = 3) -> Steps:
             with pytest.raises(Failure):
                 failure(model, side.rows(batch(50 + step)))
         loss = step_on(optimizer, model(side.rows(batch(step))).square().mean())
-        held.append(sum(storages().values()))
+        held.append(bytes_of(storages().values()))
         yield side.mean(loss)
     later = held[1:]  # the first step allocates gradients
     assert not side.is_sharded or max(later) - min(later) <= FEW, held

@@ -29,7 +29,6 @@ from tests.harness.models import (
     sharded,
 )
 from tests.harness.timelines import in_flight_bytes
-from tests.harness.traced import fuser
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.schedule.lifetimes import gathered_bytes
@@ -132,7 +131,7 @@ class Case:
 def run(case: Case, rank: int, world_size: int) -> dict[str, Any]:
     """Take some training steps. Return what is alive in the last step, and after inference."""
     plain = fresh(case.kind)
-    options = fuser("thunder") if case.fused else {}
+    options = {"fuse": "inductor"} if case.fused else {}
     with watched(make_plan(plain, case.policy, Mesh.of(world_size, rank))) as watch:
         model = sharded(plain, case.policy, **options)
         optimizer = torch.optim.SGD(model.parameters(), 0.05)

@@ -29,10 +29,6 @@ LENGTH = 5
 Tensors = dict[str, Tensor]
 
 
-# Most models here call ``forward`` of their modules. Otherwise Thunder interprets the hook handling of
-# ``nn.Module.__call__``, which takes half of the compile time. Zoo calls its modules as usual.
-
-
 class Block(nn.Module):
     """A transformer block. In exact arithmetic the gradient of its key bias is zero, as softmax ignores a shift."""
 
@@ -185,7 +181,7 @@ def fresh(factory: Any, *args: Any) -> Any:
 
 def sharded(module: nn.Module, policy: tz.Policy | int, **options: Any) -> Any:
     """Return a jitted and sharded copy of the module, with a policy or a stage."""
-    return thunder.jit(deepcopy(module), transforms=[tz.ZeroTransform(policy)], **options)
+    return thunder.jit(deepcopy(module), transforms=[tz.ZeroTransform(policy, **options)])
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -235,26 +231,31 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
     return float((result.double() - expected.double()).norm() / max(float(expected.double().norm()), 1e-30))
 
 
-def storages() -> dict[int, int]:
-    """Return the bytes of every tensor's storage in this process, by address, except for compilers' fake tensors.
+def storages() -> dict[int, torch.UntypedStorage]:
+    """Return every tensor's storage in this process, by address, except for compilers' fake tensors.
 
-    A storage inside the memory of another one does not count.
+    A storage inside the memory of another one does not count. No new storage gets an address while the result lives.
     """
     gc.collect()
-    sizes: dict[int, int] = {}
+    largest: dict[int, torch.UntypedStorage] = {}
     for item in gc.get_objects():
         is_real = type(item) in (Tensor, nn.Parameter)  # a placeholder has no memory
         if is_real and item.device.type == "cpu" and item.layout is torch.strided:
             with torch._C.DisableTorchFunctionSubclass():
                 storage = item.untyped_storage()
             address = storage.data_ptr()
-            sizes[address] = max(storage.nbytes(), sizes.get(address, 0))
+            if address and (address not in largest or storage.nbytes() > largest[address].nbytes()):
+                largest[address] = storage
     outer, end = {}, 0
-    for address in sorted(filter(None, sizes)):
-        if address + sizes[address] > end:
-            outer[address] = sizes[address]
-            end = address + sizes[address]
+    for address, storage in sorted(largest.items()):
+        if address + storage.nbytes() > end:
+            outer[address] = storage
+            end = address + storage.nbytes()
     return outer
+
+
+def bytes_of(storages: Iterable[torch.UntypedStorage]) -> int:
+    return sum(storage.nbytes() for storage in storages)
 
 
 @contextmanager
@@ -292,7 +293,7 @@ def lines(bsyms: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
 
 def parameter_inputs(result: tz.tools.Traces) -> set[str]:
     paths = [path.replace(".", "_") for param in result.plan.params for path in param.names]
-    spelled = {f"{prefix}{path}" for path in paths for prefix in ("t_", "")}  # front ends spell them differently
+    spelled = {f"{prefix}{path}" for path in paths for prefix in ("t_", "")}  # Thunder's prefix, or none
     return names(result.forward.args) & spelled
 
 

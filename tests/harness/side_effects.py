@@ -95,7 +95,7 @@ def other_models() -> Record:
 
 
 def train_ours() -> None:
-    """Train a model through each front end of thunder_zero."""
+    """Train a model through each entry of thunder_zero."""
     import torch.distributed as dist
 
     import thunder_zero as tz

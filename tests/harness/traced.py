@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import thunder_zero as tz
-
-from thunder.executors.torch_compile import torch_compile_ex
-
-
-def fuser(frontend: str = "dynamo") -> dict[str, Any]:
-    """Return the argument that lets inductor compile regions of a front end's traces."""
-    return {"fuse": "inductor"} if frontend == "dynamo" else {"executors": [torch_compile_ex]}
 
 
 @cache
@@ -30,7 +22,6 @@ def traced(
     synced: bool = True,
     fused: bool = False,
     dtype: torch.dtype = torch.float32,
-    frontend: str = "dynamo",
 ) -> tz.tools.Traces:
     """Trace a model on the meta device for an input of this shape."""
     with torch.device("meta"):
@@ -42,12 +33,8 @@ def traced(
         world_size=world_size,
         replicas=replicas,
         synced=synced,
-        frontend=frontend,
-        **(fuser(frontend) if fused else {}),
+        fuse="inductor" if fused else None,
     )
-
-
-# Models call ``forward`` of their modules, so that Thunder need not interpret the hooks of ``nn.Module.__call__``.
 
 
 class ResidualBlock(nn.Module):

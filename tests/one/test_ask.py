@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.errors import fails
+from thunder_zero.capture import compilations
 from thunder_zero.comm.handle import Handle
-from thunder_zero.frontends import compilations
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.prefetch import Bound, bounds
 from thunder_zero.schedule.timeline import Kind, Op
@@ -297,11 +297,8 @@ def test_a_profile_has_labels_and_is_shown_beside_the_forecast(tmp_path: Path) -
     assert labels[: len(forward)] == forward
     backward = labels[len(forward) :]
     assert backward[-1] == f"wait for reduce {weight(0)}"
-    places = [backward.index(label) for label in ("unit layers.1", f"reduce {weight(1)}", f"reduce {weight(0)}")]
+    places = [backward.index(label) for label in (f"reduce {weight(1)}", "unit layers.1", f"reduce {weight(0)}")]
     assert places == sorted(places)
-    reduced = next(end for _, end, name in spans if name == f"reduce {weight(1)}")
-    unit_ends = max(span for span in spans if span[2] == "unit layers.1")[1]
-    assert unit_ends <= min(start for start, *_ in spans if start > reduced), "when its gradients are made"
     tz.tools.save_timeline(combined, traces(3, units=2), device=DEVICE, measured=profile)
     forecast, measured = events_of(combined, "forecast"), events_of(combined, "user_annotation")
     first = [min(event["ts"] for event in events if event["name"] == labels[0]) for events in (forecast, measured)]
@@ -387,13 +384,12 @@ def test_the_command_traces_a_file_for_any_world(model_file: Path, capsys: pytes
     assert code == 0
     assert "\n# forward, ZeRO-2, rank 3 of 4" in out
     printed = {}
-    for options in (("--all",), (), ("--frontend", "thunder")):
+    for options in (("--all",), ()):
         code, printed[options], _ = run(capsys, "trace", place, "--world-size", 4, *options)
         assert code == 0
     assert [[word in out for word in ("torch.ops.aten", " aten.", "C0")] for out in printed.values()] == [
         [True, False, True],
         [False, True, False],
-        [False, False, False],
     ]
     code, out, _ = run(capsys, "trace", place, "--world-size", 4, "--json")
     lines = json.loads(out)["lines"]
@@ -459,7 +455,7 @@ def test_doctor_reports_what_works(capsys: pytest.CaptureFixture[str], monkeypat
     code, out, error = run(capsys, "doctor")
     assert (code, error) == (0, "")
     assert max(map(len, out.splitlines())) <= 100
-    for name in ("python", "torch", "lightning-thunder", "a step of ZeRO-3", "backends", "executors", "device"):
+    for name in ("python", "torch", "lightning-thunder", "a step of ZeRO-3", "backends", "device"):
         assert re.search(rf"^ok +{name} ", out, re.MULTILINE), name
     assert torch.__version__ in out
     monkeypatch.setattr(doctor, "TESTED", {"torch": ("99.0", "99.1"), "lightning-thunder": ("0.0.1", "0.0.2")})

@@ -72,6 +72,7 @@ FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "gather_per_unit": (("no",), "True or False"),
     "reshard_after_forward": ((1,), "give True or None"),
     "check_gradients": ((None,), "True or False"),
+    "materialize_grads": ((None,), "True or False"),
     "times": ((0.5,), "thunder_zero.schedule.Times, as measure_times makes them, or None"),
     "unit_of": (("blocks",), "a function"),
     "passes": ((len, ("bucket",)), "a tuple of functions"),

@@ -131,10 +131,10 @@ def test_the_seconds_that_the_transform_adds_are_summed_up() -> None:
     seconds = {"plain": [10.0, 10.0, 50.0], "zero3": [10.4, 10.5, 10.6]}
     assert added(seconds) == 0.05
     assert added(seconds, sum) == -0.55
-    seconds = {"alone": [20.0, 22.0], "plain": [9.0, 10.0, 11.0], "zero3": [10.4, 10.5, 10.6]}
-    compiling = {"seconds": seconds, "cpu": {"plain": [10.0], "zero3": [10.3]}, "ours": [{"a": 0.1, "b": 0.2}]}
+    seconds = {"plain": [9.0, 10.0, 11.0], "zero3": [10.4, 10.5, 10.6]}
+    compiling = {"seconds": seconds, "cpu": {"plain": [10.0], "zero3": [10.3]}}
     compile_time, host_time = summary({"compile": compiling, "host": {"full": seconds}})
-    assert all(figure in compile_time for figure in ("21.00 s", "10.00 s", "+5.0%", "+3.0%", "0.30 s"))
+    assert all(figure in compile_time for figure in ("10.00 s", "10.50 s", "+5.0%", "+3.0%"))
     assert "+5.0%" in host_time
 
 

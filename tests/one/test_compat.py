@@ -56,6 +56,7 @@ for name in ("thunder", "thunder_zero", "thunder_zero"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     all(hasattr(torch.Tensor, name) for name in imports.DROPPED_METHODS), reason="this torch lets Thunder import"
 )

@@ -26,8 +26,9 @@ import thunder_zero as tz
 from tests.harness.eager import assert_same_as_eager
 from tests.harness.errors import error_of
 from tests.harness.models import Halves, fresh, full
+from tests.harness.tiers import slow
+from thunder_zero.capture import compilations
 from thunder_zero.compat import aot
-from thunder_zero.frontends import compilations
 from thunder_zero.schedule.timeline import Kind
 from thunder_zero.traces.operators import read_for_shape
 
@@ -207,13 +208,13 @@ def test_one_joint_graph_serves_all_programs() -> None:
         model.eval()
         model(X).sum().backward()
     assert exports.call_count == 1
-    assert len(model._graphs.captured) == 2  # for training or not
-    assert model._count_programs() == 3  # inference mode runs what no_grad does
+    assert len(model.captured) == 4  # in three grad modes, and for evaluation
+    assert model._forward_fn.graphs.program_count == 3  # inference mode runs what no_grad does
     assert len(tz.traces_of(model).backward.bound_symbols)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: Halves(4)], ids=["one graph", "two graphs"])
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), *slow(lambda: Halves(4))], ids=["one graph", "two graphs"])
 def test_outputs_computed_without_gradients_require_none(make: Callable[[], nn.Module], mode: str) -> None:
     module = fresh(make)
     for trains_first in (False, True):
@@ -248,7 +249,7 @@ def turns_on(y: Tensor) -> Tensor:
         return y.detach().requires_grad_(True).sin()
 
 
-ASKING: list[Callable[[Tensor], Tensor]] = [asks_by_another_name, asks_a_tensor, asks_outside, turns_on]
+ASKING: list[Any] = [asks_by_another_name, *slow(asks_a_tensor, asks_outside, turns_on)]
 
 
 @pytest.mark.parametrize("then", ASKING, ids=lambda then: then.__name__)
@@ -399,7 +400,7 @@ def stacks(y: Tensor) -> Tensor:
     return torch.hstack([y, y.tanh()])
 
 
-@pytest.mark.parametrize("then", [doubles_half, puts, stacks], ids=lambda then: then.__name__)
+@pytest.mark.parametrize("then", [doubles_half, *slow(puts, stacks)], ids=lambda then: then.__name__)
 def test_gradients_go_through_writes_and_lists(then: Callable[[Tensor], Tensor]) -> None:
     assert_same_as_eager(fresh(Layer, then), X)
 
@@ -426,7 +427,7 @@ def drops_much_in_a_checkpoint(y: Tensor) -> Tensor:
     return checkpoint(lambda z: dropout(z.repeat(400, 1), 0.5).exp(), y, use_reentrant=False)
 
 
-RANDOM: list[Callable[[Tensor], Tensor]] = [drops_in_a_checkpoint, drops_much_in_a_checkpoint, gumbel_softmax]
+RANDOM: list[Any] = [drops_in_a_checkpoint, *slow(drops_much_in_a_checkpoint, gumbel_softmax)]
 
 
 @pytest.mark.parametrize("then", RANDOM, ids=lambda then: then.__name__)
@@ -439,7 +440,7 @@ def test_backward_has_the_random_numbers_of_forward(then: Callable[[Tensor], Ten
     assert "s" in str(tz.tools.programs(model)[0].inputs)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", [*slow(False), True])
 def test_smoothed_losses_leave_ignored_targets_out(weighted: bool) -> None:
     target, weight = torch.tensor([1, -100]), torch.arange(1.0, 5.0) if weighted else None
     assert_same_as_eager(fresh(Layer, lambda y: cross_entropy(y, target, weight, label_smoothing=0.1)), X)
@@ -463,22 +464,6 @@ def test_mixed_precision_casts_at_the_borders() -> None:
 # Messages of compilations
 
 
-def test_an_error_of_thunder_jit_recommends_tz_compile() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.layer(x)
-            return y * 2 if y.sum() > 0 else y
-
-    module = fresh(Branches)
-    with pytest.raises(NotImplementedError, match=r"cannot trace Branches: .*data dependency.*thunder_zero\.compile"):
-        thunder.jit(deepcopy(module), transforms=[tz.ZeroTransform(stage=3)])(X)
-    torch.testing.assert_close(tz.compile(deepcopy(module), 3)(X), module(X))
-
-
 class Embeds(nn.Module):
     """An embedding and a linear layer."""
 
@@ -491,24 +476,17 @@ class Embeds(nn.Module):
         return self.layer(y)
 
 
-@pytest.mark.parametrize("entry", ["tz.compile", "thunder.jit"])
-def test_an_error_of_a_program_names_the_users_line_and_the_parameter(entry: str) -> None:
-    module = fresh(Embeds)
-    transforms = [tz.ZeroTransform(stage=3)]
-    model: Any = tz.compile(module, 3) if entry == "tz.compile" else thunder.jit(module, transforms=transforms)
+def test_an_error_of_a_program_names_the_users_line_and_the_parameter() -> None:
+    model: Any = tz.compile(fresh(Embeds), 3)
     model(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(IndexError) as caught:
         model(torch.tensor([1, 9]))
     (note,) = caught.value.__notes__
     code, source, parameter = note.splitlines()
-    line = {
-        "tz.compile": r"in y = torch\.ops\.aten\.embedding\.default\(",
-        "thunder.jit": r"in t\d+ = torch\.nn\.functional\.embedding\(",
-    }
-    assert re.match(line[entry], code)
+    assert re.match(r"in y = torch\.ops\.aten\.embedding\.default\(", code)
     assert re.match(r"from /.*\.py:\d+: ", source)
     assert parameter.startswith("which reads 'table.weight'")
-    assert "# the user's line" in note or entry == "thunder.jit"
+    assert "# the user's line" in note
 
 
 def test_errors_of_the_user_pass() -> None:
@@ -520,16 +498,8 @@ def test_errors_of_the_user_pass() -> None:
         thunder.jit(Raises(4, 4), transforms=[tz.ZeroTransform(stage=3)])(X)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda module: tz.compile(module, 3, dynamic=False),
-        lambda module: thunder.jit(module, transforms=[tz.ZeroTransform(stage=3)]),
-    ],
-    ids=["tz.compile", "thunder.jit"],
-)
-def test_changing_lengths_raise_a_warning(make: Callable[[nn.Module], Any]) -> None:
-    model = make(fresh(lambda: nn.Linear(4, 4)))
+def test_changing_lengths_raise_a_warning() -> None:
+    model: Any = tz.compile(fresh(lambda: nn.Linear(4, 4)), 3, dynamic=False)
     with model.no_sync():  # another program, for the same shape
         model(X)
     for rows in range(2, compilations.WARN_AFTER + 1):
@@ -548,7 +518,7 @@ def test_a_length_that_becomes_a_symbol_raises_no_warning() -> None:
         for rows in range(1, 11):
             with torch.set_grad_enabled(rows % 3 != 0), model.no_sync() if rows % 3 == 1 else nullcontext():
                 model.train(rows % 3 != 0)(torch.ones(rows, 4))
-    assert model._count_programs() >= 4
+    assert model._forward_fn.graphs.program_count >= 4
     assert not [warning for warning in caught if "was compiled for" in str(warning.message)]
 
 
@@ -557,12 +527,9 @@ class Terminal(StringIO):
         return True
 
 
-@pytest.mark.parametrize("entry", ["tz.compile", "thunder.jit"])
 def test_each_slow_compilation_is_reported_on_standard_error_unless_progress_is_off(
-    monkeypatch: pytest.MonkeyPatch, entry: str
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    jit = lambda module, stage, **options: thunder.jit(module, transforms=[tz.ZeroTransform(stage, **options)])  # noqa: E731
-    make: Callable[..., Any] = tz.compile if entry == "tz.compile" else jit
     module = fresh(lambda: nn.Linear(4, 4))
     compiled = r"compiled forward and backward of Linear for \({0}, 4\): [\d.]+ s\n"
     line = {Terminal: rf"compiling Linear for \({{0}}, 4\) \.\.\.\r{compiled}", StringIO: compiled}
@@ -570,11 +537,11 @@ def test_each_slow_compilation_is_reported_on_standard_error_unless_progress_is_
         stream = stream_type()
         monkeypatch.setattr("sys.stderr", stream)
         monkeypatch.setattr(compilations, "SECONDS", 100.0)
-        make(deepcopy(module), 3)(X)
+        tz.compile(deepcopy(module), 3)(X)
         monkeypatch.setattr(compilations, "SECONDS", 0.0)
-        make(deepcopy(module), 3, progress=False)(X)
+        tz.compile(deepcopy(module), 3, progress=False)(X)
         assert stream.getvalue() == ""
-        model = make(deepcopy(module), 3, mixed_precision=tz.MixedPrecision(output_dtype=torch.float32))
+        model = tz.compile(deepcopy(module), 3, mixed_precision=tz.MixedPrecision(output_dtype=torch.float32))
         model(X)
         text = stream.getvalue()
         assert re.fullmatch(pattern.format(len(X)), text)

@@ -16,20 +16,36 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import thunder_zero as tz
 from tests.harness.errors import refused
-from tests.harness.operators import Attends
 from tests.harness.traced import Chain, traced
 from thunder_zero.schedule.timeline import Work
 from thunder_zero.tools.devices.calibrated import Calibrated, Curve
-from thunder_zero.tools.planner.repeat import estimate_whole
-
-import thunder
-from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
-from thunder.extend import FusionExecutor
 
 pytestmark = pytest.mark.slow
 
 BATCH, LENGTH, HEADS, HEAD = 2, 5, 2, 4
+FEATURES = HEADS * HEAD
+
+
+class Attends(nn.Module):
+    """A convolution, attention with two heads, an MLP, and a transposed convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(3, FEATURES, 3, padding=1)
+        self.qkv, self.norm = nn.Linear(FEATURES, 3 * FEATURES), nn.LayerNorm(FEATURES)
+        self.up, self.down = nn.Linear(FEATURES, 2 * FEATURES), nn.Linear(2 * FEATURES, FEATURES)
+        self.last = nn.ConvTranspose1d(FEATURES, FEATURES, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attend(self.first.forward(x).transpose(1, 2))
+        x = F.softmax(self.down.forward(F.gelu(self.up.forward(self.norm.forward(x)))), -1)
+        return self.last.forward(x.transpose(1, 2))
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv.forward(x).chunk(3, -1))
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
 NONE = tz.Policy(0, recompute="none")
 H100 = tz.tools.DEVICES["h100"]
 MEASURED = Calibrated(
@@ -106,9 +122,6 @@ def test_convolutions_and_added_products_have_the_flops_that_torch_counts() -> N
     assert flops(trace(convolution, image).timeline) == counted(lambda: convolution(image).sum().backward()) > 0
     adds, x = Adds(), torch.randn(5, 4)
     assert flops(trace(adds, x).timeline) == counted(lambda: adds(x).sum().backward()) > 0
-    model = thunder.jit(adds)
-    model(x).sum().backward()  # compile: its backward recomputes added products
-    assert flops(trace(adds, x, frontend="thunder").timeline) == counted(lambda: model(x).sum().backward()) > 0
 
 
 def test_grouped_and_transposed_convolutions_count_their_filters_products() -> None:
@@ -132,50 +145,6 @@ def test_a_fused_region_has_the_flops_of_its_lines_and_the_traffic_of_its_border
     cost = tz.tools.estimate(fused, H100).costs[fused.timeline.ops.index(region)]
     inputs = 4 * (3 * 4 + 2 * 4 * 8)
     assert cost.traffic_bytes == inputs + sum(fused.timeline.nbytes(name) for name in region.writes)
-
-
-class NeverFuses(FusionExecutor):
-    """A fuser that finds nothing to fuse, like nvFuser in a trace for CPUs."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-
-    def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
-        return trace
-
-    def can_fuse(self, bsym: BoundSymbol) -> bool:
-        return False
-
-
-def test_lines_count_as_one_kernel_if_executors_fuse_and_regions_stay_as_they_are() -> None:
-    # On a described device Thunder's default executors and fusers fuse; on a measured one only regions count as fused.
-
-    def wide() -> nn.Module:
-        return Chain(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Tanh(), nn.Tanh(), nn.Linear(8, 4, bias=False))
-
-    def traffic(traces: tz.tools.Traces, device: tz.tools.Device = H100, **options: Any) -> int:
-        return sum(cost.traffic_bytes for cost in tz.tools.estimate(traces, device, **options).costs)
-
-    x, world = torch.ones(3, 4), {"world_size": 1}
-    plain, of_compile = trace(wide(), x, frontend="thunder", **world), trace(wide(), x, **world)
-    fusers = ("nvfuser", "torchcompile_cat")
-    by_name = {name: trace(wide(), x, executors=[NeverFuses(name)], frontend="thunder", **world) for name in fusers}
-    one_by_one, one_kernel = (traffic(plain, fused=fused) for fused in (False, True))
-    assert one_by_one > one_kernel  # between the products: read once, write once
-    assert traffic(of_compile) > traffic(of_compile, fused=True) == one_kernel
-    around_cat, all_lines = by_name["torchcompile_cat"], by_name["nvfuser"]
-    for traces, described in ((plain, one_kernel), (around_cat, one_by_one), (all_lines, one_kernel)):
-        assert (traffic(traces), traffic(traces, MEASURED)) == (described, one_by_one)
-        for device in (H100, MEASURED):
-            assert estimate_whole(traces, device, (), 0) == tz.tools.estimate(traces, device)
-    assert traffic(plain, MEASURED, fused=True) == one_kernel
-    regions = traced(wide, (3, 4), NONE, fused=True)
-    assert regions.has_regions
-    assert traffic(regions) == traffic(regions, fused=False) == traffic(regions, fused=True)
-    # The loss and the optimizer run operator by operator.
-    around: dict[str, Any] = {"loss": lambda y: y.square().sum(), "optimizer": partial(torch.optim.SGD, lr=0.1)}
-    added = [traffic(plain, fused=fused, **around) - traffic(plain, fused=fused) for fused in (False, True)]
-    assert added[0] == added[1] > 0
 
 
 def test_a_step_takes_the_seconds_of_arithmetic() -> None:
@@ -218,7 +187,7 @@ def test_the_loss_and_the_optimizer_are_counted_operator_by_operator() -> None:
     with_loss = tz.tools.estimate(traces, device, loss=lambda y: y.square().sum())
     added = [op for op in with_loss.timeline.ops if op not in traces.timeline.ops]
     # forward squares and sums; backward: a one, y to the power of 1, times 2, times the gradient (4 B, expanded)
-    assert [str(op.work) for op in added] == ["pointwise", "reduction", "other", *["pointwise"] * 3]
+    assert [str(op.work) for op in added] == ["pointwise", "reduction", *["pointwise"] * 4]
     assert with_loss.seconds - plain.seconds == 192 + 100 + 8 + 192 + 192 + 196
     assert with_loss.timeline.ops.index(added[0]) == traces.timeline.backward_start
     assert (with_loss.flops, with_loss.model_seconds) == (plain.flops, plain.model_seconds)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.errors import refused
-from tests.harness.traced import Chain, ResidualBlock, fuser, traced
+from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.plan.amounts import itemsize, size
-from thunder_zero.tools.dry_run import programs_of
+from thunder_zero.tools.dry_run import ProgramSource, TraceRequest
 from thunder_zero.tools.fitting.budget import KEPT, KEPT_AND_RECOMPUTED, PLAIN, RECOMPUTED
 from thunder_zero.tools.fitting.candidate import Candidate
 from thunder_zero.tools.fitting.search import Search, with_choices
@@ -169,13 +169,13 @@ def test_prices_decide_between_recomputing_and_regathering_units() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_one_capture_gives_the_traces_of_each_policy(fused: bool) -> None:
     chosen = tz.Policy(keep_unsharded=UNITS[1:], recompute_units=UNITS[:2])
-    options = fuser() if fused else {}
-    captured = programs_of(on_meta(), (torch.empty(SHORT),), {}, tz.ZERO3, tz.schedule.Mesh.of(2), **options)
+    mesh, x = tz.schedule.Mesh.of(2), torch.empty(SHORT)
+    captured = ProgramSource(TraceRequest(on_meta(), (x,), {}, tz.ZERO3, mesh, fuse="inductor" if fused else None))
     stages = [tz.Policy(stage, recompute="units") for stage in (0, 1, 2, 0)]
     for policy in (tz.ZERO3, chosen, tz.Policy(bucket_bytes=0, in_flight_bytes=0), *stages, tz.ZERO3):
         result, expected = captured.under(policy), traced(net, SHORT, policy, fused=fused)
         assert (result.timeline, result.lifted, result.plan) == (expected.timeline, expected.lifted, expected.plan)
-        for phase in ("forward", "backward", "epilogue"):
+        for phase in ("forward", "backward"):
             text, expected_text = (str(getattr(traces, phase)).partition("\n")[2] for traces in (result, expected))
             assert text == expected_text  # the first line has the seconds of a pass
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_forward_lists_its_parameters_in_the_modules_order() -> None:
     # Thunder alone lists them in the order of a set, which depends on the hash seed.
     policy = tz.Policy(stage=3, bucket_bytes=1)
-    traces = tz.trace(Loop(), torch.ones(4), policy=policy, frontend="thunder")
+    traces = tz.trace(Loop(), torch.ones(4), policy=policy)
     waits = [op.params[0] for op in traces.forward_timeline.ops if op.kind is tz.schedule.Kind.WAIT]
     assert waits == ["b.weight", "a.weight", "a.bias", "b.bias", "c.weight", "c.bias"]
 

@@ -27,7 +27,6 @@ assert {*thunder_zero.__all__} < {*dir(thunder_zero)} and "trace" not in dir(thu
 core = [name for name in thunder_zero.__all__ if name not in ("tools", "trace", "print_trace", "explain")]
 assert all(getattr(thunder_zero, name) is not None for name in core)
 steps["core"] = sorted({*loaded("thunder_zero.tools.")} - {*tools})
-steps["room"] = loaded("thunder_zero.compat.thunder.")
 import thunder
 steps["finders"] = [kind for kind in map(type, sys.meta_path) if kind.__module__.startswith("thunder_zero")]
 from thunder.plugins import get_plugin
@@ -52,5 +51,5 @@ def test_help_loads_no_thunder_and_training_no_tools() -> None:
         "thunder_zero.lazy",
     ]
     moved = {"memory": " it is thunder_zero.tools.memory", "Timeline": " it is thunder_zero.schedule.Timeline"}
-    none: dict[str, list[str]] = {name: [] for name in ("help", "core", "room", "finders")}
+    none: dict[str, list[str]] = {name: [] for name in ("help", "core", "finders")}
     assert steps == {**none, "plugin": "Zero", **moved, "nonsense": ""}

@@ -134,9 +134,6 @@ def test_one_recipe_and_one_plugin_for_two_modules() -> None:
         thunder.compile(Net(), plugins=[plugin], recipe=tz.Recipe()),
     ]
     assert [sharded_model(model).state.plan.policy.stage for model in models] == [1, 2, 2]
-    names = [executor.name for executor in thunder.compile_data(models[1]).executors_list if executor is not None]
-    defaults = [executor.name for executor in thunder.get_default_executors()]
-    assert [name for name in names if name in defaults] == defaults, "the recipe brings Thunder's executors"
     models[1](X)
     assert tz.traces_of(models[1]).plan.policy == tz.ZERO2
 
@@ -330,7 +327,7 @@ def test_a_field_of_the_policy_changes_something(field: str) -> None:
 
 def test_every_field_of_the_policy_changes_something() -> None:
     unseen = {field.name for field in fields(Policy)} - SEEN.keys()
-    tests = {"reshard_after_backward", "broadcast_from", "transport"}
+    tests = {"reshard_after_backward", "broadcast_from", "transport", "materialize_grads"}
     assert unseen == tests, "a field without a visible effect cannot ship; show here what it changes"
     assert all(f"test_{field}" in globals() for field in tests)
 
@@ -359,6 +356,24 @@ def test_reshard_after_backward() -> None:
             assert not torch.equal(model(X), before)
     assert counts[0] == counts[1] == counts[2] > 0
     assert counts[3] == 0
+
+
+class TwoHeads(Net):
+    """Two layers that read the input, of which the loss may leave one out."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layers[1](x), self.layers[2](x)
+
+
+@pytest.mark.usefixtures("group")
+def test_materialize_grads() -> None:
+    # Here: what gets a gradient. Ranks that leave out different outputs: tests/ranks/test_left_out_outputs.py.
+    for materializes in (False, True):
+        model = ENTRIES["transform"](TwoHeads(), materialize_grads=materializes)
+        model(X)[0].sum().backward()
+        grads = {name for name, param in model.named_parameters() if param.grad is not None}
+        assert ("layers.2.weight" in grads) is materializes
+        assert "layers.1.weight" in grads
 
 
 @pytest.mark.usefixtures("group")

@@ -57,10 +57,6 @@ def shard(module: nn.Module, stage: int = 3) -> Any:
     return thunder.jit(module, transforms=[tz.ZeroTransform(stage=stage, ignored=("ignored",))])
 
 
-def compiled(module: nn.Module, stage: int = 3) -> Any:
-    return tz.compile(module, stage=stage, ignored=("ignored",))
-
-
 def initialise(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         nn.init.constant_(module.weight, 0.25)
@@ -111,17 +107,15 @@ AFTERWARDS: list[tuple[Attempt, str]] = [
         lambda plain, model: plain.first.register_parameter("extra", nn.Parameter(torch.ones(4))),
         "parameter 'first.extra' was added after",
     ),
-    (lambda plain, model: plain.first.add_module("extra", nn.Linear(2, 2)), "submodule 'first.extra' was added after"),
-    (lambda plain, model: setattr(plain, "extra", nn.Tanh()), "submodule 'extra' was added after"),
-    (lambda plain, model: setattr(model, "first", nn.Linear(4, 4)), "submodule 'first' was replaced"),
-    (lambda plain, model: setattr(model, "first", None), "submodule 'first' was replaced"),
+    (lambda plain, model: plain.first.add_module("extra", nn.Linear(2, 2)), "parameter 'first.extra.weight' was added"),
+    (lambda plain, model: setattr(model, "first", nn.Linear(4, 4)), "parameter 'first.weight' was replaced"),
+    (lambda plain, model: setattr(model, "first", None), "parameter 'first.weight' was replaced"),
     (lambda plain, model: setattr(model, "extra", nn.Linear(2, 2)), "parameter 'extra.weight' was added after"),
     (lambda plain, model: setattr(model, "extra", nn.Parameter(torch.ones(4))), "parameter 'extra' was added after"),
     (
         lambda plain, model: model.register_parameter("extra", nn.Parameter(torch.ones(4))),
         "parameter 'extra' was added after",
     ),
-    (lambda plain, model: model.add_module("extra", nn.Tanh()), "submodule 'extra' was added after"),
     (lambda plain, model: delattr(plain, "scale"), "parameter 'scale' was replaced"),
     (lambda plain, model: plain.load_state_dict(Net().state_dict(), assign=True), "was replaced"),
     (lambda plain, model: setattr(plain.scale, "data", plain.scale.data * 2), "memory of parameter 'scale'"),
@@ -159,11 +153,10 @@ class Attributes(Net):
         return y if self.bias is None else y + self.bias
 
 
-@pytest.mark.parametrize("front_end", [shard, compiled])
-def test_an_attribute_of_the_model_is_one_of_the_plain_module(front_end: Callable[[nn.Module], Any]) -> None:
+def test_an_attribute_of_the_model_is_one_of_the_plain_module() -> None:
     plain = Attributes()
     eager = deepcopy(plain)
-    model, names = front_end(plain), set(vars(plain))
+    model, names = shard(plain), set(vars(plain))
     for name, value in ATTRIBUTES:
         setattr(model, name, value)
         setattr(eager, name, value)
@@ -202,7 +195,7 @@ def test_computing_with_rows_is_refused(stage: int) -> None:
         assert_unchanged(model)
 
 
-@pytest.mark.parametrize("stage", [1, 3, *slow(0, 2)])
+@pytest.mark.parametrize("stage", [3, *slow(0, 1, 2)])
 def test_forward_reads_what_was_written(stage: int) -> None:
     plain = Net()
     with torch.no_grad():
@@ -233,10 +226,9 @@ ADDED: dict[str, Attempt] = {
 
 
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("front_end", [shard, compiled])
-def test_full_tensors_are_loaded(front_end: Callable[..., Any], stage: int) -> None:
+def test_full_tensors_are_loaded(stage: int) -> None:
     """All values are loaded or none, ignored parameters and buffers as well, and copied even with ``assign=True``."""
-    model, full = front_end(Net(), stage), {name: value + 1 for name, value in Net().state_dict().items()}
+    model, full = shard(Net(), stage), {name: value + 1 for name, value in Net().state_dict().items()}
     assert model.load_state_dict(full) == ([], [])
     assert differing(tz.full_state_dict(model), full) == []
     with refused(ValueError, "'first.bias' has shape (3,) in the state dict and (4,) in the model"):
@@ -254,26 +246,29 @@ def differing(state_dict: dict[str, Tensor], expected: dict[str, Tensor]) -> lis
     return [name for name, value in expected.items() if not torch.equal(state_dict[name], value)]
 
 
-@pytest.mark.parametrize("front_end", [shard, compiled])
-def test_other_changes_are_refused_before_the_next_forward(front_end: Callable[[nn.Module], Any]) -> None:
+def test_other_changes_are_refused_before_the_next_forward() -> None:
     for change, words in AFTERWARDS:
         plain = Net()
-        model = front_end(plain)
+        model = shard(plain)
         change(plain, model)
         with refused(RuntimeError, words):
             model(X)
-    model = front_end(plain := Net())
+    model = shard(plain := Net())
     prune.identity(plain.first, "weight")
-    with refused(
-        RuntimeError, "a hook was registered" if front_end is shard else "parameter 'first.weight' was replaced"
-    ):
+    with refused(RuntimeError, "parameter 'first.weight' was replaced"):
         model(X)
     for name, add in ADDED.items():
         plain = Net()
-        model = front_end(plain)
+        model = shard(plain)
         add(plain, model)
         assert_unchanged(model)
-        assert model.state_dict().keys() == Net().state_dict().keys(), name
+        eager = Net()
+        add(eager, eager)
+        assert model.state_dict().keys() == tz.full_state_dict(model).keys() == eager.state_dict().keys(), name
+        if name == "a frozen module":
+            model.teacher.requires_grad_(True)
+            with refused(RuntimeError, "parameter 'teacher.weight' was added after"):
+                model(X)
 
 
 def test_casts_and_parametrizations_of_shards_are_refused() -> None:
@@ -349,11 +344,10 @@ class Offsets(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("front_end", [shard, compiled])
-def test_buffers_may_be_replaced(front_end: Callable[[nn.Module], Any]) -> None:
+def test_buffers_may_be_replaced() -> None:
     """Forward or others replace them, under any name, with other shapes or dtypes. Thunder never rereads a None."""
     plain = Offsets()
-    eager, model = deepcopy(plain), front_end(plain)
+    eager, model = deepcopy(plain), shard(plain)
     replaced = (None, torch.ones(4), torch.ones(1), torch.ones(4, dtype=torch.float64))
     for name, value in product(("tied", "part.tied"), replaced):
         for module in (plain, eager) if value is not None else ():
@@ -361,12 +355,6 @@ def test_buffers_may_be_replaced(front_end: Callable[[nn.Module], Any]) -> None:
         torch.testing.assert_close(model(X), eager(X))
         assert all(map(torch.equal, plain.buffers(), eager.buffers()))
     plain.part.lent = eager.part.lent = torch.full((4,), 3.0)
-    if front_end is compiled:
-        torch.testing.assert_close(model(X), eager(X))
-        return
-    with refused(RuntimeError, "buffer 'part.lent' was None when thunder_zero sharded the module"):
-        model(X)
-    plain.part.lent = eager.part.lent = None
     torch.testing.assert_close(model(X), eager(X))
 
 
@@ -423,10 +411,9 @@ WALKS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("stage", [3, *slow(0)])
-@pytest.mark.parametrize("front_end", [shard, compiled])
-def test_walks_of_the_model_give_the_plain_modules(front_end: Callable[..., Any], stage: int) -> None:
+def test_walks_of_the_model_give_the_plain_modules(stage: int) -> None:
     plain = EvaluatesNorm()
-    model = front_end(plain, stage)
+    model = shard(plain, stage)
     assert list(WALKS["weight decay"](model)) == ["norm.weight", "norm.bias"]
     for name, walk in WALKS.items():
         assert walk(model) == walk(plain), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from io import StringIO
 from typing import Any
@@ -283,7 +284,7 @@ def test_a_timeline_is_printed_with_the_numbers_of_errors() -> None:
 
 
 def drop_backward(traces: tz.tools.Traces) -> tz.tools.Traces:
-    return tz.tools.Traces(traces.forward, None, traces.forward_timeline, traces.plan)
+    return replace(traces, backward=None, timeline=traces.forward_timeline)
 
 
 def mean_square(y: Tensor) -> Tensor:

@@ -19,9 +19,6 @@ import thunder_zero as tz
 from tests.harness.models import (
     LENGTH,
     PATTERNS_AGAIN,
-    VOCABULARY,
-    WIDTH,
-    Block,
     GptShape,
     Patterns,
     fresh,
@@ -31,9 +28,7 @@ from tests.harness.models import (
     saved,
 )
 from tests.harness.tiers import slow
-from tests.harness.traced import traced
 from thunder_zero.schedule.lifetimes import gathered_bytes
-from thunder_zero.schedule.timeline import Kind
 
 from thunder.core import prims
 from thunder.core.proxies import TensorProxy
@@ -182,25 +177,3 @@ def test_gathers_are_spread_over_forward(prefetch: int) -> None:
                 computes_between[-1] += 1
         assert len(handles) == ended > prefetch + 1
         assert sum(count > 0 for count in computes_between[1:]) > ended // 2
-
-
-@pytest.mark.slow
-def test_after_fusion_backward_gathers_no_bias_of_a_unit_that_is_kept_unsharded() -> None:
-    """Thunder's fuser recomputes the norm in backward; the bias that this reads must not be gathered for it alone."""
-
-    def build() -> nn.Module:
-        embedding, head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        return nn.Sequential(embedding, *(Block() for _ in range(4)), nn.LayerNorm(WIDTH), head)
-
-    policy = replace(tz.ZERO3, prefetch=1, recompute="none")  # otherwise the fuser has nothing to recompute
-    options = {"world_size": WORLD_SIZE, "fused": True, "dtype": torch.long, "frontend": "thunder"}
-    result = traced(build, tuple(TOKENS.shape), policy, **options)
-    assert sum(bsym.sym.is_fusion for bsym in result.forward.bound_symbols) == 6  # embedding, blocks, head
-    last = {param.path for param in result.plan.params if param.path.startswith(("4", "5", "6"))}
-    assert set(result.plan.kept_unsharded) == last
-    weights = [tuple(f"{block}.{part}.weight" for part in ("down", "up", "key", "norm")) for block in (3, 2, 1)]
-    assert [paths for name, paths in launches_of(result.backward) if name == "zero_all_gather"] == weights
-    waits = [op for op in result.forward_timeline.ops if op.kind is Kind.WAIT]
-    full = {name: path for op in waits for name, path in zip(op.writes, op.params, strict=True)}
-    kept = {full[name] for name in saved(result.forward) & full.keys()}
-    assert {path for path in kept if path.endswith("bias")} == {"4.norm.bias", "5.bias"}

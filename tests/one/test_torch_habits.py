@@ -1,6 +1,6 @@
 """Usual calls of torch, FSDP2 and Hugging Face work on a sharded model, or raise an error that says what to do.
 
-Both front ends are tested. Afterwards the model still trains.
+Afterwards the model still trains.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import thunder_zero as tz
 from tests.harness.errors import fails, refused
 from tests.harness.models import fresh, saved, trains
-from thunder_zero.frontends.from_fsdp2 import INSTEAD, ROWS
+from thunder_zero.plan.from_fsdp2 import INSTEAD, ROWS
 from thunder_zero.plan.policy import Policy
 
 import thunder
@@ -51,20 +51,9 @@ class Net(nn.Module):
         torch.save(self.state_dict(), folder)
 
 
-def jitted(module: nn.Module, **arguments: Any) -> Any:
-    return thunder.jit(module, transforms=[tz.ZeroTransform(stage=3, **arguments)])
-
-
-def compiled(module: nn.Module, **arguments: Any) -> Any:
-    return tz.compile(module, 3, **arguments)
-
-
-FRONT_ENDS = [jitted, compiled]
-
-
-@pytest.fixture(params=FRONT_ENDS)
-def model(request: pytest.FixtureRequest) -> Iterator[Any]:
-    sharded = request.param(fresh(Net))
+@pytest.fixture
+def model() -> Iterator[Any]:
+    sharded = tz.compile(fresh(Net), 3)
     assert trains(sharded, X)
     yield sharded
     assert trains(sharded, X), "the model still trains"
@@ -121,14 +110,21 @@ def test_methods_of_fsdp2_raise_errors_that_name_ours(model: Any) -> None:
     fails(lambda: model.set_nothing(), "AttributeError", "object has no attribute 'set_nothing'")
 
 
-@pytest.mark.parametrize("front_end", [*FRONT_ENDS, lambda module, **options: tz.zero(thunder.jit(module), **options)])
-def test_arguments_of_fsdp2_raise_errors_that_name_ours(front_end: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    "entry",
+    [
+        tz.compile,
+        lambda module, **options: thunder.jit(module, transforms=[tz.ZeroTransform(**options)]),
+        lambda module, **options: tz.zero(thunder.jit(module), **options),
+    ],
+)
+def test_arguments_of_fsdp2_raise_errors_that_name_ours(entry: Callable[..., Any]) -> None:
     ours = ("module", "mesh", "dp_mesh_dims")
     names = [name for name in inspect.signature(fully_shard).parameters if name not in ours]
     for name in names:
         if name not in inspect.signature(Policy).parameters:
             with refused(TypeError, name, "FSDP2", INSTEAD[name]):
-                front_end(Net(), **{name: True})
+                entry(Net(), **{name: True})
     assert "reshard_after_forward" in names, "a field of Policy"
 
 
@@ -154,10 +150,9 @@ class Checkpointed(nn.Module):
 OPTIONS = {"preserve_rng_state": False, "determinism_check": "none", "early_stop": False}
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_checkpoints_take_keyword_arguments(front_end: Callable[[nn.Module], Any]) -> None:
+def test_checkpoints_take_keyword_arguments() -> None:
     plain, x = fresh(lambda: Checkpointed(scale=3.0, **OPTIONS)), torch.arange(12.0).reshape(3, 4)
-    model = front_end(deepcopy(plain))
+    model = tz.compile(deepcopy(plain), 3)
     y = model(x)
     expected = plain(x)
     torch.testing.assert_close(y, expected)
@@ -172,10 +167,9 @@ def null_contexts() -> tuple[Any, Any]:
     return nullcontext(), nullcontext()
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_a_context_fn_of_a_checkpoint_is_refused(front_end: Callable[[nn.Module], Any]) -> None:
+def test_a_context_fn_of_a_checkpoint_is_refused() -> None:
     with refused(RuntimeError, "context_fn", "Policy.recompute"):
-        front_end(Checkpointed(context_fn=null_contexts))(X)
+        tz.compile(Checkpointed(context_fn=null_contexts), 3)(X)
 
 
 def save_tanh(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -187,7 +181,7 @@ def save_tanh(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpo
 def test_selective_checkpoints(policy: Any) -> None:
     """Backward recomputes everything except what the policy saves."""
     plain = fresh(lambda: Checkpointed(context_fn=partial(create_selective_checkpoint_contexts, policy)))
-    model, x = compiled(deepcopy(plain)), torch.arange(12.0).reshape(3, 4)
+    model, x = tz.compile(deepcopy(plain), 3), torch.arange(12.0).reshape(3, 4)
     for network in (model, plain):
         network(x).sum().backward()
     for param, plain_param in zip(model.parameters(), plain.parameters(), strict=True):

@@ -20,6 +20,7 @@ import thunder_zero as tz
 from tests.harness.eager import assert_same_as_eager
 from tests.harness.errors import refused
 from tests.harness.models import fresh
+from tests.harness.tiers import slow
 
 TORCH_2_13 = torch.__version__.startswith("2.13")
 X = torch.arange(12.0).view(3, 4).sin()
@@ -207,7 +208,7 @@ REFUSED: list[tuple[Function, Callable[[], Tensor], tuple[str, ...]]] = [  # fun
 
 
 @pytest.mark.parametrize("index", range(len(REFUSED)))
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("mode", [torch.enable_grad, *slow(torch.no_grad)])
 def test_other_values_and_effects_are_refused(
     index: int, mode: Callable[[], Any], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,69 +73,61 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("compat/private.py", TYPES,  TYPES,   NOT,     NOTHING),
     Room("compat/torch/",     IMPORT, IMPORT,  NOT,     rooms("compat/private")),
     Room("compat/imports.py", IMPORT, NOT,     IMPORT,  NOTHING),
-    Room("compat/casts.py",   IMPORT, NOT,     NOT,     rooms("plan")),
     Room("compat/jitted.py",  IMPORT, NOT,     IMPORT,  NOTHING),
     Room("compat/lines.py",   NOT,    NOT,     IMPORT,  NOTHING),
-    Room("compat/never_fuses.py",NOT, NOT,     TYPES,   NOTHING),
     Room("compat/accelerate.py",NOT,NOT,       NOT,     NOTHING),
     Room("compat/uncapturable.py",IMPORT,IMPORT,NOT,    NOTHING),
     Room("compat/plans_of_transformers.py",IMPORT,IMPORT,NOT, NOTHING),
-    Room("compat/thunder/fusion_repair.py",NOT,NOT,NOT, rooms("plan schedule")),
-    Room("compat/thunder/guards.py",IMPORT,NOT,NOT,     NOTHING),
-    Room("compat/thunders_work.py",NOT,NOT,    IMPORT,  rooms("schedule")),
-    Room("compat/thunder/__init__.py",NOT,NOT, NOT,     rooms("lazy compat/thunder/fusion_repair "
-                                                              "compat/thunder/guards")),
-    Room("compat/thunder/",   IMPORT, NOT,     IMPORT,  rooms("compat/casts compat/imports compat/never_fuses "
-                                                              "compat/private compat/uncapturable")),
     Room("compat/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule")),
     Room("comm/",             IMPORT, IMPORT,  NOT,     rooms("plan compat/plans_of_transformers compat/private "
                                                               "compat/torch")),
-    Room("traces/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule compat")),
+    Room("traces/",           IMPORT, NOT,     IMPORT,  rooms("notebook plan schedule compat")),
     Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("encodings plan schedule comm compat/private "
-                                                              "compat/torch compat/casts compat/thunder "
-                                                              "compat/accelerate")),
+                                                              "compat/torch compat/accelerate")),
     Room("optim/",            IMPORT, NOT,     NOT,     rooms("plan compat/torch comm sharded")),
-    Room("frontends/arguments.py",IMPORT,TYPES,NOT,     rooms("plan sharded")),
-    Room("frontends/compilations.py",IMPORT,NOT,NOT,    NOTHING),
-    Room("frontends/",        IMPORT, NOT,     IMPORT,  rooms("notebook plan schedule comm compat traces sharded")),
+    Room("capture/arguments.py",IMPORT,TYPES,NOT,     rooms("plan sharded")),
+    Room("capture/compilations.py",IMPORT,NOT,NOT,    NOTHING),
+    Room("capture/",        IMPORT, NOT,     IMPORT,  rooms("plan schedule comm compat traces sharded")),
     Room("checkpoint/",       IMPORT, IMPORT,  NOT,     rooms("plan comm compat/private compat/torch "
                                                               "sharded optim")),
-    Room("accelerator.py",    IMPORT, IMPORT,  NOT,     rooms("plan compat/accelerate sharded frontends checkpoint")),
-    Room("hugging_face.py",   IMPORT, TYPES,    NOT,     rooms("plan comm compat sharded frontends checkpoint "
+    Room("accelerator.py",    IMPORT, IMPORT,  NOT,     rooms("plan compat/accelerate sharded capture checkpoint")),
+    Room("hugging_face.py",   IMPORT, TYPES,    NOT,     rooms("plan comm compat sharded capture checkpoint "
                                                               "accelerator")),
-    Room("lightning/",        IMPORT, IMPORT,  IMPORT,  rooms("plan comm compat/jitted sharded optim frontends")),
+    Room("lightning/",        IMPORT, IMPORT,  IMPORT,  rooms("plan comm compat/jitted sharded optim capture")),
     # -------------------------------------------------------------------------------------------------------------
     Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),
     Room("tools/devices/",    IMPORT, IMPORT,  NOT,     rooms("plan schedule comm tools/printing")),
     Room("tools/absent_ranks.py",NOT,   IMPORT,  NOT,     rooms("plan comm")),
-    Room("tools/dry_run.py",  IMPORT, TYPES,   IMPORT,  rooms("plan compat comm traces sharded frontends "
-                                                              "tools/devices")),
-    Room("tools/measure.py",  NOT,    NOT,     IMPORT,  rooms("plan schedule comm sharded frontends")),
-    Room("tools/format_errors.py",IMPORT,NOT,  IMPORT,  rooms("plan comm sharded frontends")),
-    Room("tools/compiled_programs.py", IMPORT, NOT, IMPORT, rooms("plan frontends")),
+    Room("tools/dry_capture.py",IMPORT,NOT,    NOT,     rooms("plan compat sharded capture")),
+    Room("tools/dry_run.py",  IMPORT, TYPES,   IMPORT,  rooms("plan compat comm traces sharded capture "
+                                                              "tools/devices tools/dry_capture")),
+    Room("tools/measure.py",  NOT,    NOT,     IMPORT,  rooms("plan schedule comm sharded traces capture")),
+    Room("tools/format_errors.py",IMPORT,NOT,  IMPORT,  rooms("plan comm sharded traces capture")),
+    Room("tools/compiled_programs.py", IMPORT, NOT, IMPORT, rooms("plan traces capture")),
     Room("tools/forecast/unsent.py",IMPORT,IMPORT,NOT,rooms("encodings plan comm sharded")),
     Room("tools/forecast/",   IMPORT, NOT,     IMPORT,  rooms("notebook plan schedule traces compat sharded "
-                                                              "frontends tools/printing tools/forecast/unsent")),
-    Room("tools/cost/",       NOT,    NOT,     NOT,     rooms("notebook plan schedule frontends tools/printing "
+                                                              "capture tools/printing tools/forecast/unsent")),
+    Room("tools/cost/",       NOT,    NOT,     NOT,     rooms("notebook plan schedule traces capture tools/printing "
                                                               "tools/devices tools/forecast")),
-    Room("tools/fitting/fit.py",IMPORT,TYPES,  IMPORT,  rooms("plan schedule comm frontends tools/printing "
+    Room("tools/fitting/fit.py",IMPORT,TYPES,  IMPORT,  rooms("plan schedule comm traces capture tools/printing "
                                                               "tools/dry_run tools/forecast")),
     Room("tools/fitting/",    TYPES,  NOT,     NOT,     rooms("plan schedule tools/printing tools/forecast")),
-    Room("tools/ask/",        IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces frontends tools/printing "
+    Room("tools/ask/",        IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces capture tools/printing "
                                                               "tools/devices tools/cost tools/forecast")),
     Room("tools/from_file.py",IMPORT, NOT,     NOT,     rooms("compat")),
     Room("tools/models/",     IMPORT, IMPORT,  NOT,     NOTHING),
-    Room("tools/planner/",    IMPORT, IMPORT,  NOT,     rooms("plan comm schedule frontends tools/printing "
+    Room("tools/planner/",    IMPORT, IMPORT,  NOT,     rooms("plan comm schedule traces capture tools/printing "
                                                               "tools/devices tools/cost tools/dry_run "
                                                               "tools/absent_ranks tools/forecast tools/from_file "
                                                               "tools/models")),
-    Room("tools/page/",       IMPORT, NOT,     TYPES,   rooms("plan schedule compat frontends tools/printing "
+    Room("tools/page/",       IMPORT, NOT,     TYPES,   rooms("plan schedule compat traces capture tools/printing "
                                                               "tools/devices tools/dry_run tools/forecast "
                                                               "tools/cost tools/ask tools/models tools/planner")),
-    Room("tools/why/",        IMPORT, IMPORT,  NOT,     rooms("plan sharded frontends tools/printing tools/devices "
-                                                              "tools/compiled_programs tools/forecast tools/cost")),
+    Room("tools/why/",        IMPORT, IMPORT,  NOT,     rooms("plan sharded traces capture tools/printing "
+                                                              "tools/devices tools/compiled_programs tools/forecast "
+                                                              "tools/cost")),
     Room("tools/convert/",    IMPORT, IMPORT,  NOT,     rooms("plan checkpoint sharded tools/printing")),
-    Room("tools/doctor.py",   IMPORT, IMPORT,  IMPORT,  rooms("compat plan sharded frontends tools/printing")),
+    Room("tools/doctor.py",   IMPORT, IMPORT,  IMPORT,  rooms("compat plan sharded traces capture tools/printing")),
     Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint tools/ask tools/convert tools/devices "
                                                               "tools/doctor tools/dry_run tools/from_file tools/models "
                                                               "tools/page tools/planner tools/printing tools/why")),
@@ -162,6 +154,21 @@ def sources(folder: Path, names_from: Path = ROOT) -> dict[str, str]:
 
 
 @cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@cache
+def nodes_of(source: str) -> list[ast.AST]:
+    return list(ast.walk(parsed(source)))
+
+
+@cache
+def unparsed(node: ast.AST) -> str:
+    return ast.unparse(node)
+
+
+@cache
 def imports_of(source: str) -> frozenset[tuple[str, May]]:
     """Return the dotted names that a source imports, or reaches as ``torch.distributed``, and how it uses them."""
     result: set[tuple[str, May]] = set()
@@ -172,13 +179,13 @@ def imports_of(source: str) -> frozenset[tuple[str, May]]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: rooms are imported by their full names"
             result.update((f"{node.module}.{alias.name}", use) for alias in node.names)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+        elif isinstance(node, ast.Attribute) and unparsed(node) == "torch.distributed":
             result.add(("torch.distributed", use))
-        for_types = node.body if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING") else []
+        for_types = node.body if isinstance(node, ast.If) and unparsed(node.test).endswith("TYPE_CHECKING") else []
         for child in ast.iter_child_nodes(node):
             visit(child, TYPES if child in for_types else use)
 
-    visit(ast.parse(source), IMPORT)
+    visit(parsed(source), IMPORT)
     return frozenset(result)
 
 
@@ -242,8 +249,8 @@ COUNTING = {  # transports have a group and no plan; a TrainingPlan has its own 
 def counted_ranks(source: str) -> list[str]:
     """Return where a source reads a plan's number of ranks, or imports the arithmetic of rows."""
     counts = {"world_size", "rank", "replicas"}
-    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute) and node.attr in counts)
-    result = [ast.unparse(node) for node in nodes if ast.unparse(node.value).rpartition(".")[2] in ("plan", "_plan")]
+    nodes = (node for node in nodes_of(source) if isinstance(node, ast.Attribute) and node.attr in counts)
+    result = [unparsed(node) for node in nodes if unparsed(node.value).rpartition(".")[2] in ("plan", "_plan")]
     return result + [name for name, _ in imports_of(source) if name.startswith(SHARD_ARITHMETIC)]
 
 
@@ -291,21 +298,21 @@ def test_no_modules_import_each_other() -> None:
 
 def lazy_names(source: str) -> dict[str, list[str]]:
     """Return the names, by module, that a package imports lazily, according to its table."""
-    table = (node for node in ast.parse(source).body if isinstance(node, ast.Assign))
-    tables = [ast.literal_eval(node.value) for node in table if ast.unparse(node.targets[0]) == "NAMES"]
+    table = (node for node in parsed(source).body if isinstance(node, ast.Assign))
+    tables = [ast.literal_eval(node.value) for node in table if unparsed(node.targets[0]) == "NAMES"]
     return {module: list(names) for table in tables for module, names in table.items()}
 
 
 def typed_names(source: str) -> dict[str, list[str]]:
     """Return the names, by module, that a package imports for type checkers."""
     result: dict[str, list[str]] = {}
-    blocks = (node for node in ast.parse(source).body if isinstance(node, ast.If))
+    blocks = (node for node in parsed(source).body if isinstance(node, ast.If))
     for line in (line for block in blocks for line in block.body if isinstance(line, ast.ImportFrom)):
         result.setdefault(str(line.module), []).extend(alias.name for alias in line.names)
     return result
 
 
-@pytest.mark.parametrize("package", ["", "tools/", "compat/thunder/"])
+@pytest.mark.parametrize("package", ["", "tools/"])
 def test_a_type_checker_reads_the_names_that_a_package_has(package: str) -> None:
     source = (PACKAGE / f"{package}__init__.py").read_text()
     assert typed_names(source) == lazy_names(source) != {}
@@ -323,33 +330,32 @@ PATCHES = (  # prefixes of names that only this room may use
 
 def patches(source: str) -> list[str]:
     """Return the private names that a source uses, and the attributes of Thunder or torch that it assigns."""
-    tree = ast.parse(source)
     named = {name for name, _ in imports_of(source)}
-    named |= {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    named |= {unparsed(node) for node in nodes_of(source) if isinstance(node, ast.Attribute)}
     result = [name for name in named if name.startswith(PATCHES)]
     modules = {
         (alias.asname or alias.name).partition(".")[0]
-        for node in ast.walk(tree)
+        for node in nodes_of(source)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
         if (node.module or "" if isinstance(node, ast.ImportFrom) else alias.name).split(".")[0] in ("torch", "thunder")
     }
-    return sorted(result + [ast.unparse(node) for node in written_to(tree) if root_of(node) in modules])
+    return sorted(result + [unparsed(node) for node in written_to(source) if root_of(node) in modules])
 
 
-def written_to(tree: ast.AST) -> Iterator[ast.expr]:
+def written_to(source: str) -> Iterator[ast.expr]:
     """Yield attributes and items that are assigned or deleted, and the objects that ``setattr`` changes."""
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
             yield node
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+        elif isinstance(node, ast.Call) and unparsed(node.func) in ("setattr", "delattr"):
             yield node.args[0]
 
 
 def root_of(node: ast.expr) -> str:
     while isinstance(node, ast.Attribute | ast.Subscript):
         node = node.value
-    return ast.unparse(node)
+    return unparsed(node)
 
 
 def test_thunder_and_torch_are_patched_in_one_room() -> None:
@@ -370,9 +376,8 @@ def test_thunder_and_torch_are_patched_in_one_room() -> None:
 
 def private_names(source: str) -> set[str]:
     """Return the private modules and names of torch that a source uses. Names of operators are not private."""
-    tree = ast.parse(source)
     named = {name for name, _ in imports_of(source)}
-    named |= {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    named |= {unparsed(node) for node in nodes_of(source) if isinstance(node, ast.Attribute)}
     dispatch = "torch.utils._python_dispatch."
     allowed = ("torch.ops.", "torch.utils._pytree", f"{dispatch}TorchDispatchMode", f"{dispatch}is_traceable")
     private = re.compile(r"torch\.(\w+\.)*_(?!_)")
@@ -387,12 +392,12 @@ def foreign_names(source: str, own: frozenset[str] = NOTHING) -> set[str]:
     """Return the private attributes, arguments and names in a source that are neither in ``own`` nor allowed."""
     is_private = re.compile(r"_[a-zA-Z]").match
     named: set[str | None] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and not ast.unparse(node).startswith("torch.ops."):
+    for node in nodes_of(source):
+        if isinstance(node, ast.Attribute) and not unparsed(node).startswith("torch.ops."):
             named.add(node.attr)
         elif isinstance(node, ast.keyword):
             named.add(node.arg)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
+        elif isinstance(node, ast.Call) and unparsed(node.func) in BY_NAME:
             named |= {str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in LIBRARIES:
             named |= {*(node.module or "").split("."), *(alias.name for alias in node.names)}
@@ -402,14 +407,14 @@ def foreign_names(source: str, own: frozenset[str] = NOTHING) -> set[str]:
 def own_names(source: str) -> set[str]:
     """Return the functions, classes, arguments, variables and attributes of ``self`` that a source defines."""
     named: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             named.add(node.name)
         elif isinstance(node, ast.arg):
             named.add(node.arg)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             named.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and unparsed(node.value) == "self":
             named.add(node.attr)
     return named
 
@@ -485,7 +490,7 @@ def test_a_test_imports_only_the_harness_and_a_pure_one_no_thunder() -> None:
     for path, source, imported in (
         ("tests/one/test_a.py", "from tests.one.test_b import x", "tests.one.test_b.x"),
         ("tests/pure/test_a.py", "import thunder", "thunder"),
-        ("tests/pure/test_a.py", "from thunder_zero.frontends import transform", "thunder_zero.frontends.transform"),
+        ("tests/pure/test_a.py", "from thunder_zero.capture import transform", "thunder_zero.capture.transform"),
         ("tests/pure/test_a.py", "from thunder_zero.traces import lift", "thunder_zero.traces.lift"),
         ("tests/pure/test_a.py", "from thunder_zero import ZERO3", "thunder_zero.ZERO3"),
         ("tests/pure/test_a.py", "from tests.harness.models import Mlp", "tests.harness.models.Mlp"),

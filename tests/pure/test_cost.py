@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness.timelines import make_param, model, program, split, timelines
+from tests.harness.timelines import make_param, model, split, timelines
 from thunder_zero.encodings.int8 import Int8
 from thunder_zero.plan.mesh import ALL, REPLICATE, Mesh
 from thunder_zero.plan.params import Plan
@@ -25,7 +25,6 @@ from thunder_zero.tools.cost.costs import (
     Ring,
     compute_dtype,
     costs_of,
-    fused_traffic,
     ring,
     traffic_bytes,
 )
@@ -249,21 +248,3 @@ def test_a_copy_on_several_nodes_shares_its_wire_with_other_copies() -> None:
     for devices, lanes in {4: [Lane.SHARD, Lane.REPLICATE], 2: [Lane.SHARD, Lane.SHARD]}.items():
         costs = costs_of(timeline, replace(SECOND, devices_per_node=devices))
         assert [cost.wire and cost.wire[0] for cost in costs] == lanes
-
-
-@pytest.mark.parametrize(
-    ("text", "traffic"),
-    [
-        ("h <-* x w; a <- h; b <- a x; y <-* b w", (24, 0, 24, 24)),  # reads h and x, writes b
-        ("a <- x; b <- a; y <-* b w; c <- a y", (0, 24, 24, 24)),  # another kernel reads a: reads x, writes a and b
-        ("a <- x; b <- a; --; c <- a b", (0, 24, 0, 24)),  # so does another phase
-        ("h <-* x w; again <- saved; b <- h again; y <-* b w", (24, 0, 24, 24)),  # a line may run late, with its reader
-        ("v <-/ x; a <- v; b <- a x; y <-* b w", (0, 0, 16, 24)),  # views are free, their memory is read once
-        ("a <- x; b <- z; y <-* a b", (16, 16, 24)),  # no value connects them
-        ("v <-| x; y <-* v w", (0, 24)),  # strides decide whether it copies: a forecast is a lower bound
-        ("a <- x; v <-| a; y <-* v w", (0, 16, 24)),  # the viewed value is written
-    ],
-)
-def test_pointwise_lines_between_products_are_one_kernel(text: str, traffic: tuple[int, ...]) -> None:
-    # A kernel reads its inputs and writes the values that other kernels read. Each value has 8 bytes.
-    assert fused_traffic(program(text, Policy(0), {"w": 8, "z": 8, "saved": 8}))[:-1] == traffic

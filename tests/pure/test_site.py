@@ -14,7 +14,7 @@ from thunder_zero.plan.policy import Policy
 ROOT = Path(__file__).parents[2]
 PAGES = run_path(str(ROOT / "docs/pages.py"))
 COMING_FROM = sorted((ROOT / "docs").glob("from-*.md"))
-ARGUMENTS = (ROOT / "thunder_zero/frontends/arguments.py").read_text()
+ARGUMENTS = (ROOT / "thunder_zero/capture/arguments.py").read_text()
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def clip_by_all_norms(
     return results
 
 
-@pytest.mark.parametrize("stages", [[1, 3], *slow([0, 2])], ids=str)
+@pytest.mark.parametrize("stages", [[3], *slow([0, 1, 2])], ids=str)
 def test_the_norm_is_torchs_of_one_process(ranks_pool: RanksPool, stages: list[int]) -> None:
     ranks = ranks_pool.run(3, clip_by_all_norms, stages, timeout=110)
     model = fresh(Small)
@@ -88,7 +88,7 @@ def misuse_clipping(rank: int, world_size: int) -> None:
     fails(lambda: clip(1.0), "RuntimeError", "nothing to clip", "after backward")
     with model.no_sync():
         model(x).sum().backward()
-    deferred = "cannot clip: no_sync", "of parameter 'layers.2.bias'", "last micro-batch"
+    deferred = "cannot clip: no_sync", "of parameter 'layers.2.weight'", "last micro-batch"
     fails(lambda: clip(1.0), "RuntimeError", *deferred)
     model(x).sum().backward()
     if rank == 1:

@@ -1,4 +1,4 @@
-"""Promises of every sharded model hold under ``tz.compile``, each shown by the shortest loop."""
+"""Promises of every sharded model, each shown by the shortest loop; most of the models have graph breaks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
-from torch.testing import assert_close
 
 import thunder_zero as tz
 from tests.harness.as_one_process import Side, Steps, trains_as_one_process
@@ -37,7 +36,7 @@ from tests.harness.loops import (
     skips_what_overflows,
     two_steps,
 )
-from tests.harness.models import Halves, count_sends, fresh, sharded
+from tests.harness.models import Halves, fresh
 from tests.harness.ranks import RanksPool
 
 pytestmark = pytest.mark.slow
@@ -100,21 +99,6 @@ def guard_accumulation(rank: int, world_size: int) -> None:
     error = error_of(lambda: model(x).sum().backward())
     assert "NaN or Inf" in error, error
     assert "the gradients that no_sync deferred are dropped" in error, error
-
-
-def mix_precision(rank: int, world_size: int) -> None:
-    """Check the numbers, dtypes and bytes against ``thunder.jit``."""
-    half = tz.MixedPrecision(torch.bfloat16, torch.float32, torch.float64, overrides={"1": tz.MixedPrecision()})
-    plain = nn.Sequential(nn.Linear(WIDTH, 7), nn.LayerNorm(7), nn.Linear(7, WIDTH))
-    results = []
-    for front_end in (tz.compile, sharded):
-        model: Any = front_end(deepcopy(plain), tz.Policy(mixed_precision=half))
-        with count_sends() as sent:
-            output = model(batch()[rank::world_size])
-            output.square().mean().backward()
-        results.append((output.detach(), sum(sent), [param.grad for param in model.parameters()]))
-    assert output.dtype is torch.float64, output.dtype
-    assert_close(*results, rtol=0, atol=0)
 
 
 def leave_parameters_out(rank: int, world_size: int) -> None:
@@ -230,7 +214,6 @@ PROMISES: list[tuple[Callable[..., None], int]] = [  # and the number of ranks
     (accumulate_and_clip, 2),
     (accumulate_and_clip, 4),
     (guard_accumulation, 2),
-    (mix_precision, 3),
     (leave_parameters_out, 2),
     (skip_overflow, 2),
     (begin_on_meta, 3),

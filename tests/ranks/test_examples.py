@@ -21,6 +21,7 @@ import thunder_zero as tz  # before thunder
 from tests.harness.as_one_process import gather_objects
 from tests.harness.examples import (
     RESTARTING,
+    ROOT,
     SECONDS,
     example_module,
     kill_a_rank,
@@ -97,6 +98,19 @@ def test_tensor_parallel(ranks_pool: RanksPool, tmp_path: Path) -> None:
     assert table["bytes sent in a step for slices"] == (f"{2 * (2 + 5) * activation:,}",)
     assert printed.count("_c10d_functional.all_reduce") == 1
     assert (tmp_path / "tensor_parallel_stage3.html").read_text().count("of slices") > 1
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="torch names operators")
+def test_last_traces_prints_what_the_page_on_capture_shows() -> None:
+    # In a process of its own: after other models dynamo may make sizes of a Linear symbols.
+    printed = output_of(start(*torchrun(), "examples/last_traces.py")).splitlines()
+    (shown,) = re.findall(r"```\n(# plain.*?)```", (ROOT / "docs/capture.md").read_text(), flags=re.DOTALL)
+    lines = [line for line in shown.splitlines() if line != "..."]
+    assert [line for line in lines if line not in printed] == []
+    assert [line for line in lines if line.startswith("# ")] + ["# forward", "# backward"] == [
+        line for line in printed if line.startswith("# ")
+    ]
+    assert printed[-1] == "1 program compiled, 1 call"
 
 
 @skip_without("sklearn")

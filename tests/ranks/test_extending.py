@@ -88,8 +88,12 @@ def fail_in_a_pass(rank: int, world_size: int) -> None:
     tz.compile(nn.Linear(2, 2), stage=3)(torch.ones(1, 2)).sum().backward()
 
 
-def test_the_users_passes_transports_and_encodings(ranks_pool: RanksPool) -> None:
+def test_the_users_passes_and_transports(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, run_page)
+
+
+@pytest.mark.slow
+def test_the_users_encodings_and_passes_that_fail(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, run_encoding_of_page)
     ranks_pool.run(2, fail_in_a_pass)
 

@@ -143,8 +143,6 @@ def check_weights(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
 
 # Training and checkpoints
 
-FRONTEND = {0: "dynamo", 1: "thunder", 2: "dynamo", 3: "thunder"}  # by stage
-
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
@@ -156,7 +154,7 @@ def reference() -> Reference:
 
 def train_and_save(rank: int, world_size: int, file: Path, stage: int, reference: Reference) -> None:
     """Train, save after two steps, and continue."""
-    with fabric_on(rank, world_size, stage=stage, frontend=FRONTEND[stage]) as fabric:
+    with fabric_on(rank, world_size, stage=stage) as fabric:
         torch.manual_seed(rank and 99)  # rank 0 has the weights, as with DDP
         model, optimizer = set_up(fabric, Net(), stage)
         lines = train(fabric, model, optimizer, range(SAVED_AFTER), MICRO)
@@ -174,7 +172,7 @@ def train_and_save(rank: int, world_size: int, file: Path, stage: int, reference
 
 def load_and_go_on(rank: int, world_size: int, file: Path, stage: int, reference: Reference) -> None:
     """Load the file and finish the training."""
-    with fabric_on(rank, world_size, stage=stage, frontend=FRONTEND[stage]) as fabric:
+    with fabric_on(rank, world_size, stage=stage) as fabric:
         torch.manual_seed(99)  # other weights
         model, optimizer = set_up(fabric, Net(), stage)
         state = {"model": model, "optimizer": optimizer, "step": 0}
@@ -220,6 +218,7 @@ def skip_overflow(rank: int, world_size: int) -> None:
     assert scaler.get_scale() == 8.0
 
 
+@pytest.mark.slow
 def test_a_scaler_skips_on_all_ranks(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, skip_overflow)
 
@@ -236,7 +235,7 @@ def misuse_strategies(rank: int, world_size: int) -> None:
         """A plugin of a third party."""
 
     def fused_by_another() -> None:
-        with fabric_on(rank, world_size, frontend="dynamo", jit_options={"fuse": "nvfuser"}) as fabric:
+        with fabric_on(rank, world_size, fuse="nvfuser") as fabric:
             fabric.setup(Net())
 
     def foreign() -> None:
@@ -245,14 +244,12 @@ def misuse_strategies(rank: int, world_size: int) -> None:
 
     fails(lambda: ZeroStrategy(stages=3), "TypeError", "stages=3 is not a field")  # type: ignore[call-arg]
     fails(lambda: ZeroStrategy(stage=4), "ValueError", "stage is 4")
-    fails(lambda: ZeroStrategy(frontend="torch"), "ValueError", "choose 'thunder' or 'dynamo'")
     fails(lambda: ZeroStrategy(mesh=None), "TypeError", "does not take mesh: Lightning sets it")
     fails(lambda: zero_module(Net()), "TypeError", "Net", "fabric.setup")
     fails(fused_by_another, "ValueError", "fuse is 'nvfuser'; choose 'inductor'")
     fails(foreign, "TypeError", "'32-true' (Other)", "'bf16-mixed' or '16-mixed'")
     with fabric_on(rank, world_size, jit_options={"cache": "same input"}) as fabric:
-        model = fabric.setup(Net())
-        assert thunder.compile_data(zero_module(model)).cache_option.name == "SAME_INPUT"
+        fails(lambda: fabric.setup(Net()), "RuntimeError", "Net was jitted with cache=")
         words = ("jit_options (cache), but the module is already jitted", "give Lightning the plain module")
         fails(lambda: fabric.setup(thunder.jit(Net())), "TypeError", *words)
     with fabric_on(rank, world_size) as fabric:
@@ -336,6 +333,7 @@ def misuse_wrappers(rank: int, world_size: int) -> None:
             fails(lambda model=model: model.twice(x), "RuntimeError", "a method of Net", action)  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_misuse_raises_on_all_ranks(ranks_pool: RanksPool, tmp_path: Path) -> None:
     ranks_pool.run(2, misuse_strategies)
     ranks_pool.run(2, misuse_states_of_rows, tmp_path)

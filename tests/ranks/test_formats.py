@@ -162,7 +162,7 @@ def mix_precision(rank: int, world_size: int) -> None:
     assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (3, 1), *slow((3, 3), (2, 2), (2, 1))])
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), *slow((3, 1), (3, 3), (2, 2), (2, 1))])
 def test_every_rank_computes_with_what_arrives(ranks_pool: RanksPool, world_size: int, stage: int) -> None:
     ranks_pool.run(world_size, train_in_bytes, stage)
     ranks_pool.run(world_size, accumulate_in_bytes, stage)

@@ -18,7 +18,7 @@ import thunder_zero as tz
 from tests.harness.as_one_process import Side, Steps, trains_as_one_process
 from tests.harness.errors import error_of, fails
 from tests.harness.loops import WIDTH, batch
-from tests.harness.models import count_sends, fresh, sharded
+from tests.harness.models import count_sends, fresh
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.schedule.timeline import Kind
@@ -134,7 +134,7 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-KINDS = ("jitted", "two graphs", "either graph", "whole", "replicas", "hybrid")
+KINDS = ("one graph", "two graphs", "either graph", "whole", "replicas", "hybrid")
 
 
 def train_kind(rank: int, world_size: int, stage: int, kind: str) -> None:
@@ -144,15 +144,14 @@ def train_kind(rank: int, world_size: int, stage: int, kind: str) -> None:
         return
     shape = {"replicas": (world_size, 1), "hybrid": (world_size // 2, 2)}.get(kind)
     mesh: dict[str, Any] = {} if shape is None else {"mesh": init_device_mesh("cpu", shape)}
-    plain = fresh(Net, breaks)
-    model = sharded(plain, stage) if kind == "jitted" else tz.compile(fresh(Net, breaks), stage, **mesh)
-    trains_as_one_process([(model, plain)], loop)
+    model = tz.compile(fresh(Net, breaks), stage, **mesh)
+    trains_as_one_process([(model, fresh(Net, breaks))], loop)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_entries_graphs_whole_parameters_and_meshes_follow(ranks_pool: RanksPool, kind: str, stage: int) -> None:
+def test_graphs_whole_parameters_and_meshes_follow(ranks_pool: RanksPool, kind: str, stage: int) -> None:
     ranks_pool.run(4 if kind == "hybrid" else 2, train_kind, stage, kind)
 
 

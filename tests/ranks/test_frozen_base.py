@@ -23,8 +23,6 @@ from tests.harness.tiers import slow
 from thunder_zero.schedule import Kind
 from thunder_zero.sharded.dtensors import local
 
-import thunder
-
 PAGE = Path(__file__).parents[2] / "docs/formats.md"
 WIDTH = 70  # a whole block and a part of one
 FORM = tz.NF4()
@@ -96,18 +94,15 @@ def bytes_of(model: Any) -> dict[str, Tensor]:
     return {name: local(param.detach()).clone() for name, param in model.named_parameters() if name in FROZEN}
 
 
-def make_model(module: nn.Module, frontend: str = "dynamo", **options: Any) -> Any:
-    options = {"stage": 3, "frozen_format": FORM, **options}
-    if frontend == "thunder":
-        return thunder.jit(module, transforms=[tz.ZeroTransform(**options)])
-    return tz.compile(module, **options)
+def make_model(module: nn.Module, **options: Any) -> Any:
+    return tz.compile(module, **{"stage": 3, "frozen_format": FORM, **options})
 
 
-def train_beside_one_process(rank: int, world_size: int, stage: int, frontend: str) -> None:
+def train_beside_one_process(rank: int, world_size: int, stage: int) -> None:
     """Compare losses, bytes and final weights with one process whose base is rounded."""
     plain = round_base(fresh(Net))
     expected = train(plain, 0, 1, world_size)
-    model = make_model(fresh(Net), frontend, stage=stage, reshard_after_forward=True if stage == 3 else None)
+    model = make_model(fresh(Net), stage=stage, reshard_after_forward=True if stage == 3 else None)
     with count_sends() as sent:
         actual = means_over_ranks(train(model, rank, world_size, world_size))
     assert_close(actual, torch.tensor(expected), rtol=1e-5, atol=1e-7)
@@ -146,11 +141,11 @@ def check_decoded_state(model: Any, plain: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "stage", "frontend"),
-    [(2, 3, "dynamo"), *slow((3, 2, "dynamo"), (3, 3, "thunder"), (1, 3, "dynamo"))],
+    ("world_size", "stage"),
+    [(2, 3), *slow((3, 2), (1, 3))],
 )
-def test_losses_are_those_of_one_process(ranks_pool: RanksPool, world_size: int, stage: int, frontend: str) -> None:
-    ranks_pool.run(world_size, train_beside_one_process, stage, frontend)
+def test_losses_are_those_of_one_process(ranks_pool: RanksPool, world_size: int, stage: int) -> None:
+    ranks_pool.run(world_size, train_beside_one_process, stage)
 
 
 def save_model(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:

@@ -1014,7 +1014,7 @@ def train_by_trl(rank: int, world_size: int, folder: Path) -> None:
         ours, plain = (train_by(kind, settings, data, adapters, more, **inputs) for kind in kinds)
         assert_trained_alike(ours, plain)
         if data is uneven:
-            assert len(ours.model_wrapped._graphs.captured) <= 2, "the first length's program, and one for all lengths"
+            assert len(ours.model_wrapped.captured) <= 2, "the first length's program, and one for all lengths"
     words_of = error_of(partial(train_by, sharded_class(trl.DPOTrainer, stage=3), trl.DPOConfig, pairs, True, {}))
     assert "DPOTrainer called the plain module, whose parameters are sharded" in words_of, words_of
     assert "pass precompute_ref_log_probs=True to DPOConfig" in words_of, words_of

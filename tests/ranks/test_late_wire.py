@@ -86,8 +86,7 @@ def train_on_late_wire(rank: int, world_size: int, name: str, copies: int) -> No
 @pytest.mark.parametrize(
     ("name", "copies"),
     [
-        ("1", 1),
-        *slow(("0", 1), ("1 bfloat16", 1), ("2 kept unsharded over an accumulation", 1), ("3 bfloat16", 1)),
+        *slow(("0", 1), ("1", 1), ("1 bfloat16", 1), ("2 kept unsharded over an accumulation", 1), ("3 bfloat16", 1)),
         *slow(("1", 2), ("3 bfloat16", 2)),  # hybrid sharding
         *deep(("2", 1), ("3", 1), ("2", 2), ("3", 2)),
     ],

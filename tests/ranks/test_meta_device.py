@@ -352,6 +352,7 @@ def run_code_of_plan(rank: int, world_size: int, code: str) -> None:
     torch.testing.assert_close(torch.tensor(losses[0]), plain(torch.arange(6).view(1, 6)).square().mean())
 
 
+@pytest.mark.slow
 def test_the_code_of_a_plan_builds_no_values_and_trains(ranks_pool: RanksPool) -> None:
     """The code of a plan with CPUs is that with GPUs, but for the backend and the device."""
     row: dict[str, Any] = dict.fromkeys(field.name for field in fields(PlanRow))

@@ -18,10 +18,7 @@ import thunder_zero as tz
 from tests.harness.errors import error_of, fails, refused
 from tests.harness.models import fresh, full, relative_error
 from tests.harness.ranks import RanksPool, example_environment
-from tests.harness.tiers import slow
 from thunder_zero.sharded.sharded_model import MIXED
-
-import thunder
 
 Loss = Callable[[Any, Any, Tensor, Tensor], Tensor]
 
@@ -118,15 +115,9 @@ def hooked(model: Any, plain: Any, loss: Loss, t: Tensor, y: Tensor) -> None:
 LOOPS = (one_backward, adding_up, deferring, into_zeros, without_grad, hooked)
 
 
-def shard(plain: nn.Module, stage: int, front_end: str, **options: Any) -> Any:
-    if front_end == "compile":
-        return tz.compile(plain, stage=stage, **options)
-    return thunder.jit(plain, transforms=[tz.ZeroTransform(stage=stage, **options)])
-
-
-def has_gradients_of_ddp(rank: int, world_size: int, front_end: str) -> None:
+def has_gradients_of_ddp(rank: int, world_size: int) -> None:
     plain, torchs = fresh(Net), fresh(Net)
-    model = shard(plain, 0, front_end)
+    model = tz.compile(plain, stage=0)
     ddp = DistributedDataParallel(torchs)
     torch.manual_seed(rank)
     t, y = torch.randint(6, (7,)), torch.randint(1, 5, (7,))
@@ -143,19 +134,18 @@ def has_gradients_of_ddp(rank: int, world_size: int, front_end: str) -> None:
             assert error < 1e-5, (loop.__name__, name, path, error)
 
 
-@pytest.mark.parametrize("front_end", ["compile", *slow("jit")])
-def test_stage_0_averages_gradients_from_outside_of_forward(ranks_pool: RanksPool, front_end: str) -> None:
-    ranks_pool.run(2, has_gradients_of_ddp, front_end)
+def test_stage_0_averages_gradients_from_outside_of_forward(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, has_gradients_of_ddp)
 
 
 MIXES = ("embedding", "submodule", "normalized head", "gradient penalty")
 DTENSORS = ("penalty times loss", "penalty", "scale")
 
 
-def is_refused(rank: int, world_size: int, front_end: str, replicated: tuple[str, ...]) -> None:
+def is_refused(rank: int, world_size: int, replicated: tuple[str, ...]) -> None:
     """Check stage 3, and that parameters which stay full get mean gradients where torch does compute."""
     plain = fresh(Net)
-    model = shard(plain, 3, front_end, replicated=replicated)
+    model = tz.compile(plain, stage=3, replicated=replicated)
     torch.manual_seed(rank)
     t, y = torch.randint(6, (7,)), torch.randint(1, 5, (7,))
     for name in (*MIXES, *DTENSORS):
@@ -170,11 +160,9 @@ def is_refused(rank: int, world_size: int, front_end: str, replicated: tuple[str
     (model(t, y) + 0.1 * squares(model).full_tensor()).backward()
 
 
-@pytest.mark.parametrize(
-    ("front_end", "replicated"), [("compile", ("embed.weight", "head.weight")), *slow(("compile", ()), ("jit", ()))]
-)
-def test_stage_3_refuses_to_mix(ranks_pool: RanksPool, front_end: str, replicated: tuple[str, ...]) -> None:
-    ranks_pool.run(2, is_refused, front_end, replicated)
+@pytest.mark.parametrize("replicated", [("embed.weight", "head.weight"), pytest.param((), marks=pytest.mark.slow)])
+def test_stage_3_refuses_to_mix(ranks_pool: RanksPool, replicated: tuple[str, ...]) -> None:
+    ranks_pool.run(2, is_refused, replicated)
 
 
 def one_rank_alone(rank: int, world_size: int) -> str:
@@ -222,6 +210,7 @@ model.get_submodule("0")(torch.arange(3))
 """
 
 
+@pytest.mark.slow
 def test_an_uncaught_error_of_torch_ends_with_advice() -> None:
     result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=example_environment())
     assert result.returncode == 1

@@ -126,17 +126,17 @@ Printed(
 
 
 def print_models(rank: int, world_size: int) -> list[str]:
-    """Return the texts of both front ends in ZeRO-3, of other stages, and of hybrid sharding."""
+    """Return the texts of all stages, from 3 on, and of hybrid sharding."""
     policy, mesh = tz.Policy(stage=3, ignored=("extra",)), init_device_mesh("cpu", (2, 1))
-    models = [sharded(Printed(), policy), tz.compile(Printed(), policy)]
+    models = [tz.compile(Printed(), policy)]
     models += [sharded(Printed(), replace(policy, stage=stage)) for stage in range(3)]
     return [*map(repr, models), repr(tz.compile(Printed(), policy, mesh=mesh))]
 
 
 def test_a_model_prints_its_share(ranks_pool: RanksPool) -> None:
     full = 4 * (3 * 72 + 24 + 1 + 4)
-    for jitted, compiled, *others in ranks_pool.run(2, print_models):
-        assert (jitted, compiled) == (f"ZeroModule {PRINTED}", f"DynamoModule {PRINTED}")
+    for first, *others in ranks_pool.run(2, print_models):
+        assert first == f"ZeroModule {PRINTED}"
         heads = [text.splitlines()[0] for text in others]
         assert [head.split(", ", 1)[0].split()[-1] for head in heads] == ["0", "1", "2", "3"]
         assert heads[0].endswith(f"{size(full)} of parameters at rest on this rank")

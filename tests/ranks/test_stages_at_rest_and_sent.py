@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from tests.harness.models import Mlp, count_sends, fresh, sharded, storages
+from tests.harness.models import Mlp, bytes_of, count_sends, fresh, sharded, storages
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
 from thunder_zero.plan import layout
@@ -59,7 +59,7 @@ def train_a_little(rank: int, world_size: int, stage: int) -> None:
     check_bytes_at_rest(model, optimizer, plan, before)
 
 
-def check_bytes_at_rest(model: Any, optimizer: torch.optim.Optimizer, plan: Plan, before: dict[int, int]) -> None:
+def check_bytes_at_rest(model: Any, optimizer: torch.optim.Optimizer, plan: Plan, before: dict[int, Any]) -> None:
     """Check the shape, memory and place of each tensor that the optimizer steps, and all bytes of the model."""
     stage, axis = plan.policy.stage, plan.mesh.shard
     total = 4 * axis.size if stage else 0  # bytes of the mesh's ranks
@@ -83,7 +83,7 @@ def check_bytes_at_rest(model: Any, optimizer: torch.optim.Optimizer, plan: Plan
             assert model.state.placeholders[param.path].untyped_storage().nbytes() == 0
         # AdamW has two states and a step count; a resident parameter has a digest.
         total += 4 * (numel + 2 * unpadded.numel() + 1) + 8 * param.resident
-    assert sum(nbytes for address, nbytes in storages().items() if address not in before) == total
+    assert bytes_of(storage for address, storage in storages().items() if address not in before) == total
 
 
 def check_bytes_sent(model: Any, optimizer: torch.optim.Optimizer, plan: Plan) -> None:

@@ -89,8 +89,8 @@ def check_stage_when_fused(rank: int, world_size: int, case: Case) -> dict[str, 
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # when the cache of torch's compiler is cold
 @pytest.mark.parametrize("name", ["mlp-fused-keep-last", "patterns-fused", *deep("mlp", "mlp-fused")])
-def test_a_fusing_executor_keeps_the_stage(ranks_pool: RanksPool, name: str) -> None:
-    """torch_compile fuses the lines between two gathers and does not move the gathers."""
+def test_fusion_keeps_the_stage(ranks_pool: RanksPool, name: str) -> None:
+    """Inductor fuses the lines between two gathers and does not move the gathers."""
     check_numbers(ranks_pool.run(2, check_stage_when_fused, FUSED[name], timeout=380), FUSED[name])
 
 
@@ -139,6 +139,7 @@ def check_units(keeping: dict[str, Any], textbook: dict[str, Any], prefetch: int
     assert textbook["again"] == {f"layers.{index}.weight" for index in range(1, 5)}, textbook["again"]
 
 
-@pytest.mark.parametrize(("kind", "prefetch"), [(Five, 1), *slow((Five, 0), (Five, 2), (Patterns, 1))])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "prefetch"), [(Five, 1), (Five, 0), (Five, 2), (Patterns, 1)])
 def test_kept_units_change_no_bit_and_no_peak(ranks_pool: RanksPool, kind: type[nn.Module], prefetch: int) -> None:
     ranks_pool.run(2, compare_kept_units, kind, prefetch)

@@ -268,6 +268,7 @@ def load_plain_files(rank: int, world_size: int, old: dict[str, Tensor]) -> None
             assert differing(state_of(model, optimizer), torch_state_of(after, files[1]) | after.state_dict()) == []
 
 
+@pytest.mark.slow
 def test_files_of_plain_modules_and_optimizers_are_cut_into_rows(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, load_plain_files, {"both": torch.randn(10, 3), "bias": torch.randn(5)})
 

@@ -50,8 +50,6 @@ from tests.harness.tiers import slow
 from thunder_zero.comm.small_collectives import all_gather_tensor
 from thunder_zero.sharded import unsliced
 
-import thunder
-
 HEADS, WORDS, LENGTH, ROWS, STEPS = 4, 10, 6, 4, 3
 TOLERANCE = 1e-9
 Styles = Mapping[str, Any]
@@ -221,7 +219,8 @@ def test_a_perceptron_in_slices_trains_as_one_process(ranks_pool: RanksPool, sta
     ranks_pool.run(4, train_perceptron, 2, 2, tz.Policy(stage), timeout=110)
 
 
-@pytest.mark.parametrize("stage", [3, *slow(0, 1, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [3, 0, 1, 2])
 def test_a_mesh_of_slices_only_trains_as_one_process(ranks_pool: RanksPool, stage: int) -> None:
     ranks_pool.run(2, train_perceptron, 1, 2, tz.Policy(stage), timeout=110)
 
@@ -234,18 +233,17 @@ def train_transformer(
     train_both(model, module, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("dp", "styles", "policy"),
     [
         (1, SEQUENCE_STYLES, tz.ZERO3),
         (2, HIDDEN_STYLES, tz.ZERO2),
-        *slow(
-            (1, HIDDEN_STYLES, tz.DDP),
-            (2, HIDDEN_STYLES, tz.ZERO1),
-            (2, SEQUENCE_STYLES, tz.ZERO3),
-            (2, SEQUENCE_STYLES, tz.DDP),
-        ),
+        (1, HIDDEN_STYLES, tz.DDP),
+        (2, HIDDEN_STYLES, tz.ZERO1),
+        (2, SEQUENCE_STYLES, tz.ZERO3),
+        (2, SEQUENCE_STYLES, tz.DDP),
     ],
 )
 def test_a_transformer_in_slices_trains_as_one_process(
@@ -267,7 +265,8 @@ def train_lengths(rank: int, world_size: int, stage: int) -> None:
     assert len(tz.tools.programs(model)) <= 2
 
 
-@pytest.mark.parametrize("stage", [3, *slow(0)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [3, 0])
 def test_lengths_that_change_train_as_one_process(ranks_pool: RanksPool, stage: int) -> None:
     ranks_pool.run(2, train_lengths, stage, timeout=110)
 
@@ -281,6 +280,7 @@ def use_loss_parallel(rank: int, world_size: int) -> None:
     assert_same(model, module)
 
 
+@pytest.mark.slow
 def test_loss_parallel_gives_the_gradients_of_one_process(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, use_loss_parallel, timeout=110)
 
@@ -297,9 +297,8 @@ def train_hybrid(rank: int, world_size: int, shape: tuple[int, int, int], policy
     train_both(model, module, shape[2])
 
 
-@pytest.mark.parametrize(
-    ("shape", "policy"), [((2, 1, 2), tz.ZERO2), *slow(((1, 2, 2), tz.ZERO3), ((2, 2, 1), tz.ZERO3))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "policy"), [((2, 1, 2), tz.ZERO2), ((1, 2, 2), tz.ZERO3), ((2, 2, 1), tz.ZERO3)])
 def test_hybrid_sharding_of_slices_trains_as_one_process(
     ranks_pool: RanksPool, shape: tuple[int, int, int], policy: tz.Policy
 ) -> None:
@@ -394,12 +393,15 @@ def save_uneven(rank: int, world_size: int, folder: Path, policy: Any, styles: S
         assert_values(tz.full_state_dict(other), module.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("world_size", "policy", "styles"),
     [
         (2, tz.ZERO3, VOCABULARY_STYLES),
-        *slow((4, tz.ZERO3, VOCABULARY_STYLES), (4, tz.DDP, VOCABULARY_STYLES), (4, tz.ZERO3, WIDTH_STYLES)),
+        (4, tz.ZERO3, VOCABULARY_STYLES),
+        (4, tz.DDP, VOCABULARY_STYLES),
+        (4, tz.ZERO3, WIDTH_STYLES),
     ],
 )
 def test_uneven_slices_train_and_load_on_other_meshes(
@@ -420,7 +422,8 @@ def make_other(build: Callable[[], nn.Module], mesh: DeviceMesh, policy: Any) ->
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("stage", "hidden", "tp"), [(3, 10, 1), *slow((1, 10, 1), (0, 12, 4), (2, 12, 4))])
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "hidden", "tp"), [(3, 10, 1), (1, 10, 1), (0, 12, 4), (2, 12, 4)])
 def test_slices_load_on_other_meshes(ranks_pool: RanksPool, tmp_path: Path, stage: int, hidden: int, tp: int) -> None:
     ranks_pool.run(4, save_and_load, tmp_path, tz.Policy(stage), hidden, tp, timeout=200)
 
@@ -459,6 +462,7 @@ def read_traces(rank: int, world_size: int) -> None:
             assert rank or line in text.getvalue(), line  # only rank 0 prints
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_trace_shows_the_collectives_of_slices(ranks_pool: RanksPool) -> None:
     ranks_pool.run(4, read_traces, timeout=200)
@@ -563,13 +567,15 @@ def train_features(rank: int, world_size: int, policy: Any, options: dict[str, A
 HALF = tz.MixedPrecision(torch.float32, torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("world_size", "policy", "options", "limit"),
     [
         (2, tz.ZERO3, {"recompute": "units"}, TOLERANCE),
         (4, tz.ZERO3, {"mixed_precision": HALF}, 1e-4),
-        *slow((2, tz.ZERO1, {"dynamic": True}, TOLERANCE), (2, tz.ZERO3, {"fuse": "inductor"}, TOLERANCE)),
+        (2, tz.ZERO1, {"dynamic": True}, TOLERANCE),
+        (2, tz.ZERO3, {"fuse": "inductor"}, TOLERANCE),
     ],
 )
 def test_features_work_with_slices(
@@ -692,8 +698,6 @@ def refuse_wrong_uses(rank: int, world_size: int) -> None:
     fails(tries(sliced(), dp_mesh_dims="dp"), "TypeError", "dp_mesh_dims is 'dp'")
     fails(tries(sliced(), on=None, dp_mesh_dims=DataParallelMeshDims(shard="dp")), "ValueError", "without a mesh")
 
-    transform = tz.ZeroTransform(tz.ZERO3, mesh=mesh)
-    fails(lambda: thunder.jit(sliced(), transforms=[transform]), "ValueError", "thunder_zero.compile")
     fails(lambda: tz.trace(sliced(), torch.ones(2, 6)), "RuntimeError", "'up.weight' is a DTensor", "mesh=")
     torch.manual_seed(rank)
     differing = parallelize_module(Mlp(), mesh["tp"], dict(MLP_STYLES))

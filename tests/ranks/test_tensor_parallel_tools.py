@@ -269,7 +269,8 @@ def local(param: Tensor) -> Tensor:
     return param.to_local() if isinstance(param, DTensor) else param
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("world_size", [2, *slow(4)])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_store_and_send_what_the_plan_and_the_trace_say(ranks_pool: RanksPool, world_size: int) -> None:
     ranks_pool.run(world_size, count_bytes, timeout=200)

@@ -22,7 +22,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import thunder_zero as tz
 from tests.harness.errors import fails, refused
@@ -106,8 +105,9 @@ def compare_batches(rank: int, world_size: int) -> None:
     dropping(x).sum().backward()
 
 
-def test_ranks_of_one_batch_are_compared(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(4, compare_batches, timeout=110)
+@pytest.mark.parametrize("world_size", [2, *slow(4)])
+def test_ranks_of_one_batch_are_compared(ranks_pool: RanksPool, world_size: int) -> None:
+    ranks_pool.run(world_size, compare_batches, timeout=110)
 
 
 # Random numbers
@@ -189,8 +189,8 @@ def compare_masks(rank: int, world_size: int, checks: bool, options: dict[str, A
 @pytest.mark.parametrize(
     ("world_size", "checks", "options"),
     [
-        (4, True, {}),
-        *slow((2, True, {"fuse": "inductor"}), (2, False, {"recompute": "units"}), (2, True, {"dynamic": True})),
+        (2, False, {"recompute": "units"}),
+        *slow((4, True, {}), (2, True, {"fuse": "inductor"}), (2, True, {"dynamic": True})),
     ],
 )
 def test_slices_draw_their_own_random_numbers(
@@ -331,7 +331,8 @@ def assert_equal(model: Any, plain: nn.Module) -> None:
         assert actual[name].equal(value), name
 
 
-@pytest.mark.parametrize("world_size", [2, *slow(4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_initial_values_are_those_of_one_process(ranks_pool: RanksPool, tmp_path: Path, world_size: int) -> None:
     ranks_pool.run(world_size, compare_initial, tmp_path, timeout=110)
 
@@ -391,16 +392,6 @@ def refuse_before_a_step(rank: int, world_size: int) -> None:
         assert (actual[name] - value).abs().max() < 1e-5, name
     assert actual["head.weight"].equal(actual["embed.weight"])
 
-    config = LlamaConfig(
-        vocab_size=10, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, tie_word_embeddings=True,
-    )  # fmt: skip
-    with torch.device("meta"):
-        llama = LlamaForCausalLM(config)
-    llama = parallelize_module(llama, mesh["tp"], {"lm_head": HEAD_STYLES["head"]})
-    with refused(ValueError, "'model.embed_tokens.weight' and 'lm_head.weight' were tied"):
-        tz.compile(llama, tz.ZERO3, mesh=mesh, init=lambda part: None)
-
     model = compile_sliced(Heads(), mesh, {"q": ColwiseParallel(), "o": RowwiseParallel()})
     with refused(RuntimeError, "cannot trace Heads", "unflatten", "(now 2) that divides the heads"):
         model(torch.ones(1, 2, 6))
@@ -414,3 +405,24 @@ def refuse_before_a_step(rank: int, world_size: int) -> None:
 
 def test_wrong_ties_heads_and_meshes_are_refused_before_a_step(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, refuse_before_a_step, timeout=110)
+
+
+def refuse_a_tied_llama(rank: int, world_size: int) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=10, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    mesh = mesh_of(1, 2)
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(config)
+    llama = parallelize_module(llama, mesh["tp"], {"lm_head": HEAD_STYLES["head"]})
+    with refused(ValueError, "'model.embed_tokens.weight' and 'lm_head.weight' were tied"):
+        tz.compile(llama, tz.ZERO3, mesh=mesh, init=lambda part: None)
+
+
+@pytest.mark.slow
+def test_a_tied_llama_of_which_one_weight_is_sliced_is_refused(ranks_pool: RanksPool) -> None:
+    pytest.importorskip("transformers")
+    ranks_pool.run(2, refuse_a_tied_llama, timeout=110)

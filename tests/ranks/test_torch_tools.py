@@ -21,8 +21,6 @@ from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.sharded.dtensors import local
 
-import thunder
-
 PAGE = Path(__file__).parents[2] / "docs/torch-tools.md"
 HYBRID = (2, 2)
 MAX_NORM = 0.1  # as on the page
@@ -56,13 +54,11 @@ def sections() -> dict[str, str]:
     return {title: block for title, block in code.items() if block}
 
 
-def shard(stage: int, front_end: str, shape: tuple[int, ...]) -> Any:
+def shard(stage: int, shape: tuple[int, ...]) -> Any:
     options: Any = {"stage": stage, "replicated": ("first.bias",)}
     if len(shape) > 1:
         options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    if front_end == "compile":
-        return tz.compile(fresh(Net), **options)
-    return thunder.jit(fresh(Net), transforms=[tz.ZeroTransform(**options)])
+    return tz.compile(fresh(Net), **options)
 
 
 def take_step(model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
@@ -205,13 +201,13 @@ CHECKS: dict[str, Callable[[Names], bool]] = {
 }
 
 
-def run_the_page(rank: int, world_size: int, stage: int, front_end: str, shape: tuple[int, ...], folder: Path) -> None:
+def run_the_page(rank: int, world_size: int, stage: int, shape: tuple[int, ...], folder: Path) -> None:
     plain = fresh(Net)
     all_tokens = torch.arange(8 * world_size).view(2 * world_size, 4) % 7
     tokens = all_tokens.chunk(world_size)[rank]
-    others = {name: shard(stage, front_end, shape) for name in ("other", "third", "fourth")}
+    others = {name: shard(stage, shape) for name in ("other", "third", "fourth")}
     names: Names = {"tz": tz, "torch": torch, "dist": dist, "DTensor": DTensor, "nn": nn, "loss": loss, **others}
-    names |= {"model": shard(stage, front_end, shape), "plain": plain, "folder": folder, "stage": stage}
+    names |= {"model": shard(stage, shape), "plain": plain, "folder": folder, "stage": stage}
     names |= {"plain_optimizer": torch.optim.AdamW(plain.parameters(), lr=0.1)}
     names |= {"its_optimizer": torch.optim.AdamW(others["third"].parameters(), lr=0.1, fused=True)}
     names |= {"tokens": tokens, "all_tokens": all_tokens}
@@ -226,24 +222,20 @@ def run_the_page(rank: int, world_size: int, stage: int, front_end: str, shape: 
 
 
 @pytest.mark.parametrize(
-    ("world_size", "stage", "front_end"),
-    [
-        (3, 3, "jit"),
-        *slow((2, 0, "jit"), (3, 0, "compile"), (2, 1, "jit"), (3, 1, "compile")),
-        *slow((2, 2, "jit"), (3, 2, "compile"), (2, 3, "compile")),
-    ],
+    ("world_size", "stage"), [(2, 3), *slow((2, 0), (3, 0), (2, 1), (3, 1), (2, 2), (3, 2), (3, 3))]
 )
 def test_each_section_acts_as_on_one_process(
-    ranks_pool: RanksPool, tmp_path: Path, world_size: int, stage: int, front_end: str
+    ranks_pool: RanksPool, tmp_path: Path, world_size: int, stage: int
 ) -> None:
-    ranks_pool.run(world_size, run_the_page, stage, front_end, (world_size,), tmp_path)
+    ranks_pool.run(world_size, run_the_page, stage, (world_size,), tmp_path)
 
 
-@pytest.mark.parametrize(("stage", "front_end"), slow((1, "jit"), (2, "compile"), (3, "jit")))
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_each_section_acts_as_on_one_process_under_hybrid_sharding(
-    ranks_pool: RanksPool, tmp_path: Path, stage: int, front_end: str
+    ranks_pool: RanksPool, tmp_path: Path, stage: int
 ) -> None:
-    ranks_pool.run(4, run_the_page, stage, front_end, HYBRID, tmp_path)
+    ranks_pool.run(4, run_the_page, stage, HYBRID, tmp_path)
 
 
 def test_each_section_with_code_has_a_check() -> None:

@@ -137,6 +137,7 @@ def compare_with_eager(rank: int, world_size: int) -> None:
             assert_near(actual.grad.full_tensor(), expected.grad / world_size, f"{name}: {path}", 2e-5)
 
 
+@pytest.mark.slow
 def test_collectives_and_dtensors_train_as_in_eager_mode(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, compare_with_eager)
 

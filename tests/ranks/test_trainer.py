@@ -99,7 +99,7 @@ def make_loader() -> Any:
     return torch.utils.data.DataLoader(data, BATCH, sampler=sampler)
 
 
-def make_trainer(rank: int, world_size: int, stage: int = 3, frontend: str = "thunder", **options: Any) -> Any:
+def make_trainer(rank: int, world_size: int, stage: int = 3, **options: Any) -> Any:
     """Build a Trainer; Lightning reads torchrun's environment variables, which are set here."""
     from lightning.pytorch import Trainer
 
@@ -108,7 +108,7 @@ def make_trainer(rank: int, world_size: int, stage: int = 3, frontend: str = "th
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world_size}"}
     os.environ |= {"TORCHELASTIC_RUN_ID": "tests", "LOCAL_WORLD_SIZE": f"{world_size}"}
     options = {"max_epochs": EPOCHS, "enable_progress_bar": False, "enable_checkpointing": False} | options
-    strategy = ZeroTrainerStrategy(stage=stage, frontend=frontend)
+    strategy = ZeroTrainerStrategy(stage=stage)
     return Trainer(accelerator="cpu", devices=world_size, strategy=strategy, logger=False, **options)
 
 
@@ -128,11 +128,11 @@ def train_and_refuse(rank: int, world_size: int, folder: Path) -> dict[str, Weig
     trainer.save_checkpoint(folder / "saved.ckpt")
     before = trainer.callback_metrics["val"].item()
     assert trainer.validate(model, make_loader(), verbose=False)[0]["val"] == pytest.approx(before)
-    resumed, path = make_trainer(rank, world_size, stage=1, frontend="dynamo", **accumulating), folder / "saved.ckpt"
+    resumed, path = make_trainer(rank, world_size, stage=1, **accumulating), folder / "saved.ckpt"
     weights["resumed in another stage"] = fit(resumed, make_model(), ckpt_path=path, weights_only=False)
     mixed = make_trainer(rank, world_size, 2, precision="bf16-mixed", **accumulating)
     weights["in mixed precision"] = fit(mixed, make_model())
-    weights["manual"] = fit(make_trainer(rank, world_size, frontend="dynamo"), make_model(manual=True))
+    weights["manual"] = fit(make_trainer(rank, world_size), make_model(manual=True))
 
     def refuse(words: str, model: Any, **options: Any) -> None:
         fails(lambda: fit(make_trainer(rank, world_size, **options), model), *words.split(": ", 1))

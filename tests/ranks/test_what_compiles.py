@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -605,6 +606,16 @@ class Table(nn.Module):
 
 
 FAST: dict[str, Row] = {
+    "writes through views": Row(within(write_through_views)),
+    "own function in a checkpoint": Row(within(custom_function_in_a_checkpoint)),
+    "checkpoints with dropout": Row(Blocks),
+    "structures": Row(then(structures)),
+    "unused outputs": Row(Unused, backward=use_first),
+    "buffers": Row(Counts),
+    "hooks": Row(partial(Hooked, backward=True)),
+    "backward twice": Row(then(torch.tanh), backward=call_backward_twice),
+}
+SLOW: dict[str, Row] = {
     "LSTM": Row(partial(Wrapped, partial(nn.LSTM, 4, 3, batch_first=True), 3), (SEQUENCES,)),
     "packed GRU": Row(partial(Packs, partial(nn.GRU, 4, 3, batch_first=True)), (PADDED, Words((3,)))),
     "layers of other shapes": Row(
@@ -614,20 +625,10 @@ FAST: dict[str, Row] = {
     "spectral_norm": Row(partial(Wrapped, lambda: parametrizations.spectral_norm(nn.Linear(4, 4)))),
     "MultiheadAttention": Row(Attends, (SEQUENCES,)),
     "complex": Row(Complex),
-    "writes through views": Row(within(write_through_views)),
-    "own function in a checkpoint": Row(within(custom_function_in_a_checkpoint)),
     "own operator": Row(within(cube)),
-    "checkpoints with dropout": Row(Blocks),
-    "structures": Row(then(structures)),
     "aliases": Row(Aliases, (ROWS, NoGradient(ROWS))),
-    "unused outputs": Row(Unused, backward=use_first),
     "views alone": Row(within(view_in_a_graph)),
     "views without gradients": Row(within(view_without_gradients)),
-    "buffers": Row(Counts),
-    "hooks": Row(partial(Hooked, backward=True)),
-    "backward twice": Row(then(torch.tanh), backward=call_backward_twice),
-}
-SLOW: dict[str, Row] = {
     "GRU": Row(partial(Wrapped, partial(nn.GRU, 4, 3, 2, batch_first=True, bidirectional=True), 6), (SEQUENCES,)),
     "packed LSTM": Row(partial(Packs, partial(nn.LSTM, 4, 3, 2, **BOTH, proj_size=2)), (PADDED, Words((3,)))),
     "packed LSTM, sorted": Row(
@@ -733,24 +734,26 @@ SLOW: dict[str, Row] = {
 ALL = FAST | SLOW
 
 
-def train(rank: int, world_size: int, name: str) -> None:
+def train(rank: int, world_size: int, name: str, stage: int) -> None:
     row = ALL[name]
-    for stage in (2, 3):
-        trains_as_eager(
-            rank,
-            world_size,
-            row.make,
-            partial(inputs_of, row.shapes),
-            stage,
-            forward=row.forward,
-            backward=row.backward,
-            tolerance=TOLERANCE,
-        )
+    trains_as_eager(
+        rank,
+        world_size,
+        row.make,
+        partial(inputs_of, row.shapes),
+        stage,
+        forward=row.forward,
+        backward=row.backward,
+        tolerance=TOLERANCE,
+    )
 
 
-@pytest.mark.parametrize("name", [*FAST, *slow(*SLOW)])
-def test_it_trains_as_in_eager_mode(ranks_pool: RanksPool, name: str) -> None:
-    ranks_pool.run(2, train, name)
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [*product(FAST, (3,)), *slow(*product(FAST, (2,)), *product(SLOW, (2, 3)))],
+)
+def test_it_trains_as_in_eager_mode(ranks_pool: RanksPool, name: str, stage: int) -> None:
+    ranks_pool.run(2, train, name, stage)
 
 
 # Refusals
@@ -803,6 +806,7 @@ def compare_inference(rank: int, world_size: int) -> None:
         assert_same_leaves(actual, expected, name)
 
 
+@pytest.mark.slow
 def test_inference_is_as_in_eager_mode(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, compare_inference)
 
@@ -844,5 +848,6 @@ def compare_lengths(rank: int, world_size: int) -> None:
             assert_same_leaves(actual, expected, f"{name}, {more}", TOLERANCE)
 
 
+@pytest.mark.slow
 def test_other_lengths_train_as_in_eager_mode(ranks_pool: RanksPool) -> None:
     ranks_pool.run(1, compare_lengths, timeout=180)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import thunder_zero as tz
 from tests.harness.as_one_process import gather_objects
 from tests.harness.errors import fails
-from tests.harness.models import Mlp, Small, count_sends, fresh, relative_error, sharded, storages
+from tests.harness.models import Mlp, Small, bytes_of, count_sends, fresh, relative_error, sharded, storages
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
 from tests.harness.whole_steps import CoupledIfAsked, CustomOptimizer, make_gradients, set_gradients
@@ -186,7 +186,7 @@ def record_order(rank: int, world_size: int) -> None:
     set_gradients(model, make_gradients(fresh(Mlp, WIDTH, 8), 0))
     optimizer.step()
     events, added_bytes = [], []
-    trade, step, at_rest = TaggedTransport.trade, stepper.BucketStepper.step, sum(storages().values())
+    trade, step, at_rest = TaggedTransport.trade, stepper.BucketStepper.step, bytes_of(storages().values())
 
     def record_trade(self: Any, outgoing: Any, incoming: Any, over: str = SHARD) -> Any:
         events.append("to" if sum(map(len, outgoing.values())) == 2 * (world_size - 1) else "from")
@@ -194,7 +194,7 @@ def record_order(rank: int, world_size: int) -> None:
 
     def record_step(self: Any, *args: Any) -> Any:
         events.append("step")
-        added_bytes.append(sum(storages().values()) - at_rest)
+        added_bytes.append(bytes_of(storages().values()) - at_rest)
         return step(self, *args)
 
     patch = mock.patch.object

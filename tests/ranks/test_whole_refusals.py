@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
@@ -159,8 +160,8 @@ def refuse_wrong_uses(params: list[Any], others: list[Any]) -> None:
 
 
 def refuse_all(rank: int, world_size: int) -> None:
-    plain, others = fresh(Mlp), list(sharded(fresh(Mlp), 2).parameters())
-    originals = list(plain.parameters())
+    plain, other_model = fresh(Mlp), sharded(fresh(Mlp), 2)
+    originals, others = list(plain.parameters()), list(other_model.parameters())
     model = thunder.jit(plain, transforms=[tz.ZeroTransform(stage=3)])
     params = list(model.parameters())
     refuse_classes(model, params)
@@ -271,5 +272,6 @@ def refuse_draws_of_copies(rank: int, world_size: int) -> None:
         tz.whole(optim.Adafactor, model.parameters())
 
 
+@pytest.mark.slow
 def test_optimizers_that_draw_are_refused_with_several_replicas(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, refuse_draws_of_copies)

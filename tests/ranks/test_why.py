@@ -60,6 +60,7 @@ def run_scripts(rank: int, world_size: int, folder: str) -> list[str]:
     return [run_why(rank, *call) for call in calls]
 
 
+@pytest.mark.slow
 def test_scripts_run_unchanged_and_rank_0_prints_measured_beside_forecast(
     ranks_pool: RanksPool, tmp_path: Path
 ) -> None:

@@ -266,7 +266,10 @@ def difference_of(tags: Mapping[int, CollectiveTag]) -> str:
     """Return the error text about the first two ranks with different tags, equal on all ranks."""
     (first, tag), *others = sorted(tags.items(), key=lambda item: item[0])
     second, other = next((rank, other) for rank, other in others if other.message != tag.message)
+    remedy = ""
     if tag.text == other.text:
+        if tag.text.startswith("backward"):
+            remedy = "pass materialize_grads=True if the losses of ranks leave out different outputs, or "
         difference = (
             f"rank {first} and rank {second} are both in {tag.text}, but would send different messages there"
             f"{_first_difference(tag, other, (first, second))}"
@@ -274,9 +277,9 @@ def difference_of(tags: Mapping[int, CollectiveTag]) -> str:
     else:
         difference = f"rank {first} is in {tag.text}, rank {second} is in {other.text}"
     return (
-        f"the ranks do different things: {difference}; correct the script, so that all ranks call every model and "
-        f"every function of thunder_zero in the same order and with inputs that take the same path, and restart all "
-        f"ranks from the last checkpoint"
+        f"the ranks do different things: {difference}; {remedy}correct the script, so that all ranks call every model "
+        f"and every function of thunder_zero in the same order and with inputs that take the same path, and restart "
+        f"all ranks from the last checkpoint"
     )
 
 

@@ -1,14 +1,12 @@
 """Workarounds for versions of Thunder, torch and transformers, which no other room patches.
 
-In: modules, graphs and traces that Thunder or torch gets wrong. Out: repaired modules, graphs and traces, or an error
-that names the user's file and line. Three lines of forward, and their workarounds::
+In: modules, graphs and traces for which a library has no public API, or which it gets wrong. Out: what the other rooms
+need, or an error that names the user's line::
 
-    t2 = ltorch.true_divide(t0, t1)     t1 has no dimensions      trace_repairs.py expands it to the shape of t0
-    h[:, :2].mul_(2)                    a write through a view    wrong_gradients.py raises
-    y = ltorch.gelu(x)                  no fuser runs             operators/ keeps it one line in each phase
-
-These workarounds are in ``thunder/``, for Thunder's own front end. ``tz.compile`` never applies them. ``aot/`` and
-``torch/`` wrap private functions of torch, which ``private.py`` lists.
+    dynamo.py, aot/, inductor.py      capture, differentiate and compile graphs
+    imports.py, jitted.py, lines.py   Thunder's import, jitted modules, and traces
+    torch/, private.py                wrap and list private functions of torch
+    uncapturable.py                   refuses modules that dynamo cannot capture
 
 A file opens with the line "needed while: ...". In a file with several workarounds, each section opens with its own
 line. ``tests/one/test_needs.py`` has a row for each line. A row fails once its workaround is no longer needed on a

@@ -1,7 +1,7 @@
 """needed while: dynamo has no public API to lift its limits, or to tell why a graph ended.
 
 In: a module, and a backend for its graphs. Out: a function that calls the captured module. For each graph, functions
-return the user's line where the graph ended, why it was compiled again, and whether it is valid in all grad modes.
+return the user's line where the graph ended, and why it was compiled again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from thunder_zero.compat.aot.nodes import hint, is_contiguous
 from thunder_zero.compat.private import (
@@ -33,7 +33,6 @@ from thunder_zero.compat.private import (
     GraphCompileReason,
     OptimizedModule,
     SymNodeVariable,
-    TensorVariable,
     TorchInGraphFunctionVariable,
     TorchRuntimeError,
     TracingContext,
@@ -55,13 +54,6 @@ NOT_USERS = tuple(f"{folder}/" for folder in (Path(getfile(torch)).parent, Path(
 FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 LOGGING = re.compile(r"(debug|info|warning|warn|error|exception|critical|log)(_once|_advice)?")
 NOT_TRACED = BackendCompilerFailed, TorchRuntimeError
-
-GRAD_MODE = frozenset(  # code with these names may have another graph in another grad mode
-    (
-        *("is_grad_enabled", "is_inference_mode_enabled", "is_inference", "requires_grad", "requires_grad_", "grad_fn"),
-        *("is_leaf", "enable_grad", "set_grad_enabled", "inference_mode"),
-    )
-)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -172,7 +164,6 @@ def capturing(breaks: list[str], kinds: tuple[type[Tensor], ...]) -> Iterator[No
         replaced(autograd_functions, "autograd_function_backward_rewritten", _with_contiguous_gradients),
         _slices_written(),
         _steps_counted(),
-        _noted_reads(),
         dynamo_config.patch(
             allow_rnn=True,
             skip_nnmodule_hook_guards=False,  # a model may hook its submodules in forward, as transformers do
@@ -348,59 +339,6 @@ def floats_constant() -> Any:
 def _is_no_error(record: logging.LogRecord) -> bool:
     """Return whether a log record is below the level ERROR. Torch raises the errors that it logs."""
     return record.levelno < logging.ERROR
-
-
-def is_for_all_modes(graph: fx.GraphModule, forward: Any) -> bool:
-    """Return whether a graph captured with gradients on is all of ``forward``, and also valid with gradients off.
-
-    No code may run outside of the graph, and no captured code may read the grad mode. Call this while dynamo compiles
-    the graph.
-    """
-    ended: Any = graph.compile_subgraph_reason
-    codes = TracingContext.get_traced_code() or []
-    is_whole = bool(codes) and codes[0] is forward.__code__ and not ended.graph_break
-    reads_mode = _has_read_mode() or any(GRAD_MODE & {*code.co_names} for code in codes)
-    return is_whole and not reads_mode
-
-
-_mode_reads: set[str] = set()  # functions that read the grad mode since the last graph
-
-
-def _has_read_mode() -> bool:
-    """Return whether captured code read the grad mode since the last call of this function."""
-    has_read = bool(_mode_reads)
-    _mode_reads.clear()
-    return has_read
-
-
-@contextmanager
-def _noted_reads() -> Iterator[None]:
-    """Note, inside the block, that captured code reads the grad mode, or ``requires_grad`` of a tensor.
-
-    Code may call ``is_grad_enabled`` by another name, so :data:`GRAD_MODE` does not find all reads.
-    """
-    handlers = TorchInGraphFunctionVariable._get_handlers()  # dynamo's own table, a dict
-    handler = handlers[torch.is_grad_enabled]
-    handlers[torch.is_grad_enabled] = _noted(handler)
-    try:
-        with replaced(TensorVariable, "method_attr_requires_grad", _noted(TensorVariable.method_attr_requires_grad)):
-            yield
-    finally:
-        handlers[torch.is_grad_enabled] = handler
-
-
-def _noted(handler: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(handler)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        _mode_reads.add(handler.__name__)
-        return handler(*args, **kwargs)
-
-    return noted
-
-
-def without_compiling() -> Any:
-    """Make dynamo raise a RuntimeError instead of compiling, inside the block."""
-    return torch.compiler.set_stance("fail_on_recompile")
 
 
 class CompiledFrame(NamedTuple):

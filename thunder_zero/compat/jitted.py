@@ -1,18 +1,14 @@
 """needed while: Thunder has no public API for the contents of a jitted module.
 
-In: a module that ``thunder.jit`` made. Out: the plain module, and the tables in which programs look parameters
-up.
+In: a module that ``thunder.jit`` made. Out: the plain module, and the tables in which Thunder keeps its tensors.
 """
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
 from thunder.core.module import ThunderModule
-from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
-
-# The autograd nodes that lead to a program's backward.
-BACKWARD_NODES = (ThunderOutputFunction._backward_cls, ThunderFunction._backward_cls)
+from thunder.extend import Executor, TemporaryExecutor
 
 
 def plain_of(model: ThunderModule) -> nn.Module:
@@ -21,16 +17,12 @@ def plain_of(model: ThunderModule) -> nn.Module:
     return plain
 
 
-def hold_parameter(model: ThunderModule, name: str, param: Tensor) -> None:
-    """Let programs of a jitted module read ``param`` under ``name``."""
-    model._overrides_parameters[name] = param
-
-
-def forget_parameters(model: ThunderModule) -> None:
-    """Let programs of a jitted module read the parameters of the plain module."""
+def forget_tensors(model: ThunderModule) -> None:
+    """Drop the parameters and buffers that a jitted module has kept from its creation."""
     model._overrides_parameters.clear()
-
-
-def forget_buffers(model: ThunderModule) -> None:
-    """Let programs of a jitted module read the buffers of the plain module."""
     model._overrides_buffers.clear()
+
+
+def is_empty(executor: Executor) -> bool:
+    """Return whether an executor is Thunder's own for one jitted module, with nothing in it."""
+    return isinstance(executor, TemporaryExecutor) and not executor._lookasides

@@ -1,9 +1,9 @@
-"""needed while: no front end captures ScriptModules, FSDP1, or composable checkpoints.
+"""needed while: dynamo captures neither ScriptModules, FSDP1 nor hooks of composable checkpoints.
 
 In: a module that is about to be sharded, or compiled. Out: nothing, or an error that names the submodule and an
 alternative (:func:`require_traceable`)::
 
-    submodule 'a' of Net (RecursiveScriptModule) is a ScriptModule, and no front end can capture it; use the module ...
+    submodule 'a' of Net (RecursiveScriptModule) is a ScriptModule, and dynamo cannot capture it; use the module ...
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RefusedPart:
     matches: Callable[[nn.Module], bool]
     fault: str
     action: str
-    cause: str = "Thunder cannot trace it"
+    cause: str
 
 
 def _has_composable_checkpoint(module: nn.Module) -> bool:
@@ -43,13 +43,13 @@ UNCAPTURABLE = (
         _has_composable_checkpoint,
         "is under torch.distributed._composable.checkpoint",
         "call torch.utils.checkpoint.checkpoint(submodule, ..., use_reentrant=False) in forward",
-        "no front end can capture its hooks",
+        "dynamo cannot capture its hooks",
     ),
     RefusedPart(
         lambda module: isinstance(module, torch.jit.ScriptModule),
         "is a ScriptModule",
         "use the module before torch.jit.script",
-        "no front end can capture it",
+        "dynamo cannot capture it",
     ),
     RefusedPart(
         lambda module: isinstance(module, FullyShardedDataParallel),
@@ -61,12 +61,9 @@ UNCAPTURABLE = (
 
 
 def require_traceable(root: nn.Module, parts: tuple[RefusedPart, ...]) -> None:
-    """Check that no submodule of ``root`` is of a kind in ``parts``.
+    """Raise RuntimeError if a submodule of ``root`` is of a kind in ``parts``.
 
     Call this again when a sharded module is compiled, or when compiling fails, since a hook may have been registered.
-
-    Raises:
-        RuntimeError: a submodule is of a kind in ``parts``.
     """
     for path, module in root.named_modules():
         for part in parts:

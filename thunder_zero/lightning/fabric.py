@@ -17,8 +17,8 @@ import torch
 from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from thunder_zero.frontends.arguments import Arguments
-from thunder_zero.frontends.zero_module import ZeroModule
+from thunder_zero.capture.arguments import Arguments
+from thunder_zero.capture.zero_module import ZeroModule
 from thunder_zero.lightning.sharding import TIMEOUT, check_sharding, full_model_state_dict, require_supported
 from thunder_zero.optim.global_numbers import clip_grad_norm_
 from thunder_zero.plan.policy import Policy
@@ -51,20 +51,13 @@ class ZeroStrategy(DDPStrategy):
         policy: a :class:`~thunder_zero.Policy`, or a stage 0-3.
         mesh_shape: the number of replicas, and the number of ranks that share a replica (hybrid sharding). By default
             all ranks share one replica.
-        frontend: "thunder" to compile by ``thunder.jit``, "dynamo" to compile by :func:`thunder_zero.compile`.
-        jit_options: further arguments of the front end, such as ``{"executors": [...]}`` for "thunder", and
-            ``{"fuse": "inductor"}`` for "dynamo".
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: see DDPStrategy. Fabric passes
-            these from its own arguments.
-        process_group_backend, timeout, start_method: see DDPStrategy.
+        jit_options: further arguments of ``thunder.jit``, such as ``{"transforms": [...]}``.
         arguments: the arguments of ZeroTransform, such as ``stage=3``, ``init`` and ``weights``. Process group, mesh
             and device are excluded, because Fabric sets them. ``broadcast_from`` is 0 by default, unless ``policy`` is
             a Policy: as with DDP, ranks may have built the module with different seeds.
 
-    Raises:
-        ValueError: a stage or a field is out of range.
-        TypeError: ``policy`` is not a policy, a field does not exist, ``init`` is not a function, ``weights`` is not a
-            mapping, or the precision plugin is not supported.
+    The other arguments are those of DDPStrategy. Errors are those of ZeroTransform, or a TypeError for a precision
+    plugin that is not supported.
     """
 
     def __init__(
@@ -72,7 +65,6 @@ class ZeroStrategy(DDPStrategy):
         policy: Policy | int | None = None,
         *,
         mesh_shape: tuple[int, int] | None = None,
-        frontend: str = "thunder",
         jit_options: Mapping[str, Any] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -94,7 +86,7 @@ class ZeroStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self._sharding = check_sharding(policy, mesh_shape, jit_options, frontend, arguments)
+        self._sharding = check_sharding(policy, mesh_shape, jit_options, arguments)
         # Fabric.no_backward_sync calls a method of this attribute of a strategy.
         self._backward_sync_control = NoBackwardSync()
 
@@ -104,11 +96,7 @@ class ZeroStrategy(DDPStrategy):
         return self._sharding.arguments.policy
 
     def setup_environment(self) -> None:
-        """Start the process group.
-
-        Raises:
-            TypeError: the precision plugin is not supported.
-        """
+        """Start the process group."""
         require_supported(self.precision)
         super().setup_environment()
 
@@ -131,13 +119,7 @@ class ZeroStrategy(DDPStrategy):
         """Do nothing. The full module may not fit on the device. ``setup_module`` moves only shards to the device."""
 
     def setup_module(self, module: nn.Module) -> Forward:
-        """Compile and shard a plain module, or shard a jitted module. This is a collective.
-
-        Raises:
-            TypeError: the strategy has ``jit_options``, but ``module`` is already jitted.
-            RuntimeError: ``module`` is already sharded.
-            ValueError, RuntimeError: see ZeroTransform.
-        """
+        """Shard a plain module or a jitted one. This is a collective."""
         return Forward(self._sharding.shard(module, self.root_device), module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -164,12 +146,7 @@ class ZeroStrategy(DDPStrategy):
         return full_model_state_dict(module.model)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load a plain module's full state dict into the shards.
-
-        Raises:
-            RuntimeError: ``strict`` is True, and names are missing or unexpected.
-            ValueError: a tensor and its parameter have different shapes.
-        """
+        """Load a plain module's full state dict into the shards."""
         if not isinstance(module, Forward):
             super().load_module_state_dict(module, state_dict, strict)
             return
@@ -211,7 +188,7 @@ class Forward(nn.Module):
         if self._current_forward() is not self._first_forward:
             raise RuntimeError(
                 f"a method of {type(self.model.plain).__name__} was called through Fabric's wrapper instead of forward "
-                f"(mark_forward_method, training_step), but Thunder compiles forward alone; move the method's code "
+                f"(mark_forward_method, training_step), but forward alone is compiled; move the method's code "
                 f"into forward"
             )
         return self.model(*args, **kwargs)

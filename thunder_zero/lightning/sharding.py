@@ -13,13 +13,12 @@ from lightning.pytorch import plugins as trainer_plugins
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from thunder_zero.capture.arguments import Arguments, CheckedArguments, check_arguments
+from thunder_zero.capture.plugin import zero
+from thunder_zero.capture.transform import ZeroTransform
+from thunder_zero.capture.zero_module import ZeroModule
 from thunder_zero.comm.group import hybrid_mesh
-from thunder_zero.compat.jitted import forget_parameters
-from thunder_zero.frontends.arguments import Arguments, CheckedArguments, check_arguments
-from thunder_zero.frontends.dynamo.compile import compile
-from thunder_zero.frontends.plugin import zero
-from thunder_zero.frontends.transform import ZeroTransform
-from thunder_zero.frontends.zero_module import ZeroModule
+from thunder_zero.compat.jitted import forget_tensors
 from thunder_zero.plan.policy import Policy
 from thunder_zero.sharded.frozen import decoded_values
 
@@ -28,8 +27,7 @@ from thunder.core.module import ThunderModule
 
 TIMEOUT = timedelta(minutes=30)  # the default of torch and Fabric
 SET_BY_LIGHTNING = ("process_group", "mesh", "device")
-FRONTENDS = ("thunder", "dynamo")
-SUPPORTED = [  # these plugins do not wrap modules that Thunder compiles
+SUPPORTED = [  # these plugins do not wrap modules
     kind
     for plugins in (fabric_plugins, trainer_plugins)
     for kind in (plugins.Precision, plugins.HalfPrecision, plugins.DoublePrecision, plugins.MixedPrecision)
@@ -43,20 +41,19 @@ class Sharding:
     arguments: CheckedArguments
     mesh_shape: tuple[int, int] | None
     jit_options: Mapping[str, Any]
-    frontend: str
 
     def shard(self, module: nn.Module, device: torch.device) -> ZeroModule:
-        """Compile or jit a plain module, or take a jitted module, and return it sharded. This is a collective."""
+        """Jit a plain module, or take a jitted module, and return it sharded. This is a collective."""
         if isinstance(module, ZeroModule):
             raise RuntimeError(
                 f"{type(module.plain).__name__} is already sharded; give Lightning the plain module, and the strategy "
                 f"the arguments of ZeroTransform"
             )
-        policy, sources = self.arguments.policy, self.arguments.sources
+        asked = self.arguments
+        policy, sources = asked.policy, asked.sources
         mesh = None if self.mesh_shape is None else hybrid_mesh(self.mesh_shape, device)
         arguments = Arguments(device=device, mesh=mesh, init=sources.init, weights=sources.weights)
-        if not isinstance(module, ThunderModule) and self.frontend == "dynamo":
-            return compile(module, policy, **arguments, **self.jit_options)
+        arguments |= Arguments(progress=asked.progress, fuse=asked.fuse, dynamic=asked.dynamic)
         if not isinstance(module, ThunderModule):
             options = dict(self.jit_options)
             transforms = [*options.pop("transforms", ()), ZeroTransform(policy, **arguments)]
@@ -67,7 +64,7 @@ class Sharding:
                 f"Lightning the plain module, or the strategy no jit_options"
             )
         model = zero(module, policy, **arguments)
-        forget_parameters(module)  # Fabric's wrapper refers to the jitted module, which would keep the full weights
+        forget_tensors(module)  # Fabric's wrapper refers to the jitted module, which would keep the full weights
         return cast(ZeroModule, model)
 
 
@@ -75,7 +72,6 @@ def check_sharding(
     policy: Policy | int | None,
     mesh_shape: tuple[int, int] | None,
     jit_options: Mapping[str, Any] | None,
-    frontend: str,
     arguments: Arguments,
 ) -> Sharding:
     """Check the arguments of a strategy. See :class:`~thunder_zero.lightning.ZeroStrategy` for errors."""
@@ -87,9 +83,7 @@ def check_sharding(
             )
     if not isinstance(policy, Policy):
         arguments.setdefault("broadcast_from", 0)
-    if frontend not in FRONTENDS:
-        raise ValueError(f"frontend is {frontend!r}; choose {' or '.join(map(repr, FRONTENDS))}")
-    return Sharding(check_arguments(policy, **arguments), mesh_shape, dict(jit_options or {}), frontend)
+    return Sharding(check_arguments(policy, **arguments), mesh_shape, dict(jit_options or {}))
 
 
 def full_model_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -99,7 +93,7 @@ def full_model_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def require_supported(precision: fabric_plugins.Precision | trainer_plugins.Precision) -> None:
-    """Raise TypeError if a plugin would wrap modules that Thunder compiles."""
+    """Raise TypeError if a plugin would wrap modules."""
     if type(precision) not in SUPPORTED:
         raise TypeError(
             f"thunder_zero does not support precision={precision.precision!r} ({type(precision).__name__}); choose "

@@ -18,8 +18,8 @@ from lightning.pytorch.strategies import DDPStrategy as TrainerDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from thunder_zero.frontends.arguments import Arguments
-from thunder_zero.frontends.zero_module import ZeroModule
+from thunder_zero.capture.arguments import Arguments
+from thunder_zero.capture.zero_module import ZeroModule
 from thunder_zero.lightning.sharding import TIMEOUT, check_sharding, full_model_state_dict, require_supported
 from thunder_zero.plan.policy import Policy
 from thunder_zero.sharded.dtensors import load_parts
@@ -41,14 +41,8 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
 
     One submodule of the LightningModule, such as ``self.net``, must have all parameters. The strategy shards it before
     ``configure_optimizers``. Hooks such as ``training_step`` run as Python, and their calls of ``self.net(batch)`` are
-    compiled. Checkpoints have full tensors under the plain module's names, as without a strategy.
-
-    Args:
-        policy, mesh_shape, frontend, jit_options, process_group_backend, timeout, arguments: see
-            :class:`ZeroStrategy`.
-
-    Raises:
-        ValueError, TypeError: see :class:`ZeroStrategy`.
+    compiled. Checkpoints have full tensors under the plain module's names, as without a strategy. See
+    :class:`ZeroStrategy` for the arguments and the errors.
     """
 
     def __init__(
@@ -56,14 +50,13 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
         policy: Policy | int | None = None,
         *,
         mesh_shape: tuple[int, int] | None = None,
-        frontend: str = "thunder",
         jit_options: Mapping[str, Any] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = TIMEOUT,
         **arguments: Unpack[Arguments],
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        self._sharding = check_sharding(policy, mesh_shape, jit_options, frontend, arguments)
+        self._sharding = check_sharding(policy, mesh_shape, jit_options, arguments)
         self._sharded: ZeroModule | None = None
 
     @property

@@ -111,7 +111,7 @@ PATHS = {  # fields that hold paths
 }
 SHOWN = 4  # at most this many paths of a field are shown in a repr
 RECOMPUTE = ("none", "cheap", "units")
-SWITCHES = ("gather_per_unit", "reshard_after_backward", "cpu_offload", "check_gradients")
+SWITCHES = ("gather_per_unit", "reshard_after_backward", "cpu_offload", "check_gradients", "materialize_grads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +168,9 @@ class Policy:
         check_gradients: True to raise on NaN or Inf in a reduced gradient, on every rank, before the optimizer's step
             (default False; costs one pass and one small collective per backward). Do not combine it with a gradient
             scaler, which skips such steps.
+        materialize_grads: True to let backward read zeros for outputs that the loss leaves out. Its reductions are then
+            equal on all ranks, even if the ranks' losses leave out different outputs, and each parameter gets a
+            gradient (default False: as in eager mode, a parameter that only such outputs reach gets none).
         gather_format: ZeRO-1 to 3. The format of parameters on the wire: ``Int8()`` sends bytes with a scale for each
             block of elements, about a quarter of the size in float32. All ranks, owners included, compute with the
             decoded values; shards are not rounded. ``nn.Embedding``, ``nn.EmbeddingBag`` and parameters of one
@@ -208,6 +211,7 @@ class Policy:
     cpu_offload: bool = False
     broadcast_from: int | None = None
     check_gradients: bool = False
+    materialize_grads: bool = False
     gather_format: Formats = field(default=None, hash=False)
     reduce_format: Formats = field(default=None, hash=False)
     frozen_format: Formats = field(default=None, hash=False)

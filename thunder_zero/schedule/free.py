@@ -13,9 +13,9 @@ is gathered again for backward (``regather.py``) has a last use in each phase. A
 usually has its last use in backward. Resident and replicated parameters are never freed, nor are values that the return
 reads.
 
-A FREE is only a mark: ``traces/lift.py`` emits no line for a FREE. Later ``traces/split.py`` (or Thunder's
-``del_last_used``) writes a ``del`` line after each value's last use. ``lift_phases`` reads these ``del`` lines as FREEs
-again, and ``verify.check`` requires a FREE right after the last use of each gathered parameter.
+A FREE is only a mark: ``traces/lift.py`` emits no line for a FREE. Later ``traces/split.py`` writes a ``del``
+line after each value's last use. ``lift_phases`` reads these ``del`` lines as FREEs again, and ``verify.check``
+requires a FREE right after the last use of each gathered parameter.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ import networkx as nx
 from networkx.algorithms.flow import boykov_kolmogorov
 
 from thunder_zero.plan.params import ROOT
-from thunder_zero.schedule.derived import gathered_from, regathered
+from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.lifetimes import last_reads
 from thunder_zero.schedule.regather import copy_chain, let_views_follow, rename_reads
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, overwritten
@@ -52,15 +52,6 @@ def recompute(timeline: Timeline) -> Timeline:
         if placement.refused <= refused:
             return timeline.with_ops(placement.ops, placement.values)
         refused |= placement.refused
-
-
-def saved_bytes(timeline: Timeline) -> int:
-    """Return the bytes that forward computes or gathers and backward reads. Views of one memory are counted once.
-    Parameters that backward gathers again are not counted."""
-    dropped = regathered(timeline)
-    forward = {name for op in timeline.ops if not op.backward for name in op.writes if name not in dropped}
-    read = {name for op in timeline.ops[:-1] if op.backward for name in op.reads}
-    return sum(map(timeline.nbytes, {timeline.memory(name) for name in read & forward}))
 
 
 @dataclass(frozen=True)

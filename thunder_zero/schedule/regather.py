@@ -20,7 +20,7 @@ between.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from thunder_zero.schedule.derived import needed_in_backward, regathered
@@ -72,12 +72,11 @@ def _regather_in_forward(timeline: Timeline) -> Timeline:
     if not any(param.gather_per_unit for param in timeline.plan.params) or not (chains := _chains_by_unit(timeline)):
         return timeline
     unit_of = {name: unit for unit, chain in chains.items() for name in chain}
+    unit_of_gathered = {name: param.unit for _, name, param in timeline.gathered}
     values = dict(timeline.values)
-    # value -> number of gathers of other units before it was written
-    gathers_before: dict[str, int] = {}
-    # unit -> number of gathers of other units before its latest copies, and the names of its copies
-    copied: dict[str, tuple[int, dict[str, str]]] = {}
     gathers: Counter[str] = Counter()  # by unit
+    gathers_before: dict[str, Counter[str]] = {}  # value -> gathers before it was written
+    copied: dict[str, tuple[Counter[str], dict[str, str]]] = {}  # unit -> gathers before its latest copies, their names
     ops: list[Op] = []
     for op in timeline.ops[:-1]:
         if op.backward:
@@ -86,20 +85,26 @@ def _regather_in_forward(timeline: Timeline) -> Timeline:
         gathers.update(param.unit for param in timeline.params_of(op) if op.kind is Kind.GATHER)
         renamed: dict[str, str] = {}
         names_of_units: dict[str, str] = {}
+        reader_units = {unit_of_gathered[read] for read in op.reads if read in unit_of_gathered}
         for read in op.reads:
             unit = unit_of.get(read)
-            if unit is None or (other_gathers := gathers.total() - gathers[unit]) == gathers_before[read]:
+            if unit is None or not _others_gathered(gathers_before[read], gathers, reader_units | {unit}):
                 continue
-            if unit not in copied or copied[unit][0] != other_gathers:
-                copied[unit] = other_gathers, {}
+            if unit not in copied or _others_gathered(copied[unit][0], gathers, reader_units | {unit}):
+                copied[unit] = gathers.copy(), {}
             names = copied[unit][1]
             ops += copy_chain(timeline, read, chains[unit], names, values, backward=False)[0]
             renamed[read] = names[read]
             names_of_units |= names
-        gathers_before |= {name: gathers.total() - gathers[unit_of[name]] for name in op.writes if name in unit_of}
+        gathers_before |= {name: gathers.copy() for name in op.writes if name in unit_of}
         ops.append(rename_reads(op, renamed))
         let_views_follow(ops[-1], names_of_units, values)
     return timeline.with_ops([*ops, timeline.ops[-1]], values)
+
+
+def _others_gathered(before: Counter[str], gathers: Counter[str], units: Collection[str]) -> bool:
+    """Return whether units other than ``units``, whose parameters one operation reads, have gathered since."""
+    return any(count > before[unit] for unit, count in gathers.items() if unit not in units)
 
 
 def _chains_by_unit(timeline: Timeline) -> dict[str, dict[str, int]]:

@@ -1,9 +1,7 @@
 """Holds the gradients that ``no_sync`` has deferred. Raises before a backward that would be wrong.
 
-Each forward selects a program. Under ``thunder.jit`` each prologue has ``zero_check_call``, which raises if the program
-does not fit the call (``runtime.py``). Thunder then selects or compiles another program. ``tz.compile`` selects it
-by ``Mode.synced``. A program under ``no_sync`` has ``zero_defer_reduction`` in place of each reduction
-(``defer_reductions`` in ``traces/pipeline.py``). After ``no_sync``, the next backward reduces the sums::
+A program under ``no_sync`` has ``zero_defer_reduction`` in place of each reduction (``traces/lower.py``). After
+``no_sync``, the next backward reduces the sums::
 
     with model.no_sync():
         loss(model(x0)).backward()      zero_defer_reduction(g0, 'w')     holds g0          no reduction, no .grad
@@ -11,8 +9,7 @@ by ``Mode.synced``. A program under ``no_sync`` has ``zero_defer_reduction`` in 
     loss(model(x2)).backward()          zero_reduce_scatter(g2, 'w')      reduces g0 + g1 + g2 into .grad
                                         zero_reduce_deferred(('b',))      reduces sums of other parameters
 
-The arguments of backward are known only while it runs. So :func:`guard` adds a hook to the autograd graph of each
-forward's outputs.
+The arguments of backward are known only while it runs, so :func:`refuse_wrong_backward` runs at its start.
 """
 
 from __future__ import annotations
@@ -92,10 +89,10 @@ LEAF = "torch::autograd::AccumulateGrad"  # the node that adds to the .grad of a
 ROWS = node_class(Rows)
 
 
-def guard(output: Any, node_types: tuple[type, ...], model: str, accumulation: Accumulation) -> None:
-    """Add hooks to the output of a forward. The hooks raise before a backward that would be wrong.
-
-    A hook raises RuntimeError before the backward's first collective:
+def refuse_wrong_backward(
+    node: Node, tangents: Sequence[Any], model: str, accumulation: Accumulation, *, was_synced: bool
+) -> None:
+    """Raise RuntimeError before the first collective of a backward that would be wrong:
 
     - with a DTensor as the gradient of a plain output, since backward computes with plain tensors;
     - with ``create_graph=True``, since the compiled backward has no graph, and a gradient penalty would be ignored;
@@ -103,38 +100,12 @@ def guard(output: Any, node_types: tuple[type, ...], model: str, accumulation: A
       Gradients of parameters that are not among the inputs would be added to the deferred gradients, or lost.
 
     Args:
-        output: the output of forward.
-        node_types: the types of the nodes that connect the output's tensors to the compiled backward.
+        node: the backward's node in autograd's graph.
+        tangents: the gradients of the forward's plain outputs.
         model: the model's name in the error.
         accumulation: the deferred gradients.
+        was_synced: True if the forward's gradients are reduced.
     """
-    was_synced = accumulation.synced
-    nodes = {node for tensor in tensors_in(output) if (node := tensor.grad_fn) is not None}
-    for node in nodes:
-        if not isinstance(node, node_types):
-            continue
-        inputs = _inputs_of(node)  # a hook that held the node would keep its saved tensors alive
-
-        def check(gradients: Any, inputs: tuple[Node, ...] = inputs) -> None:
-            _refuse(inputs, gradients, model, accumulation, was_synced)
-
-        node.register_prehook(check)
-
-
-def refuse_wrong_backward(
-    node: Node, tangents: Sequence[Any], model: str, accumulation: Accumulation, *, was_synced: bool
-) -> None:
-    """Raise RuntimeError if a backward would be wrong, under the conditions of :func:`guard`.
-
-    ``node`` is the backward's node in autograd's graph, and ``tangents`` are the gradients of the forward's plain
-    outputs. ``was_synced`` is True if the forward's gradients are reduced.
-    """
-    _refuse(_inputs_of(node), tangents, model, accumulation, was_synced)
-
-
-def _refuse(
-    inputs: Iterable[Node], tangents: Sequence[Any], model: str, accumulation: Accumulation, was_synced: bool
-) -> None:
     if any(isinstance(tangent, DTensor) for tangent in tensors_in(tangents)):
         raise RuntimeError(
             f"the loss combines an output of {model} with a DTensor, a number computed from parameters outside of "
@@ -145,9 +116,9 @@ def _refuse(
         raise RuntimeError(
             f"cannot differentiate the backward of {model} (create_graph=True, as a gradient penalty or a Hessian "
             f"needs): it is compiled without a graph, so this part of the gradient would be lost; leave create_graph "
-            f"out, or under tz.compile call torch.func.grad inside of forward"
+            f"out, or call torch.func.grad inside of forward"
         )
-    if not (was_synced and not accumulation.paths) and not accumulates(_leaves_of(inputs)):
+    if not (was_synced and not accumulation.paths) and not accumulates(_leaves_of(_inputs_of(node))):
         raise RuntimeError(
             f"torch.autograd.grad, or backward(inputs=...), through {model} in the middle of an accumulation: no_sync "
             f"defers the gradients of all its parameters, so they would be added or lost; call it outside of no_sync "

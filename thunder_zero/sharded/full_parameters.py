@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.small_collectives import broadcast
-from thunder_zero.compat.casts import without_casts
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.attributes import parameter_like
+from thunder_zero.sharded.casts import without_casts
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.frozen import rows_at_rest
 from thunder_zero.sharded.placeholders import ParameterSlots

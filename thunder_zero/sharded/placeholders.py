@@ -1,6 +1,6 @@
 """Placeholders for parameters while forward runs: they have shapes and dtypes, but no values.
 
-Thunder and dynamo read the module tree, and would trace DTensors as tensor subclasses. So in each forward::
+Dynamo reads the module tree, and would trace DTensors as tensor subclasses. So in each forward::
 
     module.h[0].weight    at rest, DTensor (10, 8)  ->  while forward runs, Placeholder (10, 8)  ->  DTensor (10, 8)
                                                         full shape, dtype of compute

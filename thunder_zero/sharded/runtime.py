@@ -2,7 +2,6 @@
 
 :class:`ModelRuntime` implements the lines of a trace, whose arguments are tensors and parameter paths::
 
-    zero_check_call(True, 0)                check_call    raises under no_sync; Thunder then selects another program
     t4 = zero_encode(t_w, 'w')              encode        casts, copies or encodes the rows, if they must be gathered
     t5 = zero_all_gather(t4, 'w')           all_gather    launches a gather, and returns a handle
     t6 = zero_wait(t5)                                    calls the handle's wait
@@ -17,7 +16,6 @@ the mean gradients. The mean gradient of a replicated parameter has all rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import cast
 
 import torch
@@ -25,7 +23,7 @@ from torch import Tensor
 
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.handle import Waitable, WaitsBy
-from thunder_zero.compat import thunder as thunder_room
+from thunder_zero.compat.torch.autograd import at_end_of_backward, running_backward
 from thunder_zero.plan.mesh import OF_MEANS, SHARD
 from thunder_zero.plan.params import Param
 from thunder_zero.schedule.timeline import Kind
@@ -44,14 +42,9 @@ class ModelRuntime:
         self._accumulation = state.accumulation
         self._launches: dict[str, Sequence[str]] = {}  # the launches of a phase, by their digest
         self._compared: set[str] = set()  # names of phases whose launches ranks have compared
-        self._frozen: list[frozenset[str]] = []  # by the number of a guard: the frozen parameters of its program
+        self._at_end_of = -1  # autograd's number of the last backward with a reduction at its end
         self._buckets: dict[Sequence[str], tuple[Param, ...]] = {}  # the parameters of a bucket, by their paths
         self._encoded: dict[tuple[Sequence[str], str], bool] = {}  # True if a line encodes the gradients of a bucket
-
-    @cached_property
-    def guards(self) -> thunder_room.Guards:
-        """Return the guards of the programs that Thunder's front end traced."""
-        return thunder_room.Guards(self._state.name)
 
     @property
     def device(self) -> torch.device:
@@ -62,20 +55,6 @@ class ModelRuntime:
     def synced(self) -> bool:
         """True outside of ``no_sync``: the gradients of the current forward will be reduced."""
         return self._accumulation.synced
-
-    def guard(self, lookups: tuple[thunder_room.Lookup, ...]) -> int:
-        """Store the guard of the program that is compiled for the current call. Return the number of the guard."""
-        self._frozen.append(self._state.frozen)
-        return self.guards.add(lookups)
-
-    def check_call(self, synced: bool, guard: int) -> None:
-        """Raise RuntimeError unless the program fits this call. Each program's prologue calls this."""
-        if synced is not self.synced:
-            raise RuntimeError(f"this program was compiled with synced={synced}; the forward needs {self.synced}")
-        if not self.guards.holds(guard):
-            raise RuntimeError("this program was compiled for a call of another form, or forward read something else")
-        if self._frozen[guard] != self._state.frozen:
-            raise RuntimeError("this program was compiled while other parameters were frozen")
 
     def enter(self, phase: str, schedule: str) -> None:
         """Set the collective tag of a phase, at its start. Ranks raise if their launches differ.
@@ -215,14 +194,19 @@ class ModelRuntime:
         self._state.labels.gradients_are_made((path,))
 
     def reduce_deferred(self, paths: Sequence[str]) -> None:
-        """Reduce the deferred gradients of parameters that this backward does not reach, and add them to ``.grad``.
+        """Reduce the deferred gradients of all parameters at the end of this backward, and add them to ``.grad``.
 
-        Nothing is sent unless a backward ran under ``no_sync``. Then ranks agree, by one small collective, on the
-        parameters with a deferred gradient on any rank. These are reduced one at a time, and a rank without a
-        deferred gradient sends zeros.
+        Only at the end is it known which parameters this backward has reached. Nothing is sent unless a backward ran
+        under ``no_sync``. Then ranks agree, by one small collective, on the parameters with a deferred gradient on any
+        rank. These are reduced one at a time, and a rank without a deferred gradient sends zeros.
         """
+        if (backward := running_backward()) != self._at_end_of:
+            self._at_end_of = backward
+            at_end_of_backward(self._reduce_all_deferred)
+
+    def _reduce_all_deferred(self) -> None:
         if self._accumulation.has_grown():
-            self.reduce_sums(paths)
+            self.reduce_sums([param.path for param in self._plan.params if param.requires_grad])
 
     def reduce_sums(self, paths: Sequence[str]) -> None:
         """Reduce the deferred gradients of these parameters, and add the means to ``.grad``. This is a collective."""
@@ -275,6 +259,4 @@ class ModelRuntime:
 
 def sum_and_cast(grad: Tensor, param: Param) -> Tensor:
     """Return a full gradient in the parameter's shape and in the dtype of the reduction."""
-    if grad.shape != param.shape:  # Thunder treats a 0-dim CPU tensor as a number, and does not sum its gradient
-        grad = grad.sum_to_size(param.shape)
     return grad if grad.dtype is param.reduce_dtype else grad.to(param.reduce_dtype)

@@ -1,7 +1,7 @@
 """The base class of sharded models, and weak dicts that find the model of a shard.
 
-Front ends, such as ``thunder.jit`` with ZeroTransform, build instances of subclasses. Training loops, checkpoints and
-state dicts use this class only. The model of a parameter that a shard replaced can be found, too.
+ZeroTransform builds instances of a subclass. Training loops, checkpoints and state dicts use this class only. The model
+of a parameter that a shard replaced can be found, too.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from thunder_zero.lazy import lazy
 
 if TYPE_CHECKING:
-    from thunder_zero.frontends.compiled import Traces as Traces
     from thunder_zero.tools.absent_ranks import fake_mesh as fake_mesh
     from thunder_zero.tools.ask.diff import diff as diff
     from thunder_zero.tools.ask.difference import Difference as Difference
@@ -54,9 +53,10 @@ if TYPE_CHECKING:
     from thunder_zero.tools.page.report import report as report
     from thunder_zero.tools.planner.plan_training import plan_training as plan_training
     from thunder_zero.tools.planner.training_plan import TrainingPlan as TrainingPlan
+    from thunder_zero.traces.compiled import Traces as Traces
 
 NAMES = {  # names keyed by module; type checkers read the imports above
-    "thunder_zero.frontends.compiled": ("Traces",),
+    "thunder_zero.traces.compiled": ("Traces",),
     "thunder_zero.tools.absent_ranks": ("fake_mesh",),
     "thunder_zero.tools.ask.diff": ("diff",),
     "thunder_zero.tools.ask.difference": ("Difference",),

@@ -55,20 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.run(options)
         except (OSError, ValueError) as error:
             code, errors = 1, [str(error)]
-        except BaseException as error:
-            if not _is_interrupt(error):
-                raise
+        except KeyboardInterrupt:
             code, errors = INTERRUPTED, ["interrupted"]
     for line in [*(str(warning.message) for warning in caught), *errors]:
         print(f"thunder-zero: {line}", file=sys.stderr)
     return code
-
-
-def _is_interrupt(error: BaseException | None) -> bool:
-    """Return whether the error comes from Ctrl-C. Thunder converts ``KeyboardInterrupt`` to other errors."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -152,12 +143,6 @@ def _trace(add: Add) -> None:
     cmd.add_argument("--unit", help="only the lines where this unit computes, and its collectives")
     cmd.add_argument("--only", choices=ONLY, help="only lines that handle or read a parameter, or that communicate")
     cmd.add_argument("--all", action="store_true", help="each line as it runs: views, unpacking, each del")
-    cmd.add_argument(
-        "--frontend",
-        choices=("dynamo", "thunder"),
-        default="dynamo",
-        help="dynamo: what tz.compile runs; thunder: what thunder.jit runs (default: dynamo)",
-    )
     cmd.add_argument("--json", action="store_true", help="print JSON: each line as it runs, its meaning, bytes")
 
 
@@ -253,7 +238,7 @@ def _show_trace(options: argparse.Namespace) -> None:
     from thunder_zero.tools.from_file import module_and_inputs, naming_the_users_line
 
     module, args, kwargs = module_and_inputs(options.place)
-    world = {name: getattr(options, name) for name in ("world_size", "rank", "replicas", "device", "frontend")}
+    world = {name: getattr(options, name) for name in ("world_size", "rank", "replicas", "device")}
     with naming_the_users_line(options.place):
         traces = trace(module, *args, policy=options.stage, **world, **kwargs)
     if options.json:

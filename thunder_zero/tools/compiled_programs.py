@@ -1,4 +1,4 @@
-"""``tz.tools.programs``: lists the compiled programs of a model of ``tz.compile``."""
+"""``tz.tools.programs``: lists the compiled programs of a sharded model."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from thunder_zero.frontends.compilations import Spent
-from thunder_zero.frontends.dynamo.module import graphs_of
+from thunder_zero.capture.compilations import Spent
+from thunder_zero.capture.zero_module import zero_module
 from thunder_zero.plan.amounts import size
 
 from thunder.core.module import ThunderModule
@@ -54,17 +54,17 @@ class ProgramTable(tuple[CompiledProgram, ...]):
 
 
 def programs(model: ThunderModule) -> ProgramTable:
-    """Return a model's compiled programs, ordered by their last run. ``model`` is from ``tz.compile``.
+    """Return a model's compiled programs, ordered by their last run.
 
     >>> print(tz.tools.programs(model))
     graph 0  training  tokens (2, 128)  1.4 s  11.2 MiB
     graph 0  training  tokens (2, s27)  2.3 s  14.0 MiB  tensor 'tokens' size mismatch at index 1. expected 128, ...
 
     Raises:
-        TypeError: ``model`` is not a model of ``tz.compile``.
+        TypeError: ``model`` is not a sharded model.
     """
     rows = []
-    for captured in graphs_of(model).captured.values():
+    for captured in zero_module(model).captured.values():
         spent, why = captured.spent, captured.frame.reason()  # count the capture for the first program
         for mode, entry in (item for programs in captured.programs.values() for item in programs.entries.items()):
             kind = "forward alone" if not mode.differentiates else "training" if mode.synced else "no_sync"

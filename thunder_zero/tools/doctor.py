@@ -1,4 +1,4 @@
-"""Examines this machine: versions, a step on one rank, backends, executors, devices."""
+"""Examines this machine: versions, a step on one rank, backends, devices."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from looseversion import LooseVersion
 from torch import nn
 
+from thunder_zero.capture.transform import ZeroTransform
 from thunder_zero.compat.imports import TESTED
-from thunder_zero.frontends.transform import ZeroTransform
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.tools.printing.words import WIDTH
@@ -59,7 +59,6 @@ def examine() -> tuple[Finding, ...]:
         *(_package(name, version(name)) for name in TESTED),
         *(_step(stage) for stage in range(len(STAGES))),
         Finding("backends", _available({name: is_available() for name, is_available in BACKENDS.items()})),
-        Finding("executors", _executors()),
         *_devices(),
     )
 
@@ -123,13 +122,6 @@ def _available(backends: dict[str, bool]) -> str:
     missing = [name for name, is_available in backends.items() if not is_available]
     available = ", ".join(name for name, is_available in backends.items() if is_available) or "none"
     return available + (f"; not {', '.join(missing)}" if missing else "")
-
-
-def _executors() -> str:
-    default, always = thunder.get_default_executors(), thunder.get_always_executors()
-    other_executors = [executor for executor in thunder.get_all_executors() if executor not in (*default, *always)]
-    names = (", ".join(executor.name for executor in executors) for executors in (default, always, other_executors))
-    return "by default {}, then {}; also registered, if their libraries are there: {}".format(*names)
 
 
 def _devices() -> Iterator[Finding]:

@@ -1,12 +1,12 @@
 """``tz.trace``: traces any rank of any world in one process, without a process group.
 
 In: a module and inputs. Out: ``Traces``. ``tz.tools.fit`` and ``tz.tools.plan_training`` trace a module under many
-policies, although dynamo captures the module only once. Only ``trace`` also supports Thunder's front end.
+policies, although dynamo captures the module only once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from inspect import signature
@@ -16,32 +16,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from thunder_zero.capture.arguments import Fuser, check_arguments, did_you_mean, require_known
+from thunder_zero.capture.programs import Mode, program_of, traces_of_program
+from thunder_zero.capture.refusals import require_unwrapped
 from thunder_zero.comm.slices import mesh_and_slices, require_in_plan
-from thunder_zero.compat.casts import cast_inputs, casting_borders
 from thunder_zero.compat.plans_of_transformers import left_to_plan
-from thunder_zero.compat.uncapturable import RefusedPart
-from thunder_zero.frontends.arguments import check_arguments, did_you_mean
-from thunder_zero.frontends.compiled import Traces
-from thunder_zero.frontends.dynamo.compile import Fuser, require_known
-from thunder_zero.frontends.dynamo.dry import export
-from thunder_zero.frontends.dynamo.programs import Mode, program_of, traces_without
-from thunder_zero.frontends.program_transform import ProgramTransform
-from thunder_zero.frontends.refusals import PARTS, require_unwrapped
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import ZERO3, Policy
-from thunder_zero.sharded.placeholders import placeholder, set_tensor, shape_of
+from thunder_zero.sharded.casts import cast_inputs, casting_borders
+from thunder_zero.sharded.placeholders import set_tensor, shape_of
 from thunder_zero.sharded.slices import placeholder_of, require_plain_tensors
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
+from thunder_zero.tools.dry_capture import export
+from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.symbols import DryRuntime, ZeroExecutor
 
-import thunder
-from thunder import compile_data
 from thunder.core.module import ThunderModule
-from thunder.extend import Executor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -59,9 +53,7 @@ def trace(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     synced: bool = True,
     fuse: Fuser | None = None,
-    executors: Sequence[Executor] | None = None,
     device: Device | str | None = None,
-    frontend: str = "dynamo",
     dynamic: bool = False,
     **kwargs: Any,
 ) -> Traces:
@@ -84,11 +76,7 @@ def trace(
             :func:`thunder_zero.tools.fake_mesh` makes a mesh without processes.
         synced: False for the program under ``no_sync``, which defers gradients.
         fuse: as for :func:`thunder_zero.compile`. The traces have one line for each region that inductor would compile.
-        executors: executors of ``thunder.jit``. Only the front end "thunder" takes executors.
-        frontend: "dynamo" for the program of :func:`thunder_zero.compile`, "thunder" for the program of
-            ``thunder.jit``.
-        dynamic: True to trace sizes of the arguments as symbols, for :func:`thunder_zero.tools.resized`. Only the front
-            end "dynamo" supports symbols.
+        dynamic: True to trace sizes of the arguments as symbols, for :func:`thunder_zero.tools.resized`.
         device: a device such as ``"h100"`` (default: the module's device). The sizes that the policy leaves open and
             the operators of attention depend on ``device``. All other lines depend on the module's device.
 
@@ -99,18 +87,9 @@ def trace(
         TypeError: ``module`` is not a plain module, ``policy`` is not a policy, ``device`` is not a device, or forward
             does not take an argument.
         ValueError: the stage, ``world_size``, ``rank`` or ``replicas`` is out of range, or is given beside a mesh. Or
-            the module has no parameters, or has slices that do not fit the mesh. Or ``frontend`` is unknown, or does
-            not take an argument.
+            the module has no parameters, or has slices that do not fit the mesh.
         RuntimeError: dynamo captures forward as several graphs, or the module is under ``torch.compile`` or DDP.
     """
-    if frontend not in FRONTENDS:
-        raise ValueError(f"frontend is {frontend!r}; choose {' or '.join(map(repr, FRONTENDS))}")
-    if dynamic and frontend != "dynamo":
-        raise ValueError("dynamic is True, and Thunder's front end has no symbols for sizes; leave it out")
-    if fuse is not None and frontend != "dynamo":
-        raise ValueError(f"fuse is {fuse!r}, and frontend is {frontend!r}; pass executors= in its place")
-    if executors and frontend == "dynamo":
-        raise ValueError("executors are those of thunder.jit; pass frontend='thunder', or fuse='inductor'")
     if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
         raise TypeError(
             f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
@@ -123,30 +102,32 @@ def trace(
         if world_size is not None or rank or replicas != 1:
             raise ValueError("mesh says how many ranks there are; leave out world_size, rank and replicas")
         planned, slices, partial = mesh_and_slices(module, mesh, dp_mesh_dims)
-    if slices and frontend != "dynamo":
-        raise ValueError("parameters are DTensors, and Thunder's front end traces none; leave out frontend")
-    request = TraceRequest(
-        module, args, kwargs, policy, planned, synced, device, fuse, executors, dynamic, slices, partial
-    )
-    return FRONTENDS[frontend](request)
+    request = TraceRequest(module, args, kwargs, policy, planned, synced, fuse, device, slices, partial, dynamic)
+    return ProgramSource(request).under(policy)
 
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """The arguments of :func:`programs_of`, and the other arguments of ``trace`` for Thunder's front end."""
+    """What is traced.
+
+    Attributes:
+        module, args, kwargs, policy, synced, fuse, device, dynamic: as for :func:`trace`.
+        mesh: the mesh of the rank.
+        slices: a mapping from paths of sliced parameters to the sliced dimension.
+        partial: paths of parameters whose gradients are summed over tensor-parallel ranks.
+    """
 
     module: nn.Module
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     policy: Policy | int
     mesh: Mesh
-    synced: bool
-    device: Device | str | None
+    synced: bool = True
     fuse: Fuser | None = None
-    executors: Sequence[Executor] | None = None
-    dynamic: bool = False
+    device: Device | str | None = None
     slices: Mapping[str, int] = field(default_factory=dict)
     partial: Container[str] = ()
+    dynamic: bool = False
 
     @property
     def for_gpu(self) -> bool:
@@ -161,52 +142,27 @@ class TraceRequest:
         require_in_plan(self.module, plan)
         return replace(plan, memory_bytes=_memory_bytes(self.module, self.device))
 
-    def inputs(self, plan: Plan, materialize: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
-        """Return the arguments of forward in compute dtypes. ``materialize`` replaces tensors on the meta device."""
+    def inputs(self, plan: Plan) -> tuple[Any, Any]:
+        """Return the arguments of forward in compute dtypes, without meta tensors."""
         name, args, kwargs = type(self.module).__name__, tuple(self.args), dict(self.kwargs)
         inputs = cast_inputs(name, args, kwargs, plan.policy.mixed_precision)
-        args, kwargs = tree_map_only(Tensor, lambda tensor: materialize(tensor) if tensor.is_meta else tensor, inputs)
+        args, kwargs = tree_map_only(Tensor, lambda tensor: shape_of(tensor) if tensor.is_meta else tensor, inputs)
         return args, kwargs
-
-
-def programs_of(
-    module: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    policy: Policy | int,
-    mesh: Mesh,
-    synced: bool = True,
-    fuse: Fuser | None = None,
-    device: Device | str | None = None,
-    slices: Mapping[str, int] | None = None,
-    partial: Container[str] = (),
-) -> ProgramSource:
-    """Capture a module with dynamo, which takes most of the time of a compilation.
-
-    Args:
-        module, args, kwargs, policy, synced, fuse, device: as for :func:`trace`.
-        mesh: the mesh of the rank.
-        slices: a mapping from paths of sliced parameters to the sliced dimension.
-        partial: paths of parameters whose gradients are summed over tensor-parallel ranks.
-    """
-    return ProgramSource(
-        TraceRequest(module, args, kwargs, policy, mesh, synced, device, fuse, slices=slices or {}, partial=partial)
-    )
 
 
 CPU = torch.device("cpu")
 
 
 class ProgramSource:
-    """A module that dynamo and AOTAutograd capture once, as in ``tz.compile``."""
+    """A module that dynamo and AOTAutograd capture once, as for a sharded model."""
 
     def __init__(self, request: TraceRequest) -> None:
         require_known(request.fuse)
         self._request, plan = request, request.plan(request.policy)
-        with _replaced_tensors(request.module, plan, _as_captured), left_to_plan(request.module):
-            inputs = request.inputs(plan, shape_of)
-            self._exported = export(request.module, *inputs, plan, for_gpu=request.for_gpu, dynamic=request.dynamic)
-        self._mode = Mode(self._exported.joint.differentiates and torch.is_grad_enabled(), request.synced)
+        with _replaced_tensors(request.module, plan), left_to_plan(request.module):
+            inputs = request.inputs(plan)
+            self.exported = export(request.module, *inputs, plan, for_gpu=request.for_gpu, dynamic=request.dynamic)
+        self._mode = Mode(self.exported.joint.differentiates and torch.is_grad_enabled(), request.synced)
 
     def under(self, policy: Policy | int, mesh: Mesh | None = None) -> Traces:
         """Return the traces under another policy, and on another mesh if ``mesh`` is given.
@@ -214,48 +170,13 @@ class ProgramSource:
         The policy may differ from the captured policy in the stage, in the kept and recomputed units, and in the bytes
         of buckets and in flight.
         """
-        exported, fuses = self._exported, self._request.fuse is not None
+        exported, fuses = self.exported, self._request.fuse is not None
         plan = replace(self._request, mesh=mesh or self._request.mesh).plan(policy)
-        executor = ZeroExecutor(plan, DryRuntime(self._mode.synced))
+        executor = ZeroExecutor(plan, DryRuntime())
         converted, program = program_of(exported.joint, exported.paths, executor, self._mode, fuses=fuses)
-        names = [proxy.name for proxy in converted.joint.trace.args]
+        names = [proxy.name for proxy in converted.trace.args]
         buffer_paths = {names[position]: path for position, path in exported.buffers.items()}
-        return traces_without(program, fuses=fuses, others=buffer_paths, restored=exported.restored)
-
-
-class DryTransform(ProgramTransform):
-    """A transform that traces the programs of ``ZeroTransform`` without allocating a model's state."""
-
-    def __init__(self, plan: Plan, synced: bool) -> None:
-        super().__init__()
-        self._plan, self._runtime = plan, DryRuntime(synced)
-
-    def parts(self) -> tuple[RefusedPart, ...]:
-        return (*super().parts(), *PARTS)
-
-    def transform_module(self, model: ThunderModule) -> None:
-        self.install(model, self._plan, self._runtime)
-
-
-def _trace_with_dynamo(request: TraceRequest) -> Traces:
-    return ProgramSource(request).under(request.policy)
-
-
-def _trace_with_thunder(request: TraceRequest) -> Traces:
-    """Return the traces that Thunder would make in the first call of a jitted module."""
-    plan = request.plan(request.policy)
-    transform = DryTransform(plan, request.synced)
-    with _replaced_tensors(request.module, plan, _as_computed):
-        jitted = thunder.jit(request.module, transforms=[transform], executors=request.executors)
-        args, kwargs = request.inputs(plan, _without_memory)
-        cached, *_ = compile_data(jitted).get_computation_and_inputs(*args, **kwargs)
-    return transform.entry(cached).traces()
-
-
-FRONTENDS: dict[str, Callable[[TraceRequest], Traces]] = {
-    "dynamo": _trace_with_dynamo,
-    "thunder": _trace_with_thunder,
-}
+        return traces_of_program(program, fuses=fuses, others=buffer_paths, restored=exported.restored)
 
 
 def _memory_bytes(module: nn.Module, device: Device | str | None) -> int | None:
@@ -285,10 +206,8 @@ def _refuse_unknown_arguments(module: nn.Module, kwargs: Mapping[str, Any]) -> N
 
 
 @contextmanager
-def _replaced_tensors(
-    module: nn.Module, plan: Plan, substitute: Callable[[str, nn.Parameter | Tensor, Param | None], Tensor]
-) -> Iterator[None]:
-    """Temporarily replace the module's parameters and buffers, and cast its inputs and outputs.
+def _replaced_tensors(module: nn.Module, plan: Plan) -> Iterator[None]:
+    """Temporarily put a running model's placeholders into the module, and cast its inputs and outputs.
 
     Meta tensors get substitutes on the CPU without memory, so that the trace equals the trace of a run.
     """
@@ -298,7 +217,7 @@ def _replaced_tensors(
     with casting_borders(module, plan.policy.mixed_precision):
         for name, original in originals:
             if id(original) not in substitutes:
-                substitutes[id(original)] = substitute(name, original, plan.by_name.get(name))
+                substitutes[id(original)] = _substitute(original, plan.by_name.get(name))
             set_tensor(module, name, substitutes[id(original)])
         try:
             yield
@@ -307,27 +226,9 @@ def _replaced_tensors(
                 set_tensor(module, name, original)
 
 
-def _as_captured(name: str, original: nn.Parameter | Tensor, param: Param | None) -> Tensor:
-    """Return the placeholder of a running model for a planned parameter. Return other tensors unchanged."""
+def _substitute(original: nn.Parameter | Tensor, param: Param | None) -> Tensor:
+    """Return the placeholder of a planned parameter, or another tensor with a shape and without values on meta."""
     if param is not None and isinstance(original, nn.Parameter):
-        return placeholder_of(param.path, original, param.compute_dtype, _device(original))
+        device = CPU if original.is_meta else original.device
+        return placeholder_of(param.path, original, param.compute_dtype, device)
     return shape_of(original) if original.is_meta else original
-
-
-def _as_computed(name: str, original: nn.Parameter | Tensor, param: Param | None) -> Tensor:
-    """Return a tensor in its compute dtype on the CPU or a GPU. Return a matching tensor unchanged."""
-    dtype = original.dtype if param is None else param.compute_dtype
-    if dtype is original.dtype and not original.is_meta:
-        return original
-    if isinstance(original, nn.Parameter):
-        return placeholder(name, original, dtype, _device(original))
-    return _without_memory(original)
-
-
-def _device(original: Tensor) -> torch.device:
-    return CPU if original.is_meta else original.device
-
-
-def _without_memory(tensor: Tensor) -> Tensor:
-    """Return a CPU tensor with the shape of a meta tensor, and with memory for only one element."""
-    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)

@@ -9,9 +9,9 @@ from math import nan, sqrt
 import torch
 from torch import Tensor
 
+from thunder_zero.capture.zero_module import zero_module
 from thunder_zero.comm import agree
 from thunder_zero.comm.small_collectives import all_gather_object
-from thunder_zero.frontends.zero_module import zero_module
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.sharded_model import tagged

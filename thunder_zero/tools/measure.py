@@ -7,9 +7,9 @@ from itertools import pairwise, zip_longest
 from math import inf
 from statistics import median
 
+from thunder_zero.capture.zero_module import traces_of, zero_module
 from thunder_zero.comm import agree
 from thunder_zero.comm.small_collectives import all_gather_object
-from thunder_zero.frontends.zero_module import traces_of, zero_module
 from thunder_zero.plan.policy import Times, is_count
 from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.sharded.sharded_model import tagged

@@ -8,7 +8,7 @@
 
 Fusion comes after scheduling, so regions end at scheduled collectives. Lines that draw random numbers, communicate, or
 call Python are not fused: inductor would draw other numbers than torch, and may move collectives.
-``frontends/dynamo/kernels.py`` compiles the regions.
+``traces/kernels.py`` compiles the regions.
 """
 
 from __future__ import annotations

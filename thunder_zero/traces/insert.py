@@ -1,185 +1,129 @@
-"""Inserts a synchronise before each parameter's first use; names phases for ranks to compare.
+"""Rewrites the trace of a plain module into that of a sharded module, in two transforms.
 
-The trace that Thunder acquires reads full parameters. Its inputs become this rank's shards. A synchronise of each
-parameter comes before the first line that reads it::
+A synchronise of a parameter comes before the first line that reads it, and a reduction of a gradient right after the
+line that computes it::
 
-    y = ltorch.linear(x, t_w, t_b)                    t0 = zero_synchronize(t_w, 'w')
-                                             ->       t1 = zero_synchronize(t_b, 'b')
-                                                      y = ltorch.linear(x, t0, t1)
+    def computation(x, w):                    def computation(x, t_w):
+      y = aten.mm(x, w)                         w = zero_synchronize(t_w, 'w')
+      y_grad = get_grad(y)              ->      y = aten.mm(x, w)
+      w_grad = aten.mm(x.t(), y_grad)           y_grad = get_grad(y)
+      return y, w_grad                          w_grad = aten.mm(x.t(), y_grad)
+                                                t_w_grad = zero_reduce(w_grad, 'w')
+                                                return y, t_w_grad
 
-A synchronise gathers nothing yet: autodiff and lowering replace it with gather, wait and reduction (``symbols.py``).
-The names of a tied parameter share one synchronise, so autodiff sums its gradients, and the sum is reduced once.
-
-The module's parameters are DTensors of the full shape. At the end of the prologue, :func:`take_rows` inserts the line
-that takes their rows on this rank::
-
-    (t0, t1) = zero_rows((t_w, t_b), ('w', 'b'))
-
-At the start of the prologue, :func:`take_rows` inserts ``zero_check_call``. This line makes Thunder choose a program
-that fits ``no_sync`` and the call's guard (``compat/thunder/guards.py``). Thunder's checks of the DTensors are removed,
-since ``frontends/placement.py`` checks DTensors before each forward.
+These lines are names for lines that ``lower.py`` writes: nothing is gathered or reduced yet. A parameter that is full
+at rest needs no synchronise.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
-from copy import copy
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from thunder_zero.compat.lines import set_look
-from thunder_zero.plan.mesh import SHARD
+import torch
+
+from thunder_zero.compat.lines import set_signature
 from thunder_zero.plan.params import Param
-from thunder_zero.traces.coded import paths_of
-from thunder_zero.traces.symbols import Facts, ZeroExecutor, axis_of
+from thunder_zero.traces.lift import forward_lines, is_joint
+from thunder_zero.traces.operators import line as line_of
+from thunder_zero.traces.operators import operator_of, read_for_shape
+from thunder_zero.traces.symbols import Facts, JointTrace, free_name
 
 from thunder.core import prims
-from thunder.core.dtypes import to_dtype
+from thunder.core.devices import to_torch_device
+from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
-
-UNPACKED = (prims.unpack_parameter, prims.unpack_buffer)
+from thunder.core.trace import TraceProvenance, from_trace, tracectx
 
 
-def module_inputs(prologue: TraceCtx, computation: TraceCtx) -> dict[str, str]:
-    """Return a mapping from names of inputs of the computation to the paths of the module's parameters and buffers."""
-    paths = {line.output.name: line.args[1] for line in prologue.bound_symbols if line.sym in UNPACKED}
-    pairs = zip(prologue.output[0], computation.args, strict=True)
-    return {comp.name: paths[pro.name] for pro, comp in pairs if pro.name in paths}
-
-
-def facts_of(names: Mapping[str, str], executor: ZeroExecutor) -> Facts:
-    """Return the facts of a program that is compiled now.
-
-    Args:
-        names: a mapping from names of inputs to the paths of the module's parameters and buffers.
-        executor: the model's symbols.
-    """
-    by_name = executor.plan.by_name
-    inputs = {name: by_name[path].path for name, path in names.items() if path in by_name}
-    others = {name: path for name, path in names.items() if path not in by_name}
-    return Facts(executor, executor.plan, inputs, others, synced=executor.runtime.synced)
-
-
-def insert_synchronize(computation: TraceCtx, facts: Facts) -> TraceCtx:
-    """Return the trace (before autodiff) with shards as inputs, each synchronised before its first use."""
-    proxies = {proxy.name: proxy for proxy in computation.args if proxy.name in facts.inputs}
-    _put_inputs_at_rest(computation, facts)
-    new = from_trace(computation)
-    full: dict[str, TensorProxy] = {}  # by path
-    replacements: dict[Any, Proxy] = {}  # by input
-    with tracectx(new):
-        for line in computation.bound_symbols:
-            if line.sym is prims.python_return:
-                _require_no_parameters(line, facts)
-                new.bound_symbols.append(line)
-                continue
+def insert_synchronize(plain: JointTrace) -> JointTrace:
+    """Return the trace with rows in place of parameters, each synchronised before its first reader."""
+    facts, lines = plain.facts, plain.trace.bound_symbols
+    trace = from_trace(plain.trace)
+    trace.names = set(trace.names)  # a copy: the plain trace does not change
+    full: dict[str, TensorProxy] = {}  # path: the full parameter
+    swaps: dict[Any, Proxy] = {}  # another input of a parameter: the full parameter
+    with tracectx(trace):
+        rows = {arg.name: _rows(arg, facts) for arg in plain.trace.args}
+        new_lines = [prims.unpack_trivial.bind(arg, name=arg.name, output=arg) for arg in rows.values()]
+        for line, is_forward in zip(lines[:-1], forward_lines(lines)[:-1], strict=True):
             if line.sym is prims.unpack_trivial:
-                new.bound_symbols.append(line)
                 continue
-            read = [proxies[proxy.name] for proxy in line.flat_proxy_args if proxy.name in proxies]
-            for proxy in read:
-                path = facts.inputs[proxy.name]
+            shapes = {} if is_forward else dict(_stand_ins(line, facts))
+            for proxy in line.flat_proxy_args:
+                path = facts.inputs.get(proxy.name)
+                if path is None or variableify(proxy) in shapes:
+                    continue
                 if path not in full:
-                    full[path] = facts.executor.synchronize(proxy, path)
-                replacements[variableify(proxy)] = full[path]
-            new.bound_symbols.append(line.from_bsym_swap_proxies(replacements, skip_output=True) if read else line)
-    new.set_provenance(TraceProvenance("Insert synchronise (thunder_zero)"))
-    return new
+                    full[path] = proxy
+                    if rows[proxy.name] is not proxy:
+                        new_lines.append(facts.executor.synchronize.bind(rows[proxy.name], path, output=proxy))
+                elif full[path].name != proxy.name:
+                    swaps[variableify(proxy)] = full[path]
+            new_lines += [stand_in for stand_in in shapes.values()]
+            replaced = swaps | {name: stand_in.output for name, stand_in in shapes.items()}
+            new_lines.append(line.from_bsym_swap_proxies(replaced, skip_output=True) if replaced else line)
+    result = lines[-1].args[0]
+    args = [arg if arg is None else rows.get(arg.name, arg) for arg in result["flat_args"]]
+    trace.args = list(rows.values())
+    trace.bound_symbols = [*new_lines, lines[-1].from_bsym(args=({**result, "flat_args": args},))]
+    set_signature(trace, "computation", (arg.name for arg in trace.args))
+    trace.set_provenance(TraceProvenance("Insert synchronise (thunder_zero)"))
+    inputs = {rows[name].name: path for name, path in facts.inputs.items()}
+    return JointTrace(trace, replace(facts, inputs=inputs))
 
 
-def take_rows(prologue: TraceCtx, facts: Facts, guard: int) -> None:
-    """Insert into the prologue, in place, the line that takes rows, and the line that checks the call. A program runs
-    only for calls with the program's ``guard`` and ``synced``."""
-    executor, plan = facts.executor, facts.plan
-    unpacked: dict[str, tuple[TensorProxy, Param]] = {}
-    for line in prologue.bound_symbols:
-        if line.sym is prims.unpack_parameter and line.args[1] in plan.by_name:
-            param = plan.by_name[line.args[1]]
-            line.output = copy(line.output)  # the computation shares the proxy, but with the shape of the rows
-            _put_at_rest(line.output, param, param.rest_shape, executor)
-            unpacked[line.output.name] = line.output, param
-    prologue.bound_symbols = [
-        line
-        for line in prologue.bound_symbols
-        if line.sym is not prims.check_tensor_shape_and_metadata or line.args[0].name not in unpacked
-    ]
-    with tracectx(prologue):
-        serves = executor.check_call.bind(facts.synced, guard, output=None)
-    prologue.bound_symbols.insert(0, serves)
-    _return_rows(prologue, unpacked, executor)
+def insert_reductions(joint: JointTrace) -> JointTrace:
+    """Return the trace with the mean over ranks of each parameter's gradient as the result in place of the gradient."""
+    facts, (*lines, end) = joint.facts, joint.trace.bound_symbols
+    result = end.args[0]
+    if not is_joint(result):
+        return joint
+    pairs = zip(result["flat_args"], result["output"], strict=True)
+    names = [(arg.name, grad.name) for arg, grad in pairs if isinstance(arg, Proxy) and isinstance(grad, Proxy)]
+    paths = {grad: facts.inputs[arg] for arg, grad in names if arg in facts.inputs}
+    trace = from_trace(joint.trace)
+    trace.names = set(trace.names)
+    means: dict[str, TensorProxy] = {}  # name of a gradient: its mean
+    with tracectx(trace):
+        for line in lines:
+            trace.bound_symbols.append(line)
+            for grad in line.flat_proxy_outs:
+                if grad.name in paths.keys() - means.keys():
+                    mean = means[grad.name] = facts.executor.mean_of(grad, paths[grad.name])
+                    trace.bound_symbols.append(facts.executor.reduce.bind(grad, paths[grad.name], output=mean))
+    output = tuple(grad if grad is None else means.get(grad.name, grad) for grad in result["output"])
+    trace.bound_symbols.append(end.from_bsym(args=({**result, "output": output},)))
+    trace.set_provenance(TraceProvenance("Insert reductions (thunder_zero)"))
+    return JointTrace(trace, facts)
 
 
-def _return_rows(prologue: TraceCtx, unpacked: Mapping[str, tuple[TensorProxy, Param]], executor: ZeroExecutor) -> None:
-    """Make the prologue return ``zero_rows(shards)`` instead of the shards, if forward uses any shard."""
-    result = prologue.bound_symbols.pop()
-    taken = [unpacked[proxy.name] for proxy in result.flat_proxy_args if proxy.name in unpacked]
-    if not taken:
-        prologue.bound_symbols.append(result)
-        return
-    with tracectx(prologue):
-        rows = executor.rows(tuple(shard for shard, _ in taken), tuple(param.path for _, param in taken))
-    replacements = {variableify(shard): row for (shard, _), row in zip(taken, rows, strict=True)}
-    prologue.bound_symbols.append(result.from_bsym_swap_proxies(replacements))
+def _rows(arg: Any, facts: Facts) -> Any:
+    """Return the rows of a parameter, or the argument itself if it is another one, or full at rest."""
+    path = facts.inputs.get(arg.name)
+    param = None if path is None else facts.plan.by_name[path]
+    return arg if param is None or _is_full(param) else facts.executor.rows_of(arg, param, free_name(f"t_{path}"))
 
 
-def _put_inputs_at_rest(trace: TraceCtx, facts: Facts) -> None:
-    """Set the shape of each input that is a parameter to the shape of its rows."""
-    for proxy in trace.args:
-        if path := facts.inputs.get(proxy.name):
-            param = facts.plan.by_name[path]
-            _put_at_rest(proxy, param, facts.plan.shard_shape(param), facts.executor)
+def _is_full(param: Param) -> bool:
+    """Return whether a parameter at rest is the parameter that lines read."""
+    return not param.sharded and not param.is_cast
 
 
-def _put_at_rest(proxy: TensorProxy, param: Param, shape: tuple[int, ...], executor: ZeroExecutor) -> None:
-    """Set the shape of an input. Set its dtype and device to those of the parameter at rest."""
-    device = executor.device_at_rest(param) or proxy.device
-    set_look(proxy, shape, to_dtype(param.rest_dtype), device, is_number=not param.shape)
+def _stand_ins(line: BoundSymbol, facts: Facts) -> Iterator[tuple[Any, BoundSymbol]]:
+    """Yield a line that makes an empty tensor for each freed parameter of which a line of backward reads the shape.
 
-
-def _require_no_parameters(line: BoundSymbol, facts: Facts) -> None:
-    """Raise ValueError if forward returns a parameter itself."""
-    returned = line.args[0]["output"]
-    for proxy in returned if isinstance(returned, tuple) else (returned,):
-        if isinstance(proxy, Proxy) and proxy.name in facts.inputs:
-            raise ValueError(
-                f"forward returns the parameter {facts.inputs[proxy.name]!r} itself, which is sharded; return a value "
-                f"computed from it, or read it with thunder_zero.full_state_dict"
-            )
-
-
-def launches_of(trace: TraceCtx, executor: ZeroExecutor) -> list[str]:
-    """Return the launches of a phase in order, such as ``all_gather h.0.w, h.0.b``. Frees and waits are left out, since
-    they may differ between ranks: recomputing depends on the shapes of a rank's inputs."""
-    launches = []
-    for line in trace.bound_symbols:
-        if (symbol := executor.launches.get(line.sym.name)) is not None:
-            name = symbol.name.removeprefix("zero_")
-            suffix = f" over {axis_of(line)}" * bool(executor.axis(SHARD))
-            launches.append(f"{name} {', '.join(paths_of(line))}{suffix}")
-    return launches
-
-
-def add_enter(trace: TraceCtx, phase: str, facts: Facts) -> TraceCtx:
-    """Insert a line before the first launch of a phase, with the phase's name and the digest of its launches::
-
-        zero_enter('backward', '1f0c5a9e')
-        t5 = zero_all_gather(t_h_0_w, 'h.0.w')
-
-    Ranks compare name and digest, so that they cannot mix up messages. A phase without launches gets no line: another
-    rank may run no such phase.
+    This saves backward the gather. The pairs are (parameter, line).
     """
-    executor = facts.executor
-    index = next((index for index, line in enumerate(trace.bound_symbols) if line.sym.name in executor.launches), None)
-    if index is None:
-        return trace
-    launches = launches_of(trace, executor)
-    digest = hashlib.sha256("\n".join(launches).encode()).hexdigest()[:8]
-    executor.runtime.note_launches(digest, launches)
-    new = from_trace(trace)
-    with tracectx(new):
-        line = executor.enter.bind(facts.named(phase), digest, output=None)
-    new.bound_symbols = [*trace.bound_symbols[:index], line, *trace.bound_symbols[index:]]
-    new.set_provenance(TraceProvenance("Name the phase (thunder_zero)"))
-    return new
+    for full in read_for_shape(operator_of(line), line.args):
+        path = facts.inputs.get(full.name)
+        param = None if path is None else facts.plan.by_name[path]
+        if param is not None and param.sharded and not param.resident and not param.kept_unsharded:
+            output = full.replace_name(free_name(f"{path}_like"))
+            options = {"dtype": to_torch_dtype(full.dtype), "device": to_torch_device(full.device)}
+            yield (
+                variableify(full),
+                line_of(torch.ops.aten.empty.memory_format, (list(full.shape),), options, output),
+            )

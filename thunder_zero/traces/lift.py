@@ -52,7 +52,7 @@ MAY_HAVE_FLOPS = {Work.ATTENTION, Work.CONVOLUTION, Work.MATMUL, Work.OTHER}
 def lift(trace: TraceCtx, facts: Facts, *, coded: bool = False) -> Timeline:
     """Return the timeline of a joint trace: one operation for each line, forward first.
 
-    A line belongs to forward if forward's outputs need it. Thunder splits by this rule, too.
+    A line belongs to forward if forward's outputs need it.
 
     Args:
         trace: the joint trace.
@@ -241,6 +241,10 @@ def _values_of(lines: Sequence[BoundSymbol]) -> dict[str, Value]:
         base = ""
         if makes_view(line):
             viewed = line.flat_proxy_args[0].name
+            if viewed not in values:
+                raise ScheduleError(
+                    f"{line.sym.name} reads {viewed}, which is neither an input nor written by any operation"
+                )
             base = values[viewed].base or viewed
         for proxy in (*line.flat_proxy_outs, *line.flat_proxy_args):
             if proxy.name not in values and isinstance(proxy, TensorProxy | FutureTensorProxy):
@@ -251,7 +255,7 @@ def _values_of(lines: Sequence[BoundSymbol]) -> dict[str, Value]:
 
 
 def forward_lines(lines: Sequence[BoundSymbol]) -> list[bool]:
-    """Return, for each line, whether forward's outputs need it. Thunder splits by this rule, too."""
+    """Return, for each line, whether forward's outputs need it."""
     result = lines[-1].args[0]
     if not is_joint(result):
         return [True] * len(lines)
@@ -262,7 +266,7 @@ def forward_lines(lines: Sequence[BoundSymbol]) -> list[bool]:
         if line.sym is prims.get_grad:
             continue
         makes = any(proxy.name in needed for proxy in line.flat_proxy_outs)
-        if makes or line.sym.id in PREAMBLE or (line.sym.name == "copy_" and line.args[1].name in needed):
+        if makes or line.sym.id in PREAMBLE:
             forward[index] = True
             needed.update(proxy.name for proxy in line.flat_proxy_args)
     return forward

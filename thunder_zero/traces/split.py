@@ -1,8 +1,7 @@
 """Splits a joint trace into the traces that run, forward and backward, each with ``del`` lines.
 
-The traces equal the results of Thunder's ``split_into_forward_and_backward`` and ``del_last_used``, but share the line
-objects of the joint trace. Thunder copies lines. Copies lose cached reads and writes, which take longer to compute than
-the split. Lines of backward that nothing needs are left out.
+Lines are shared with the joint trace, since a copy would lose its cached reads and writes. Lines of backward that
+nothing needs are left out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The symbols of our lines in a trace (``zero_all_gather``, ...) and the functions that they call.
 
-Each model has its own executor, so a line of a trace needs no process group and no state. Its arguments are only
+Each program has its own executor, so a line of a trace needs no process group and no state. Its arguments are only
 tensors and paths of parameters::
 
     q4 = zero_encode(t_h_0_w, 'h.0.w')                    # a cast, a copy or bytes, if planned
@@ -10,26 +10,25 @@ tensors and paths of parameters::
     t9 = zero_reduce_scatter_coalesced((g0, g1), ('h.0.w', 'h.0.b'))
     (s0, s1) = zero_wait_coalesced(t9)
 
-``insert.py`` writes only ``zero_synchronize(t_h_0_w, 'h.0.w')``, which returns the full parameter. A synchronise's
-gradient is the mean over ranks. Autodiff replaces a synchronise by its gradient rule, ``_synchronize_grad``: gather and
-wait, and in backward reduction and wait, if the parameter is trained. Without autodiff (``torch.no_grad``),
-``lower_synchronize`` inserts gather and wait, when Thunder assigns lines to executors. A replicated parameter is at
-most cast, and its gradient is all-reduced. ``sharded/runtime.py`` has the functions that the lines call.
+``zero_synchronize(t_h_0_w, 'h.0.w')`` and ``zero_reduce(g, 'h.0.w')`` stand for these lines until ``lower.py`` writes
+them. ``sharded/runtime.py`` has the functions that the lines call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import count
+from keyword import iskeyword
 from math import prod
 from operator import floordiv, mod
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from thunder_zero.compat.never_fuses import NeverFuses
 from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.schedule.timeline import Kind, Op
@@ -39,6 +38,7 @@ from thunder.core import prims
 from thunder.core.devices import Device, to_device
 from thunder.core.proxies import FutureTensorProxy, NumberProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, get_tracectx
 from thunder.extend import OperatorExecutor
 
 
@@ -55,6 +55,9 @@ class SymbolicShape:
         return [int(eval(size, FUNCTIONS, known)) for size in self.sizes]
 
 
+TAKEN = frozenset(  # names that Thunder's traces use
+    ("torch", "thunder", "Tensor", "C0", "C1", "saved_for_backward", "cotangents", "slice", "float", "complex")
+)
 FUNCTIONS = {"Max": max, "Min": min, "Mod": mod, "FloorDiv": floordiv, "PythonMod": mod}  # as torch writes them
 
 
@@ -66,24 +69,30 @@ class Facts:
         executor: the symbols of our lines.
         plan: the plan of each parameter; scheduling marks parameters as kept unsharded.
         inputs: a mapping from inputs of the trace to the paths of parameters of the plan.
-        others: a mapping from inputs to the paths of the module's buffers and of parameters that the policy ignores.
         synced: True if gradients are reduced, False if they are deferred.
-        sizes: the shapes of all other inputs, if they are known. A dynamic size is represented by the name of
-            the input that holds its value.
+        sizes: the shapes of all other inputs. A dynamic size is represented by the name of the input that holds its
+            value.
         shapes: the shapes of values that have symbolic sizes.
     """
 
     executor: ZeroExecutor
     plan: Plan
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    others: Mapping[str, str] = field(default_factory=dict)
-    synced: bool = True
-    sizes: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
-    shapes: Mapping[str, SymbolicShape] = field(default_factory=dict)
+    inputs: Mapping[str, str]
+    synced: bool
+    sizes: Mapping[str, tuple[int | str, ...]]
+    shapes: Mapping[str, SymbolicShape]
 
     def named(self, phase: str) -> str:
         """Return the name of a phase of the program. Ranks compare names, and may run different graphs."""
         return phase + " under no_sync" * (not self.synced)
+
+
+@dataclass(frozen=True, eq=False)
+class JointTrace:
+    """A trace of forward, and of backward if there is one, before it is scheduled."""
+
+    trace: TraceCtx
+    facts: Facts
 
 
 class Runtime(Protocol):
@@ -115,25 +124,11 @@ class Runtime(Protocol):
     def device(self) -> torch.device | None:
         """The device of compute; None if it is the parameters' device."""
 
-    @property
-    def synced(self) -> bool:
-        """True if a program that is compiled now reduces gradients, False if it defers them (``no_sync``)."""
-
-    def guard(self, lookups: tuple[Any, ...]) -> int:
-        """Return the number of the guard of a program that is compiled now. ``lookups`` lists the names that its
-        forward looked up."""
-
-    def check_call(self, synced: bool, guard: int) -> None:
-        """Raise if a program that was compiled with this ``synced`` and this guard may not run now."""
-
-    def take_rows(self, shards: Sequence[Tensor], paths: Sequence[str]) -> tuple[Tensor, ...]:
-        """Return the padded rows that a program reads, from the shards that the optimizer steps."""
-
     def defer(self, grad: Tensor, path: str) -> None:
         """Hold a full gradient; the next reduction of the parameter adds it."""
 
     def reduce_deferred(self, paths: Sequence[str]) -> None:
-        """Reduce the deferred gradients of parameters that this backward does not reach, into ``.grad``."""
+        """Reduce deferred gradients at the end of backward. ``paths`` are the parameters that this graph misses."""
 
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
         """Raise on every rank if any gradient on any rank is not finite."""
@@ -149,23 +144,9 @@ class Runtime(Protocol):
 
 
 class DryRuntime:
-    """The runtime of a trace that is only read. It has no process group, and runs only Thunder's prologue."""
+    """The runtime of a trace that is only read. It has no process group."""
 
     device = None
-
-    def __init__(self, synced: bool) -> None:
-        self.synced = synced
-
-    def guard(self, lookups: tuple[Any, ...]) -> int:
-        """Return 0. Ignore ``lookups``: the programs of a dry run never run."""
-        return 0
-
-    def check_call(self, synced: bool, guard: int) -> None:
-        """Accept every call, since a dry run has one program."""
-
-    def take_rows(self, shards: Sequence[Tensor], paths: Sequence[str]) -> tuple[Tensor, ...]:
-        """Return the shards unchanged, since there are no rows."""
-        return tuple(shards)
 
     def _refuse(self, *args: Any) -> Any:
         raise RuntimeError(
@@ -183,16 +164,16 @@ class DryRuntime:
         """Do nothing: there is no other rank."""
 
 
-class ZeroExecutor(NeverFuses, OperatorExecutor):
+class ZeroExecutor(OperatorExecutor):
     """The symbols of one model.
 
     Attributes:
         plan: the plan of each parameter, for shapes and dtypes.
-        synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
+        synchronize, reduce: symbols that ``lower.py`` replaces.
+        cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
         encode, decode, encode_grad, decode_grad: symbols for one tensor each, before a launch and after its wait.
         coalesced: a mapping from symbols for one tensor to symbols for several tensors.
         check_finite, reduce_deferred, wait_offloaded: symbols of lines before backward's return.
-        check_call, rows: symbols of lines in the prologue, where Thunder chooses a program and unpacks its inputs.
         enter: the symbol of the line before the first launch of each phase, in the traces that run.
     """
 
@@ -219,29 +200,55 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         self.defer = register("zero_defer_reduction", _no_meta)
         tags = (prims.OpTags.DONT_DCE,)
         self.enter = register("zero_enter", _no_meta, tags)
-        self.check_call = register("zero_check_call", _no_meta, tags)
-        self.rows = register("zero_rows", self._rows_meta)
         self.reduce_deferred = register("zero_reduce_deferred", _no_meta, tags)
         self.check_finite = register("zero_check_finite", _no_meta, tags)
         self.wait_offloaded = register("zero_wait_offloaded", _no_meta, tags)
-        self.cast = register("zero_cast", self._synchronize_meta)
-        self.synchronize = self.register_operator("zero_synchronize", meta=self._synchronize_meta, fn=None)
-        self.register_implementation(
-            self.synchronize,
-            self.synchronize,
-            execution_transform=self.lower_synchronize,
-            grad_transform=self._synchronize_grad,
-        )
+        self.cast = register("zero_cast", _no_meta)
+        self.synchronize = register("zero_synchronize", _no_meta)
+        self.reduce = register("zero_reduce", _no_meta)
 
     def reduction(self, param: Param, axis: str) -> Symbol:
         """Return the symbol that reduces the parameter's gradient over an axis."""
         return self.reduce_scatter if param.sharded and axis == SHARD else self.all_reduce
 
-    def reduced(self, grad: TensorProxy, param: Param) -> TensorProxy:
-        """Emit the lines that reduce a gradient; return its mean."""
-        for axis in self.plan.reduced_over(param):
-            grad = self.wait(self.reduction(param, axis)(grad, param.path, *self.axis(axis)))
-        return grad
+    def gathers(self, shard: TensorProxy, path: str, full: TensorProxy) -> tuple[BoundSymbol, ...]:
+        """Return the lines that make the full parameter of its rows."""
+        if not self.plan.by_name[path].sharded:
+            return (self.cast.bind(shard, path, output=full),)
+        handle = self._gather_meta(shard, path)
+        return self.all_gather.bind(shard, path, output=handle), self.wait.bind(handle, output=full)
+
+    def reductions(self, grad: TensorProxy, path: str, mean: TensorProxy) -> Iterator[BoundSymbol]:
+        """Yield the lines that average a gradient, over one axis after another."""
+        param = self.plan.by_name[path]
+        *first, last = self.plan.reduced_over(param)
+        for axis in (*first, last):
+            args = (grad, path, *self.axis(axis))
+            handle = self._reduce_meta(*args)
+            grad = mean if axis == last else _wait_meta(handle)
+            yield self.reduction(param, axis).bind(*args, output=handle)
+            yield self.wait.bind(handle, output=grad)
+
+    def rows_of(self, full: TensorProxy, param: Param, name: str) -> TensorProxy:
+        """Return the proxy of a parameter's rows at rest."""
+        return TensorProxy(
+            name,
+            shape=self.plan.shard_shape(param),
+            device=self.device_at_rest(param) or full.device,
+            dtype=dtypes.to_dtype(param.rest_dtype),
+            requires_grad=param.requires_grad,
+        )
+
+    def mean_of(self, grad: TensorProxy, path: str) -> TensorProxy:
+        """Return the proxy of the mean of a gradient: rows in the parameter's dtype."""
+        param = self.plan.by_name[path]
+        return TensorProxy(
+            free_name(f"t_{path}_grad"),
+            shape=self.plan.shard_shape(param),
+            device=self.device_at_rest(param) or grad.device,
+            dtype=dtypes.to_dtype(param.dtype),
+            requires_grad=False,
+        )
 
     def axis(self, name: str) -> tuple[str, ...]:
         """Return the trailing arguments of a launch: its axis, or no argument if the axis is the only data axis."""
@@ -265,15 +272,6 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         return frozenset((self.wait.name, self.coalesced[self.wait].name))
 
     # Shapes, dtypes and devices, for tracing.
-
-    def _synchronize_meta(self, shard: TensorProxy, path: str) -> TensorProxy:
-        param = self.plan.by_name[path]
-        dtype = dtypes.to_dtype(param.compute_dtype)
-        return TensorProxy(like=shard, shape=param.shape, dtype=dtype, device=self._device_of(shard))
-
-    def _rows_meta(self, shards: Sequence[TensorProxy], paths: Sequence[str]) -> tuple[TensorProxy, ...]:
-        shapes = [self.plan.shard_shape(self.plan.by_name[path]) for path in paths]
-        return tuple(TensorProxy(like=shard, shape=shape) for shard, shape in zip(shards, shapes, strict=True))
 
     def _gather_meta(self, shard: TensorProxy, path: str, *axis: str) -> FutureTensorProxy:
         param = self.plan.by_name[path]
@@ -339,22 +337,6 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         device = self._device_of(tensor)
         return TensorProxy(shape=shape, device=device, dtype=dtypes.to_dtype(dtype), requires_grad=False, prefix="q")
 
-    # The lowering and the gradient of a synchronise.
-
-    def lower_synchronize(self, shard: TensorProxy, path: str) -> TensorProxy:
-        """Emit a gather and its wait, or a cast of a replicated parameter. A replicated parameter that needs no cast
-        keeps its synchronise, which ``drop_replicas`` removes."""
-        param = self.plan.by_name[path]
-        if param.sharded:
-            return self.wait(self.all_gather(shard, path))
-        return self.cast(shard, path) if param.is_cast else self.synchronize(shard, path)
-
-    def _synchronize_grad(self, shard: TensorProxy, path: str) -> TensorProxy:
-        full = self.lower_synchronize(shard, path)
-        grad = prims.get_grad(full)
-        prims.put_grad(shard, self.reduced(grad, self.plan.by_name[path]))
-        return full
-
 
 def functions_of(runtime: Runtime, plan: Plan) -> dict[str, Callable[..., Any]]:
     """Return a mapping from names of symbols to the functions that the lines of a trace call."""
@@ -376,14 +358,27 @@ def functions_of(runtime: Runtime, plan: Plan) -> dict[str, Callable[..., Any]]:
         "zero_reduce_scatter_coalesced": runtime.reduce,
         "zero_wait_coalesced": lambda handle: handle.wait(),
         "zero_defer_reduction": runtime.defer,
+        "zero_synchronize": _is_lowered,
+        "zero_reduce": _is_lowered,
         "zero_enter": runtime.enter,
-        "zero_check_call": runtime.check_call,
-        "zero_rows": runtime.take_rows,
         "zero_reduce_deferred": runtime.reduce_deferred,
         "zero_check_finite": runtime.check_finite,
         "zero_wait_offloaded": runtime.wait_offloaded,
         "zero_cast": lambda full, path: full.to(plan.by_name[path].compute_dtype),
     }
+
+
+def free_name(name: str) -> str:
+    """Return an identifier for a name or path, different from the names of values and of our symbols."""
+    name = re.sub(r"\W", "_", name)
+    name = name if name.isidentifier() and not name.startswith("zero_") else f"_{name}"
+    return first_free(name, get_tracectx().names)
+
+
+def first_free(name: str, names: Collection[str]) -> str:
+    """Return the name, with a number if it is in ``names``, is a keyword, or is used by Thunder's traces."""
+    candidates = (name if number == 0 else f"{name}_{number}" for number in count())
+    return next(free for free in candidates if free not in names and free not in TAKEN and not iskeyword(free))
 
 
 def _launch_one(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -394,6 +389,10 @@ def _launch_one(launch: Callable[..., Any]) -> Callable[..., Any]:
 def _code_one(code: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
     """Return an encoder or decoder as a function of one tensor and one path."""
     return lambda tensor, path, *axis: code((tensor,), (path,), *axis)[0]
+
+
+def _is_lowered(tensor: Any, path: str) -> NoReturn:
+    raise AssertionError(f"{path}: a trace with this line is only read; the lines in its place run")
 
 
 def _wait_meta(handle: FutureTensorProxy) -> TensorProxy:

@@ -1,9 +1,8 @@
 """Writes a trace as a Python function, each line once.
 
-In: a trace. Out: a function equal to the result of Thunder's ``python_callable``, but without comments in its text.
-Thunder formats each line fifteen times. The function calls torch's operators by names that are bound here: looking an
-operator up in ``torch.ops`` and passing its ``__call__`` takes as long as a view, and most lines are views. Tracebacks
-show the text.
+In: a trace. Out: a function. Thunder's ``python_callable`` formats each line fifteen times. The function calls torch's
+operators by names that are bound here: looking an operator up in ``torch.ops`` and passing its ``__call__`` takes as
+long as a view, and most lines are views. Tracebacks show the text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Wraps AOTAutograd for ``tz.compile``: a joint graph, and a function that runs two phases.
+"""Wraps AOTAutograd: a joint graph, and a function that runs two phases.
 
 In: a graph of dynamo. Out: a :class:`Joint`, which has forward and backward in one graph (:func:`export`).
 :func:`compiled` makes a function for which PyTorch handles autograd, writes to inputs, and outputs that are views::

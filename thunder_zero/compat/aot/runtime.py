@@ -34,13 +34,16 @@ Boxed = Callable[[list[Any]], list[Any]]
 Check = Callable[[Node, Sequence[Any]], None]
 
 
-def compiled(joint: Joint, phases: Phases, check: Check) -> Callable[[list[Any]], Sequence[Any]]:
+def compiled(
+    joint: Joint, phases: Phases, check: Check, *, materialize_grads: bool
+) -> Callable[[list[Any]], Sequence[Any]]:
     """Return a function of a list of inputs that runs the phases.
 
     Args:
         joint: the graph that the phases compute.
         phases: the functions that compute the graph's tensors.
         check: a function that gets the node and the tangents of each backward before it runs, and may raise.
+        materialize_grads: True to give backward zeros for a missing tangent, False to give it None.
     """
     state, capture = _for_one_program(joint.exported)
     has_objects = capture.maybe_subclass_meta is not None or objects_of(joint)
@@ -55,7 +58,7 @@ def compiled(joint: Joint, phases: Phases, check: Check) -> Callable[[list[Any]]
     def backward(graph: fx.GraphModule, args: Any) -> Boxed:
         return _boxed(wrapped.backward)
 
-    with torch.no_grad(), aot_config.patch(donated_buffer=False), _checked(check):
+    with torch.no_grad(), aot_config.patch(donated_buffer=False), _checked(check, materialize_grads):
         function: Callable[[list[Any]], Sequence[Any]]
         function, _ = aot_stage2_compile(state, capture, partition, forward, backward)
     return function
@@ -103,11 +106,8 @@ def _boxed(function: Boxed) -> Boxed:
 
 
 @contextmanager
-def _checked(check: Check) -> Iterator[None]:
-    """Make the autograd function that AOTAutograd builds inside the block call ``check`` before each backward.
-
-    Backward gets None for a missing tangent, where torch would pass zeros.
-    """
+def _checked(check: Check, materialize_grads: bool) -> Iterator[None]:
+    """Make the autograd function that AOTAutograd builds inside the block call ``check`` before each backward."""
     factory: Any = runtime_wrappers._AOTDispatchAutogradFunctionFactory
     build = factory.build
 
@@ -116,7 +116,7 @@ def _checked(check: Check) -> Iterator[None]:
         forward, backward = function.forward, function.backward
 
         def forward_checked(ctx: Any, *args: Any) -> Any:
-            ctx.set_materialize_grads(False)
+            ctx.set_materialize_grads(materialize_grads)
             return forward(ctx, *args)
 
         def backward_checked(ctx: Any, *grads: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from thunder_zero.frontends.compiled import Traces
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.plan.params import ROOT, Param, Plan
 from thunder_zero.schedule.lifetimes import gathered_bytes
@@ -15,6 +14,7 @@ from thunder_zero.schedule.units import backward_ends
 from thunder_zero.tools.ask.difference import Difference, Figures
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.forecast.watch import NoForecast
+from thunder_zero.traces.compiled import Traces
 
 Units = dict[str, tuple[Figures, Figures]]
 
@@ -91,7 +91,7 @@ def _described(param: Param | None, plan: Plan) -> str:
 
 def _figures_by_unit(traces: Traces) -> dict[str | None, Figures]:
     """Return a mapping from units to figures. The key None has the totals."""
-    recomputed = [] if traces.lifted is None else _recomputed_ops(run(traces.lifted))
+    recomputed = _recomputed_ops(run(traces.lifted))
     return {unit: _figures(traces.timeline, recomputed, unit) for unit in (*traces.plan.units, None)}
 
 

@@ -16,8 +16,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
-from thunder_zero.frontends.compiled import Traces
-from thunder_zero.frontends.zero_module import traces_of
+from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.geometry import cut_rows
 from thunder_zero.plan.params import Param, Plan
@@ -33,6 +32,7 @@ from thunder_zero.tools.cost.lanes import Span
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.printing.line_meanings import label
+from thunder_zero.traces.compiled import Traces
 
 if TYPE_CHECKING:
     from thunder.core.module import ThunderModule

@@ -10,8 +10,7 @@ from typing import IO, Any
 import torch.distributed as dist
 from rich.console import Console
 
-from thunder_zero.frontends.compiled import Traces
-from thunder_zero.frontends.zero_module import traces_of
+from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.plan.amounts import size
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 from thunder_zero.tools.ask.shown_code import shown
@@ -22,6 +21,7 @@ from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.line_meanings import PHASES, Gap, Row, SourceLine, format_timeline, rows, select
 from thunder_zero.tools.printing.text import short
 from thunder_zero.tools.printing.trace_printer import QUIET, print_rows, print_total
+from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.operators import operator_of
 
 import thunder
@@ -191,7 +191,7 @@ def _lines(trace: TraceCtx, phase: str, forecast: Memory | None) -> Iterator[Sou
 
 
 def _origin(bsym: BoundSymbol, phase: str) -> str:
-    """Return the user's line, such as ``gpt.py:98  x = self.embedding(tokens)``; "" if Thunder added the line."""
+    """Return the user's line, such as ``gpt.py:98  x = self.embedding(tokens)``; "" if there is none."""
     name, positions = bsym.source_filename, bsym.source_positions
     if name is None or positions is None or positions.lineno is None or Path(name).is_relative_to(THUNDER):
         return ""

@@ -9,8 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thunder_zero.frontends.compiled import Traces
-from thunder_zero.frontends.zero_module import traces_of
+from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.names import label_of
 from thunder_zero.tools.ask.print_trace import code_of, rows_of
@@ -21,6 +20,7 @@ from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.printing.line_meanings import PHASES, Row, label
 from thunder_zero.tools.printing.text import place_of
+from thunder_zero.traces.compiled import Traces
 
 if TYPE_CHECKING:
     from thunder.core.module import ThunderModule

@@ -184,7 +184,7 @@ def _step(bsym: BoundSymbol) -> _Step:
 
 
 def _shape(proxy: TensorProxy) -> tuple[Any, ...]:
-    """Return a shape in which names replace symbols. Thunder would trace comparisons of symbols."""
+    """Return a shape in which names replace symbols."""
     return tuple(size.name if isinstance(size, Proxy) else size for size in proxy.shape)
 
 

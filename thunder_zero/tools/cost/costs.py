@@ -7,20 +7,12 @@
 
 All ranks form one ring, unless sharding is hybrid. In hybrid sharding, an all-reduce between replicas runs over ranks
 that are ``world_size`` apart. Tensor-parallel ranks are neighbours, so distances are multiplied by their number.
-
-Traces for CPUs have each pointwise operator on its own line. If lines count as fused, all lines between two matrix
-products, attentions or collectives are one kernel, as with nvFuser or inductor. A kernel reads each input once, and
-writes the values that are read outside the kernel. The depth of a line is the number of kernels that must run before
-the line. A line that may run later gets the depth of its first reader. Losses and optimizers are never fused.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from enum import StrEnum
-
-import networkx as nx
 
 from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR, Mesh
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Work
@@ -127,96 +119,6 @@ def compute_dtype(op: Op, timeline: Timeline) -> str:
     return next((dtype for dtype in dtypes if "float" in dtype), next(iter(dtypes), ""))
 
 
-FREE = frozenset({Work.VIEW, Work.NONE})
-FUSED = FREE | {Work.POINTWISE, Work.REDUCTION}
-
-
-def fused_traffic(timeline: Timeline) -> tuple[int, ...]:
-    """Return the bytes that each operation reads and writes if pointwise lines are fused.
-
-    All bytes of a fused kernel belong to its last line: the kernel's inputs, and the values that are read outside it.
-    Views have 0 bytes.
-    """
-    kernels, stored, readers = _kernels(timeline), _stored_in(timeline), _readers(timeline)
-    fused = {position for kernel in kernels for position in kernel}
-    traffic = [0 if index in fused else traffic_bytes(op, timeline) for index, op in enumerate(timeline.ops)]
-    for kernel in kernels:
-        members, ops = set(kernel), [timeline.ops[position] for position in kernel]
-        computing = [op for op in ops if op.work not in FREE]
-        written = {stored[name] for op in computing for name in op.writes}
-        read = {stored.get(name, name): name for op in computing for name in op.reads}
-        needed = {stored[name] for op in ops for name in op.writes if not members.issuperset(readers[name])}
-        from_outside = sum(_read_bytes(name, timeline) for memory, name in read.items() if memory not in written)
-        traffic[kernel[-1]] = from_outside + sum(map(timeline.nbytes, written & needed))
-    return tuple(traffic)
-
-
-def _stored_in(timeline: Timeline) -> dict[str, str]:
-    """Return a mapping from each value to the value whose memory it uses. A view uses the memory of its input."""
-    stored: dict[str, str] = {}
-    for op in timeline.ops:
-        for name in op.writes:
-            base = op.reads[0] if op.work is Work.VIEW and op.reads else timeline.memory(name)
-            stored[name] = stored.get(base, timeline.memory(base)) if base != name else name
-    return stored
-
-
-def _is_fused(op: Op) -> bool:
-    is_line = op.kind is Kind.COMPUTE and not op.is_torchs
-    return is_line and op.work in FUSED and not op.updates and bool(op.source)
-
-
-def _readers(timeline: Timeline) -> defaultdict[str, list[int]]:
-    """Return a mapping from values to the positions of their readers, except frees."""
-    readers: defaultdict[str, list[int]] = defaultdict(list)
-    for position, op in enumerate(timeline.ops):
-        for name in op.reads if op.kind is not Kind.FREE else ():
-            readers[name].append(position)
-    return readers
-
-
-def _kernels(timeline: Timeline) -> list[list[int]]:
-    """Return the positions of each fused kernel's lines. The lines share values, phase and depth."""
-    depths, graph, written = _depths(timeline), nx.Graph(), dict[str, int]()
-    for position, op in enumerate(timeline.ops[:-1]):
-        if _is_fused(op):
-            graph.add_node(position)
-            for source in (written[name] for name in op.reads if name in written):
-                if depths[source] == depths[position] and timeline.ops[source].backward is op.backward:
-                    graph.add_edge(source, position)
-            written.update(dict.fromkeys(op.writes, position))
-    return [sorted(kernel) for kernel in nx.connected_components(graph)]
-
-
-def _depths(timeline: Timeline) -> list[int]:
-    """Return the depth of each operation in its phase."""
-    depths = [0] * len(timeline.ops)
-    depth_of: dict[str, int] = {}
-    for position, op in enumerate(timeline.ops):
-        if position == timeline.backward_start:
-            depth_of.clear()
-        deepest = max((depth_of.get(name, 0) for name in op.reads), default=0)
-        depths[position] = deepest + (op.kind is Kind.COMPUTE and not _is_fused(op))
-        depth_of.update(dict.fromkeys(op.writes, depths[position]))
-    readers = _readers(timeline)
-    for position in reversed(range(len(timeline.ops) - 1)):
-        op = timeline.ops[position]
-        if _is_fused(op):
-            latest_depths = [
-                _latest(timeline.ops[reader], depths[reader])
-                for name in op.writes
-                for reader in readers[name]
-                if timeline.ops[reader].backward is op.backward and reader < len(timeline.ops) - 1
-            ]
-            depths[position] = max(depths[position], min(latest_depths, default=0))
-    return depths
-
-
-def _latest(reader: Op, depth: int) -> int:
-    """Return the greatest possible depth of a line whose value is read by ``reader``, at depth ``depth``."""
-    return depth if _is_fused(reader) or reader.kind is not Kind.COMPUTE else depth - 1
-
-
 @dataclass(frozen=True, slots=True)
 class Cost:
     """The cost of one operation.
@@ -242,17 +144,12 @@ class Cost:
     finish_seconds: float = 0.0
 
 
-def costs_of(timeline: Timeline, device: Device, *, fused: bool = False) -> tuple[Cost, ...]:
-    """Return the cost of each operation. If ``fused``, the last line of a fused kernel has the kernel's cost."""
-    traffic = fused_traffic(timeline) if fused else [traffic_bytes(op, timeline) for op in timeline.ops]
-    return tuple(
-        _cost(op, nbytes, timeline, device, runs=bool(nbytes or op.flops) if fused else op.work is not Work.NONE)
-        for op, nbytes in zip(timeline.ops, traffic, strict=True)
-    )
+def costs_of(timeline: Timeline, device: Device) -> tuple[Cost, ...]:
+    """Return the cost of each operation."""
+    return tuple(_cost(op, timeline, device) for op in timeline.ops)
 
 
-def _cost(op: Op, nbytes: int, timeline: Timeline, device: Device, *, runs: bool) -> Cost:
-    """Return the cost of an operation with ``nbytes`` of traffic. ``runs`` is True for the last line of a kernel."""
+def _cost(op: Op, timeline: Timeline, device: Device) -> Cost:
     if op.is_torchs:
         return _cost_of_launch(ring(op, timeline), device, one_wire=False)
     if op.kind in LAUNCHES:
@@ -267,10 +164,10 @@ def _cost(op: Op, nbytes: int, timeline: Timeline, device: Device, *, runs: bool
             launch_seconds=cost.launch_seconds + encode_seconds,
             finish_seconds=cost.finish_seconds + decode_seconds,
         )
-    if op.kind is not Kind.COMPUTE or not runs:
+    if op.kind is not Kind.COMPUTE or op.work is Work.NONE:
         return Cost()
-    work = Work.POINTWISE if nbytes and op.work in FREE else op.work  # the last line of a fused kernel may be a view
-    seconds = device.seconds(op.flops, compute_dtype(op, timeline), nbytes, work)
+    nbytes = traffic_bytes(op, timeline)
+    seconds = device.seconds(op.flops, compute_dtype(op, timeline), nbytes, op.work)
     return Cost(flops=op.flops, traffic_bytes=nbytes, seconds=seconds)
 
 

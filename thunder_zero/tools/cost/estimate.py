@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from thunder_zero.frontends.compiled import Traces
 from thunder_zero.notebook import lanes, small
 from thunder_zero.plan.amounts import duration
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
@@ -34,6 +33,7 @@ from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.replay import Loss
 from thunder_zero.tools.printing.text import table_of, text_of_table
 from thunder_zero.tools.printing.words import WIDTH, folded, summed_up
+from thunder_zero.traces.compiled import Traces
 
 
 def estimate(
@@ -42,7 +42,6 @@ def estimate(
     *,
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
-    fused: bool | None = None,
 ) -> Estimate:
     """Forecast the time of a step's forward and backward, before anything runs.
 
@@ -58,9 +57,6 @@ def estimate(
         loss: a function from the result of forward to the loss (default: no loss).
         optimizer: a class of optimizers, or a function from parameters to an optimizer (default: no optimizer). The
             cost of a loss or an optimizer is the sum over its operators.
-        fused: True to assume that pointwise lines are fused, as by nvFuser or torch.compile (default: True if the
-            model's executors fuse on the device). Thunder's default executors fuse on a GPU. A model of ``compile`` is
-            fused only if its argument ``fuse`` was given.
 
     Returns:
         The seconds of the step, of compute and of exposed communication, the critical path, MFU, and the times of all
@@ -77,8 +73,7 @@ def estimate(
         raise TypeError(f"estimate takes Traces, got {type(traces).__name__}; pass what trace or traces_of returns")
     has_extra_phases = traces.backward is not None and (loss is not None or optimizer is not None)
     timeline = whole_step(traces, loss, optimizer) if has_extra_phases else traces.timeline
-    on = device_of(device)
-    return step_time(timeline, on, fused=counts_fused(traces, on, fused), model=traces.lifted)
+    return step_time(timeline, device_of(device), model=traces.lifted)
 
 
 @dataclass(frozen=True, repr=False)
@@ -214,25 +209,14 @@ class Estimate:
         return text_of_table(table_of(heads, cells, ("lane", "does", "of")), WIDTH)
 
 
-def step_time(timeline: Timeline, device: Device, *, fused: bool = False, model: Timeline | None = None) -> Estimate:
+def step_time(timeline: Timeline, device: Device, *, model: Timeline | None = None) -> Estimate:
     """Forecast the time of a scheduled timeline on a device.
 
-    If ``fused``, pointwise lines count as fused. MFU is computed from the FLOPs of ``model``, a timeline without
-    recomputation (default: the operations of ``timeline`` that are not ``repeated``).
+    MFU is computed from the FLOPs of ``model``, a timeline without recomputation (default: the operations of
+    ``timeline`` that are not ``repeated``).
     """
-    costs = costs_of(timeline, device, fused=fused)
+    costs = costs_of(timeline, device)
     return Estimate(timeline, device, costs, sum(model_seconds(model or timeline, device)))
-
-
-def counts_fused(traces: Traces, device: Device, fused: bool | None = None) -> bool:
-    """Return whether pointwise lines of the traces count as fused on the device.
-
-    Traces with fused regions need no further fusion. For other traces, return ``fused``. By default lines count as
-    fused if the model's executors fuse on the device: on a described GPU, but not on a measured CPU.
-    """
-    if traces.has_regions:
-        return False
-    return (traces.fuses and not isinstance(device, Calibrated)) if fused is None else fused
 
 
 def model_seconds(timeline: Timeline, device: Device) -> list[float]:

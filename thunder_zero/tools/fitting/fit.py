@@ -15,15 +15,14 @@ from typing import IO, TYPE_CHECKING, Any
 from rich.console import Console
 from torch import nn
 
+from thunder_zero.capture.arguments import Fuser
 from thunder_zero.comm.agree import on_rank_0
 from thunder_zero.comm.group import ranks_of_default_group
 from thunder_zero.comm.slices import mesh_and_slices
-from thunder_zero.frontends.compiled import Traces
-from thunder_zero.frontends.dynamo.compile import Fuser
 from thunder_zero.plan.amounts import bytes_of
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import ZERO3, Policy
-from thunder_zero.tools.dry_run import programs_of
+from thunder_zero.tools.dry_run import ProgramSource, TraceRequest
 from thunder_zero.tools.fitting.budget import PLAIN, RECOMPUTED
 from thunder_zero.tools.fitting.candidate import USUAL_PRICES, Prices
 from thunder_zero.tools.fitting.search import Search
@@ -34,6 +33,7 @@ from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.replay import Loss
 from thunder_zero.tools.printing.progress import show_status
 from thunder_zero.tools.printing.words import WIDTH
+from thunder_zero.traces.compiled import Traces
 
 from thunder.core.module import ThunderModule
 
@@ -130,7 +130,9 @@ def fit(
                 return traces, memory(traces, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
 
             tell("captures the module")
-            captured = programs_of(module, args, kwargs, asked, planned, fuse=fuse, slices=slices, partial=partial)
+            captured = ProgramSource(
+                TraceRequest(module, args, kwargs, asked, planned, fuse=fuse, slices=slices, partial=partial)
+            )
             compiled, best = _choose(forecast, asked, most, prices, tell)
             rows = list(_trade_off(compiled, best))
         print_trade_off(rows, console)
@@ -165,7 +167,7 @@ def _choose(
 ) -> tuple[_Compiled, Policy]:
     """Search, and compile the best choices. Return the compiled policies and the best policy."""
     traces, as_asked = forecast(asked)
-    if traces.lifted is None or traces.backward is None:
+    if traces.backward is None:
         raise ValueError("nothing here needs a gradient, so there is no step to fit; call it outside torch.no_grad()")
     search = Search(traces.lifted, _by_unit(asked), prices, lambda count: tell(f"evaluates schedule {count + 1}"))
     recomputed = tuple(unit for unit in traces.plan.units if unit in traces.plan.recomputed)

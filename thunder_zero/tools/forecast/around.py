@@ -11,13 +11,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from thunder_zero.compat.thunders_work import WORK
-from thunder_zero.frontends.compiled import Traces
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
 from thunder_zero.sharded.writes import digests_of
@@ -27,6 +26,8 @@ from thunder_zero.tools.forecast.memory import backend_of, begin_replay, exclude
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.replay import Loss, Replay
 from thunder_zero.tools.forecast.watch import Watch
+from thunder_zero.traces.compiled import Traces
+from thunder_zero.traces.operators import work_of_operator
 
 ALLOCATORS = ("empty", "new_empty")  # prefixes of operators that do not touch memory
 
@@ -98,7 +99,7 @@ class Operators(TorchDispatchMode):
         if name.startswith(ALLOCATORS):
             return result
         flops = flop_registry.get(func.overloadpacket)
-        op = Op(Kind.COMPUTE, self._names(inputs), self._names(outputs), backward=self._backward, work=_work_of(name))
+        op = Op(Kind.COMPUTE, self._names(inputs), self._names(outputs), backward=self._backward, work=_work_of(func))
         self.ops.append(replace(op, flops=flops(*args, **kwargs, out_val=result)) if flops else op)
         return result
 
@@ -136,6 +137,8 @@ def _are_views(outputs: list[Tensor], inputs: list[Tensor]) -> bool:
     return bool(outputs) and all(tensor.untyped_storage()._cdata in storages for tensor in outputs)
 
 
-def _work_of(name: str) -> Work:
+def _work_of(operator: Any) -> Work:
     """Return the class of work of a torch operator. ``_foreach_mul_`` counts as ``mul``."""
-    return WORK.get(name.removeprefix("_foreach").strip("_"), Work.OTHER)
+    name = operator.overloadpacket.__name__.removeprefix("_foreach").strip("_")
+    packet = getattr(torch.ops.aten, name, operator.overloadpacket)
+    return work_of_operator(getattr(packet, packet.overloads()[0]))

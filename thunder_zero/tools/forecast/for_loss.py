@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from thunder_zero.frontends.compiled import Traces
 from thunder_zero.tools.forecast.replay import Loss, call_loss, loss_inputs, restore_output, values_of_return
 from thunder_zero.tools.forecast.watch import WithoutValues
+from thunder_zero.traces.compiled import Traces
 
 from thunder.core.pytree import tree_map
 
@@ -15,16 +15,16 @@ from thunder.core.pytree import tree_map
 def for_loss(traces: Traces, loss: Loss) -> Traces:
     """Return the traces for training with a loss, such as ``lambda output: output.loss``.
 
-    A loss may ignore outputs of forward, such as logits. When a model of ``tz.compile`` runs, its backward skips
-    operations that only ignored outputs need. Traces of a model that has not run still have these operations, and this
-    function removes them. ``thunder.jit`` runs these operations on zeros, so its traces are returned unchanged.
+    A loss may ignore outputs of forward, such as logits. When a model runs, its backward skips operations that only
+    ignored outputs need. Traces of a model that has not run still have these operations, and this function removes
+    them.
 
     >>> traces = tz.tools.for_loss(tz.trace(model, tokens, labels=labels, policy=3), lambda output: output.loss)
 
     Raises:
         TypeError, NoForecast: :func:`thunder_zero.tools.memory` would raise this exception for the loss.
     """
-    if traces.backward is None or traces.without is None:
+    if traces.backward is None:
         return traces
     with WithoutValues():
         result = values_of_return(traces.forward)[0]

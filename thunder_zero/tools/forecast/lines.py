@@ -22,7 +22,6 @@ from torch import Tensor
 from thunder_zero.compat.private import disable_current_modes
 from thunder_zero.schedule.timeline import Work
 from thunder_zero.tools.forecast.watch import META, WithoutValues
-from thunder_zero.traces.operators import operator_of
 from thunder_zero.traces.work import work_of
 
 from thunder.core import dtypes, prims
@@ -66,17 +65,12 @@ def _compiled(lines: Iterable[BoundSymbol]) -> Iterable[PythonLine]:
 def run_region(region: BoundSymbol, values: dict[str, Any], record: Callable[[Tensor], object]) -> None:
     """Run a fused line and add its outputs to ``values``.
 
-    Torch cannot run the symbols in regions of Thunder's own fusers. These regions allocate only their outputs.
-
     Args:
         region: the fused line.
         values: a mapping from names to the values of earlier lines. Tensors are meta tensors.
         record: a function that counts a tensor's storage from its call until the storage is freed.
     """
     returned = {proxy.name for proxy in region.flat_proxy_outs}
-    if any(operator_of(line) is None for line in region.subsymbols):
-        values.update((proxy.name, empty_like(proxy)) for proxy in region.flat_proxy_outs if proxy.name not in values)
-        return
     counted = returned | _buffers(region.subsymbols)
     last_reader = _last_readers(region.subsymbols, counted)
     region_values = {proxy.name: values[proxy.name] for proxy in region.flat_proxy_args}

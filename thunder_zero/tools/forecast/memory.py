@@ -13,8 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
 
-from thunder_zero.frontends.compiled import Traces
-from thunder_zero.frontends.zero_module import traces_of
+from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES, is_count
 from thunder_zero.schedule.timeline import Kind
@@ -28,6 +27,7 @@ from thunder_zero.tools.forecast.unsent import TRANSPORTS
 from thunder_zero.tools.forecast.watch import Allocation, Watch
 from thunder_zero.tools.printing.line_meanings import SourceLine, rows
 from thunder_zero.tools.printing.text import place_of
+from thunder_zero.traces.compiled import Traces
 
 from thunder.core.devices import DeviceType
 from thunder.core.module import ThunderModule

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from thunder_zero.frontends.compiled import Traces
 from thunder_zero.schedule.timeline import Kind, Op
 from thunder_zero.sharded.runtime import ModelRuntime
 from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Holds
@@ -25,6 +24,7 @@ from thunder_zero.tools.forecast.lines import PythonLine, empty_like, python_lin
 from thunder_zero.tools.forecast.rehearsal import Rehearsal, take_step
 from thunder_zero.tools.forecast.watch import META, Watch, needs_no_values
 from thunder_zero.tools.printing.line_meanings import label
+from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.symbols import functions_of
 
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
@@ -289,14 +289,7 @@ def loss_inputs(flat: Sequence[Any]) -> dict[int, Tensor]:
 
 def restore_output(traces: Traces, output: Sequence[Any]) -> Any:
     """Convert the forward trace's result to the model's result. Outputs that are inputs become None."""
-    epilogue = traces.epilogue
-    if traces.restored is not None:
-        return traces.restored(output)
-    if epilogue is None:
-        return output
-    names = [proxy.name for proxy in epilogue.args]
-    values = dict.fromkeys(names) | dict(zip(names[len(names) - len(output) :], output, strict=True))
-    return epilogue.python_callable(include_decorators=False)(*values.values())
+    return output if traces.restored is None else traces.restored(output)
 
 
 def values_of_return(trace: TraceCtx) -> Any:

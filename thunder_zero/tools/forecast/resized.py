@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_zero.frontends.compiled import Traces
 from thunder_zero.tools.forecast.lines import python_lines
 from thunder_zero.tools.forecast.watch import META, WithoutValues
+from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.operators import operator_of
 from thunder_zero.traces.work import flops_of
 
@@ -60,7 +60,7 @@ def resized(traces: Traces, shapes: Shapes) -> Traces:
         forward=forward,
         backward=backward,
         timeline=timeline,
-        without=None if without is None else lambda missing: resized(without(missing), shapes),
+        without=lambda missing: resized(without(missing), shapes),
     )
 
 

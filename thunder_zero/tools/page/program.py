@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from thunder_zero.frontends.compiled import Traces
 from thunder_zero.schedule.timeline import LAUNCHES, Kind
 from thunder_zero.tools.ask.explain import explain_all
 from thunder_zero.tools.ask.explanation import Explanation
@@ -27,6 +26,7 @@ from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Memory
 from thunder_zero.tools.page.collectives import Bar, Collective, why_exposed, why_there
 from thunder_zero.tools.printing.line_meanings import Row, label
 from thunder_zero.tools.printing.text import short
+from thunder_zero.traces.compiled import Traces
 
 DIGESTS, LOSS = "digests", "loss"  # phases without a trace, beside OPTIMIZER_STEP
 AROUND = {

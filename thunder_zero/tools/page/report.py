@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment
 from markupsafe import Markup
 
+from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.compat.jitted import plain_of
-from thunder_zero.frontends.compiled import Traces
-from thunder_zero.frontends.zero_module import traces_of
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.plan.policy import STAGES, Times
 from thunder_zero.tools.ask.save_timeline import events_of
-from thunder_zero.tools.cost.estimate import counts_fused, estimate, step_time
+from thunder_zero.tools.cost.estimate import estimate, step_time
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.forecast.around import memory_and_timeline
@@ -32,6 +31,7 @@ from thunder_zero.tools.page.differences import differences
 from thunder_zero.tools.page.measured import by_profile, by_times
 from thunder_zero.tools.page.program import PageProgram
 from thunder_zero.tools.printing.words import count
+from thunder_zero.traces.compiled import Traces
 
 if TYPE_CHECKING:
     from thunder.core.module import ThunderModule
@@ -110,7 +110,7 @@ def page_of(
         except NoForecast as error:
             time = estimate(traces, described, loss=loss, optimizer=optimizer)
             return PageProgram(name, traces, time, None, f"There is no forecast of memory: {error}.")
-        time = step_time(timeline, described, fused=counts_fused(traces, described), model=traces.lifted)
+        time = step_time(timeline, described, model=traces.lifted)
         return PageProgram(name, traces, time, memory)
 
     programs = [forecast(STAGES[traces.plan.policy.stage].name, traces)]

@@ -17,12 +17,12 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from thunder_zero.frontends.compiled import Traces
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 from thunder_zero.tools.cost.costs import Cost
-from thunder_zero.tools.cost.estimate import Estimate, counts_fused, model_seconds, step_time
+from thunder_zero.tools.cost.estimate import Estimate, model_seconds, step_time
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.forecast.figures import AT_REST, Holds, Memory
+from thunder_zero.traces.compiled import Traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +129,8 @@ def estimate_whole(traces: Traces, device: Device, units: Sequence[str], copies:
     Raises:
         NotPeriodic: the units do not repeat.
     """
-    timeline, lifted = traces.timeline, traces.lifted or traces.timeline
-    traced = step_time(timeline, device, fused=counts_fused(traces, device), model=lifted)
+    timeline, lifted = traces.timeline, traces.lifted
+    traced = step_time(timeline, device, model=lifted)
     if not copies:
         return traced
     ops, costs = _lengthen_ops(timeline, traced.costs, units, copies)

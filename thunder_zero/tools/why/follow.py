@@ -25,14 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from thunder_zero.frontends.compiled import Traces
-from thunder_zero.frontends.dynamo.module import DynamoModule
-from thunder_zero.frontends.zero_module import ZeroModule, traces_of
+from thunder_zero.capture.zero_module import ZeroModule, traces_of
 from thunder_zero.sharded.optimizers import parameters_of
 from thunder_zero.sharded.sharded_model import owners_of
 from thunder_zero.sharded.state import State
 from thunder_zero.sharded.waits import Moment, Waited
 from thunder_zero.tools.compiled_programs import CompiledProgram, programs
+from thunder_zero.traces.compiled import Traces
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -98,7 +97,7 @@ class Followed:
             self.steps.append(MeasuredStep(seconds, optimizer, core, waits, forwards, _peak(self.state.device)))
         model, stepped = self.model(), self.optimizer()
         if model is not None and stepped is not None:
-            self.programs = programs(model) if isinstance(model, DynamoModule) else ()
+            self.programs = programs(model)
             self.traces = [list(_traces(model, synced)) for synced in (True, False)]
             self.at_rest = sum(_nbytes(value) for values in stepped.state.values() for value in values.values())
 

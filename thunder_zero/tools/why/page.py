@@ -16,8 +16,7 @@ from statistics import median
 
 import torch
 
-from thunder_zero.frontends.compilations import resident_bytes
-from thunder_zero.frontends.compiled import Traces
+from thunder_zero.capture.compilations import resident_bytes
 from thunder_zero.plan.amounts import duration, size
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.tools.compiled_programs import ProgramTable
@@ -29,6 +28,7 @@ from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.text import table_of, text_of_table
 from thunder_zero.tools.printing.words import WIDTH, folded
 from thunder_zero.tools.why.follow import Followed, MeasuredStep, following
+from thunder_zero.traces.compiled import Traces
 
 COMPUTE, WAITS, OPTIMIZER = "forward, backward", "waits for collectives", "the optimizer's step"
 CAUSES = {

@@ -1,0 +1,390 @@
+"""Compiles the programs of a graph from the joint graph that PyTorch traced.
+
+::
+
+    trace              compat/aot/               a joint graph: forward and backward of torch's operators
+    convert            convert.py                a trace of the plain module, which traces/ shards
+    schedule           traces/pipeline.py        a scheduled trace, whose passes are proved
+    split              traces/pipeline.py        two traces, proved and compared between ranks
+    compile            compat/aot/               a function with PyTorch's autograd, writes and aliases
+
+A graph has up to three programs: for training steps, for ``no_sync`` (gradients are deferred), and without a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_map
+
+from thunder_zero.capture.compilations import Spent, metered, uncollected
+from thunder_zero.capture.convert import Converted, convert
+from thunder_zero.capture.joint import draws
+from thunder_zero.compat import aot
+from thunder_zero.sharded.accumulation import refuse_wrong_backward
+from thunder_zero.sharded.runtime import ModelRuntime
+from thunder_zero.sharded.state import State
+from thunder_zero.traces import pipeline
+from thunder_zero.traces.compiled import Traces
+from thunder_zero.traces.enter import require_own_lines
+from thunder_zero.traces.fuse import fuse_regions
+from thunder_zero.traces.kernels import Fakes, with_kernels
+from thunder_zero.traces.lift import proxies_in
+from thunder_zero.traces.missing_tangents import drop_tangents
+from thunder_zero.traces.symbols import ZeroExecutor
+from thunder_zero.traces.write import function_of
+
+from thunder.common import CompileData, transform_to_torch_types
+from thunder.core.compile_data import compile_data_and_stats
+from thunder.core.trace import TraceCtx
+from thunder.core.transform_common import Transform
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A key of a graph's programs: flags for programs with a backward, and for programs that reduce gradients."""
+
+    differentiates: bool
+    synced: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A compiled program of a graph.
+
+    Attributes:
+        synced: True if the program reduces gradients.
+        computation_fn: the function of forward.
+        traces: a function that returns the traces of the last run.
+        run: a function of a list of inputs, with rows in place of parameters.
+        spent: a function that returns the cost of compiling the program so far.
+        forward_traces, backward_traces: what ``thunder.last_traces`` and ``thunder.last_backward_traces`` return. The
+            last trace of each is the one that runs.
+    """
+
+    synced: bool
+    computation_fn: Callable[..., Any]
+    traces: Callable[[], Traces]
+    run: Callable[[list[Any]], Sequence[Any]]
+    spent: Callable[[], Spent]
+    forward_traces: Sequence[TraceCtx]
+    backward_traces: Sequence[TraceCtx]
+
+
+@dataclass(eq=False)
+class Programs:
+    """The programs of one graph with one choice of parameters. The last entry is the program that ran last.
+
+    ``paths`` has, for each input of the graph, the path of a parameter or None.
+    """
+
+    joint: aot.Joint
+    paths: Sequence[str | None]
+    name: str  # the name of the model's class
+    executor: ZeroExecutor
+    fuses: bool
+    state: State
+    runtime: ModelRuntime
+    transforms: Sequence[Transform]  # the user's other transforms, for finished traces
+    entries: dict[Mode, Entry] = field(default_factory=dict)
+    restored: Callable[[Sequence[Any]], Any] | None = None  # builds forward's result from the trace's outputs
+    _outputs: Sequence[ref[Any] | None] = ()  # the outputs of the last call, until ``restored`` is set
+
+    def __post_init__(self) -> None:
+        self._parameters = [path for path in self.paths if path is not None]
+        self.draws = draws(self.joint)
+
+    def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Run the program of this call's mode, compiled at its first use, and return the graph's outputs."""
+        is_recording = torch.is_grad_enabled() or self.joint.turns_on
+        mode = Mode(self.joint.differentiates and is_recording, self.runtime.synced)
+        entry = self.entries.pop(mode, None) or self._compile(mode)
+        self.entries[mode] = entry
+        shards = [self.state.shards[path] for path in self._parameters]
+        with torch.set_grad_enabled(is_recording):
+            rows = iter(self.runtime.take_rows(shards, self._parameters) if shards else ())
+            pairs = zip(inputs, self.paths, strict=True)
+            outputs = entry.run([value if path is None else next(rows) for value, path in pairs])
+        if detached := self.joint.without_history if is_recording else range(len(outputs)):
+            other_inputs = [value for value, path in zip(inputs, self.paths, strict=True) if path is None]
+            outputs = [
+                _without_history(output, other_inputs) if position in detached else output
+                for position, output in enumerate(outputs)
+            ]
+        if self.restored is None and not self.joint.returns_subclasses:
+            self._outputs = [ref(output) if isinstance(output, Tensor) else None for output in outputs]
+        return outputs
+
+    def note_returned(self, returned: Any) -> None:
+        """Record, once, how the result of forward is built from the outputs of its only graph.
+
+        Nothing is recorded if an output is a tensor subclass.
+        """
+        if self.restored is not None or self.joint.returns_subclasses:
+            return
+        tensors = [None if output is None else output() for output in self._outputs]
+        markers = [object() for _ in tensors]
+        marker_of = {id(tensor): marker for tensor, marker in zip(tensors, markers, strict=True) if tensor is not None}
+        self.restored = restoring(rebuild(returned, marker_of), markers, self.joint.plain_outputs())
+        self._outputs = ()
+
+    def _compile(self, mode: Mode) -> Entry:
+        with metered() as spent, uncollected():
+            converted, program = program_of(self.joint, self.paths, self.executor, mode, fuses=self.fuses)
+            phases = TracedPhases(converted, program, self.name, self.transforms, fuses=self.fuses)
+            materialize_grads = self.state.plan.policy.materialize_grads
+            run = aot.compiled(self.joint, phases, self._check_backward(mode), materialize_grads=materialize_grads)
+        return Entry(
+            mode.synced,
+            phases.computation_fn,
+            lambda: traces_of_program(phases.ran, fuses=self.fuses, restored=self.restored),
+            run,
+            lambda: spent() + phases.spent,
+            TraceList(lambda: [*self._joint_traces(mode), *phases.forward_traces]),
+            TraceList(lambda: phases.backward_traces),
+        )
+
+    def _joint_traces(self, mode: Mode) -> list[TraceCtx]:
+        """Return the trace of the plain module, and the trace after each transform before scheduling."""
+        with thunder_context():
+            plain = convert(self.joint, self.paths, backward=mode.differentiates)
+            return [joint.trace for joint in pipeline.shard(plain.traced(self.executor, synced=mode.synced))]
+
+    def _check_backward(self, mode: Mode) -> Callable[[Node, Sequence[Any]], None]:
+        """Return a check that runs at the start of each backward of a program."""
+        accumulation, takes_dtensors = self.state.accumulation, self.joint.returns_subclasses
+
+        def check(node: Node, tangents: Sequence[Any]) -> None:
+            plain = () if takes_dtensors else tangents
+            refuse_wrong_backward(node, plain, self.name, accumulation, was_synced=mode.synced)
+
+        return check
+
+
+def program_of(
+    joint: aot.Joint, paths: Sequence[str | None], executor: ZeroExecutor, mode: Mode, *, fuses: bool
+) -> tuple[Converted, pipeline.Program]:
+    """Convert a joint graph to a joint trace, compile the trace for a mode, and return the trace and the program."""
+    with thunder_context():
+        converted = convert(joint, paths, backward=mode.differentiates)
+        *_, lowered = pipeline.shard(converted.traced(executor, synced=mode.synced))
+        return converted, pipeline.compile_program(pipeline.schedule_trace(lowered), phases_of(fuses=fuses))
+
+
+@dataclass(frozen=True, eq=False)
+class TraceList(Sequence[TraceCtx]):
+    """Traces up to those that run, made whenever they are read, so that a model holds only those that run."""
+
+    make: Callable[[], Sequence[TraceCtx]]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.make()[index]
+
+    def __iter__(self) -> Iterator[TraceCtx]:
+        return iter(self.make())  # once, not once for each index
+
+    def __len__(self) -> int:
+        return len(self.make())
+
+
+def program_without(program: pipeline.Program, missing: Sequence[str], *, fuses: bool) -> pipeline.Program:
+    """Return a program whose backward does not take the output gradients that ``missing`` names."""
+    with thunder_context():
+        pruned = pipeline.compile_program(drop_tangents(program.scheduled, missing), phases_of(fuses=fuses))
+    return replace(pruned, forward=program.forward)
+
+
+def traces_of_program(
+    program: pipeline.Program,
+    *,
+    fuses: bool,
+    restored: Callable[[Sequence[Any]], Any] | None,
+    others: Mapping[str, str] | None = None,
+) -> Traces:
+    """Return the traces of a program. See :class:`Traces` for the arguments."""
+
+    def without(missing: Sequence[str]) -> Traces:
+        pruned = program_without(program, missing, fuses=fuses)
+        return traces_of_program(pruned, fuses=fuses, restored=restored, others=others)
+
+    scheduled, facts, timeline = program.scheduled, program.scheduled.facts, program.timeline
+    return Traces(
+        program.forward,
+        program.backward,
+        timeline,
+        facts.plan,
+        facts.synced,
+        facts.sizes,
+        others or {},
+        restored,
+        without,
+        scheduled.lifted,
+    )
+
+
+def phases_of(*, fuses: bool) -> Callable[[TraceCtx], pipeline.TwoTraces]:
+    """Return a function that splits a scheduled trace into phases. If ``fuses``, the function also fuses regions."""
+    return (lambda trace: pipeline.make_phases(fuse_regions(trace))) if fuses else pipeline.make_phases
+
+
+def thunder_context() -> Any:
+    """Return Thunder's context of a compilation, with default options."""
+    return compile_data_and_stats(CompileData(fn=_nothing, disable_preprocessing=True), None)
+
+
+def _nothing() -> None:
+    """Do nothing: Thunder's context needs a function."""
+
+
+class _Backward(NamedTuple):
+    """A backward: the function, and the positions of the saved tensors and saved numbers that the function takes."""
+
+    program: pipeline.Program
+    run: Callable[..., Any]
+    positions: Sequence[Sequence[int]]
+    traces: Sequence[TraceCtx]
+
+
+class TracedPhases:
+    """The functions that AOTAutograd calls to run a program's traces (:class:`thunder_zero.compat.aot.Phases`).
+
+    Each set of missing tangents has its own backward, compiled lazily.
+
+    Attributes:
+        saved: the fakes of the values that forward saves.
+        ran: the program whose backward ran last.
+        computation_fn: the function of forward.
+        spent: the cost of compiling backwards.
+        forward_traces, backward_traces: each phase, and the phase after each of the user's transforms. The last runs.
+    """
+
+    def __init__(
+        self,
+        converted: Converted,
+        program: pipeline.Program,
+        module: str,
+        transforms: Sequence[Transform],
+        *,
+        fuses: bool,
+    ) -> None:
+        forward, backward = program.forward, program.backward
+        result = forward.bound_symbols[-1].args
+        self._saved: tuple[Sequence[Any], Sequence[Any]] = result[1] if backward is not None else ((), ())
+        values = fake_values(converted, program)
+        self.saved: Sequence[Any] = [values[proxy.name] for proxy in (*self._saved[0], *self._saved[1])]
+        self._tangents, self._constants = converted.tangents, list(converted.constants.values())
+        self._plain_outputs, self._gradients = converted.outputs, converted.gradients  # counts for AOTAutograd
+        self._outputs = len(result[0]["output"]) if backward is not None else 0
+        self.ran, self._program, self._fuses, self._module = program, program, fuses, module
+        self._fakes = Fakes(values, converted.parameters, program.scheduled.facts.executor) if fuses else None
+        forward, computed = self._compile_regions(forward, {})
+        names = (proxy.name for part in self._saved for proxy in part)
+        self._saved_values = {name: computed[name] for name in names if name in computed}
+        self._transforms = transforms
+        traces = self._transformed(forward)
+        self.forward_traces = traces
+        self.backward_traces: list[TraceCtx] = [] if backward is None else [backward]
+        self.computation_fn = function_of(transform_to_torch_types(traces[-1]))
+        self.spent = Spent()
+        self._backward: dict[frozenset[int], _Backward] = {}  # positions of missing tangents: backward
+
+    def forward(self, args: list[Any]) -> list[Any]:
+        """Return the outputs and the values that backward reads, and clear ``args``."""
+        inputs = (*args, *self._constants)
+        args.clear()
+        result = self.computation_fn(*inputs)
+        if self._program.backward is None:
+            return list(result)
+        data, (tensors, numbers) = result
+        return [*data["output"][: self._plain_outputs], *tensors, *numbers]
+
+    def backward(self, args: list[Any]) -> list[Any]:
+        """Return the gradients of the inputs, and clear ``args``."""
+        count, saved = len(self._saved[1]), len(self.saved)
+        numbers, tensors, tangents = args[:count], args[count:saved], args[saved:]
+        args.clear()
+        missing = frozenset(number for number, tangent in enumerate(tangents) if tangent is None)
+        if missing not in self._backward:
+            self._backward[missing] = self._compile_backward(missing)
+        self.ran, run, (tensor_positions, number_positions), self.backward_traces[:] = self._backward[missing]
+        cotangents: list[Any] = [None] * self._outputs
+        for position, _ in reversed(self._tangents):
+            cotangents[position] = tangents.pop()  # the only reference: backward frees the tangent after its last use
+        saved_values = [[tensors[index] for index in tensor_positions], [numbers[index] for index in number_positions]]
+        tensors.clear()
+        gradients = run(saved_values, cotangents)
+        return list(gradients[: self._gradients])
+
+    def _compile_backward(self, missing: frozenset[int]) -> _Backward:
+        """Return the backward for missing tangents."""
+        with metered() as spent, uncollected():
+            names = [self._tangents[position][1] for position in missing]
+            program = program_without(self._program, names, fuses=self._fuses) if missing else self._program
+            assert program.backward is not None, "it returns the remaining gradients"
+            position_of = [{proxy.name: index for index, proxy in enumerate(saved)} for saved in self._saved]
+            input_names = [proxy.name for proxy in proxies_in(program.backward.args[0])]
+            positions = [[indices[name] for name in input_names if name in indices] for indices in position_of]
+            trace, _ = self._compile_regions(program.backward, self._saved_values)
+            traces = self._transformed(trace)
+            backward = _Backward(program, function_of(traces[-1]), positions, traces)
+        self.spent += spent()
+        return backward
+
+    def _transformed(self, trace: TraceCtx) -> list[TraceCtx]:
+        """Return a phase, and the phase after each of the user's transforms."""
+        traces, facts = [trace], self._program.scheduled.facts
+        phases = pipeline.phases_by_name(self._program.forward, self._program.backward)
+        for transform in self._transforms:
+            with thunder_context(), pipeline.telling_all_ranks(facts, phases):
+                result = transform.transform_trace_post_optimization(traces[-1], executors_list=[facts.executor])
+                require_own_lines(traces[-1], result, facts.executor, type(transform).__name__)
+            traces.append(result)
+        return traces
+
+    def _compile_regions(
+        self, trace: TraceCtx, forward_values: Mapping[str, Any]
+    ) -> tuple[TraceCtx, Mapping[str, Any]]:
+        """Return a phase with compiled regions, and its fake values. If nothing is fused, there are no fake values."""
+        return (trace, {}) if self._fakes is None else with_kernels(trace, self._fakes, forward_values, self._module)
+
+
+def fake_values(converted: Converted, program: pipeline.Program) -> dict[str, Any]:
+    """Return the fake values of a program, keyed by name. Those of rows are the full parameters'."""
+    parameters, inputs = converted.parameters, program.scheduled.facts.inputs
+    return {**converted.values, **converted.constants, **{name: parameters[path] for name, path in inputs.items()}}
+
+
+def _without_history(output: Any, inputs: Sequence[Any]) -> Any:
+    """Return an output as under ``no_grad``, since AOTAutograd runs with gradients on in all modes.
+
+    As under ``no_grad``, a view of an input requires a gradient if the input does.
+    """
+    if not isinstance(output, Tensor) or not output.requires_grad or any(output is value for value in inputs):
+        return output
+    bases = {id(value._base if value._is_view() else value) for value in inputs if isinstance(value, Tensor)}
+    with torch.no_grad():
+        return output.view_as(output) if output._is_view() and id(output._base) in bases else output.detach()
+
+
+def restoring(returned: Any, markers: Sequence[object], positions: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
+    """Return a function that builds the result of the module's forward from the outputs of the forward trace.
+
+    ``returned`` is the result of forward with a marker in place of each output of the graph. ``positions`` has, for
+    each marker, the position of its value among the trace's outputs.
+    """
+    position_of = dict(zip(map(id, markers), positions, strict=True))
+    return lambda outputs: rebuild(returned, {marker: outputs[position] for marker, position in position_of.items()})
+
+
+def rebuild(tree: Any, values: Mapping[int, Any]) -> Any:
+    """Return a copy of a structure in which ``values`` replace leaves. ``values`` is keyed by the ids of leaves."""
+    if is_dataclass(tree) and not isinstance(tree, type) and not isinstance(tree, Mapping):
+        names = [field.name for field in fields(tree)]
+        return replace(tree, **{name: rebuild(getattr(tree, name), values) for name in names})
+    return tree_map(lambda leaf: values.get(id(leaf), leaf), tree)
