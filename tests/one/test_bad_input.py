@@ -163,7 +163,7 @@ CALLS: dict[type[Exception], list[tuple[Any, ...]]] = {
         (lambda m: shard(m, device="cuda:99"), "device is 'cuda:99'", "cannot be used here"),
         (lambda m: shard(m, device="meta"), "meta tensors", "backend"),
         (lambda m: shard(m, broadcast_from=1), "broadcast_from is 1", "ranks 0 to 0"),
-        (lambda m: tz.Recipe("thunder.fx"), "interpreter='thunder.fx'", "thunder_zero.compile(module, ...)"),
+        (lambda m: tz.Recipe("thunder.fx"), "interpreter='thunder.fx'", "dynamo captures"),
         (lambda m: tz.trace(m, X, world_size=0), "world_size is 0", "at least 1"),
         (lambda m: tz.trace(m, X, world_size=-4), "world_size is -4", "at least 1"),
         (lambda m: tz.trace(m, X, rank=8), "rank is 8", "world_size=8", "0 to 7"),

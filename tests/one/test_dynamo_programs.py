@@ -252,6 +252,7 @@ def turns_on(y: Tensor) -> Tensor:
 ASKING: list[Any] = [asks_by_another_name, *slow(asks_a_tensor, asks_outside, turns_on)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ASKING, ids=lambda then: then.__name__)
 def test_code_that_depends_on_the_grad_mode_is_captured_in_each_mode(then: Callable[[Tensor], Tensor]) -> None:
     module = Layer(then)

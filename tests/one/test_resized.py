@@ -13,7 +13,6 @@ import torch._dynamo
 import thunder_zero as tz
 from examples.llama import Llama, LlamaConfig
 from tests.harness.errors import refused
-from tests.harness.tiers import slow
 
 SIZES = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=24)
 OTHER_SHAPE = (3, 40)
@@ -28,7 +27,8 @@ def trace_llama(shape: tuple[int, int], policy: Any, *, dynamic: bool) -> tz.too
     return tz.trace(model, tokens, labels=labels, policy=policy, world_size=4, dynamic=dynamic)
 
 
-@pytest.mark.parametrize("policy", [tz.ZERO3, *slow(tz.Policy(stage=2, recompute="none"))], ids=["stage 3", "stage 2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [tz.ZERO3, tz.Policy(stage=2, recompute="none")], ids=["stage 3", "stage 2"])
 def test_a_resized_program_equals_one_traced_for_the_other_shapes(policy: tz.Policy) -> None:
     symbolic, expected = trace_llama((2, 8), policy, dynamic=True), trace_llama(OTHER_SHAPE, policy, dynamic=False)
     shapes = {"input_ids": OTHER_SHAPE}  # the labels follow

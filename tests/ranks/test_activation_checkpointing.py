@@ -199,7 +199,8 @@ def differentiate(rank: int, world_size: int, names: list[str]) -> tuple[Tensor,
     return y.detach(), local(param.grad)
 
 
-@pytest.mark.parametrize("names", [list(DRAWS)[:2], *slow(list(DRAWS)[2:])], ids=len)
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [list(DRAWS)[:2], list(DRAWS)[2:]], ids=len)
 def test_backward_has_the_random_numbers_of_forward(ranks_pool: RanksPool, names: list[str]) -> None:
     outputs, grads = zip(*ranks_pool.run(2, differentiate, names), strict=True)
     expected = torch.stack([y * y.log() for y in outputs]).mean(0)

@@ -403,6 +403,7 @@ def refuse_before_a_step(rank: int, world_size: int) -> None:
         tz.compile(part, tz.ZERO3, mesh=named_differently)
 
 
+@pytest.mark.slow
 def test_wrong_ties_heads_and_meshes_are_refused_before_a_step(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, refuse_before_a_step, timeout=110)
 
