@@ -97,10 +97,10 @@ def _cast_leaf(leaf: Any, dtype: torch.dtype, owner: Any) -> Any:
         return leaf.to(dtype) if leaf.is_floating_point() else leaf
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         fields = dataclasses.fields(leaf)
-        items = [getattr(leaf, field.name) for field in fields]
+        values = {field.name: getattr(leaf, field.name) for field in fields}
         if all(field.init for field in fields):
-            names = [field.name for field in fields]
-            return type(leaf)(**{name: _cast(item, dtype, owner) for name, item in zip(names, items, strict=True)})
+            return type(leaf)(**{name: _cast(value, dtype, owner) for name, value in values.items()})
+        items = [*values.values()]
     else:
         items = [*leaf.values()] if isinstance(leaf, dict) else [*leaf] if isinstance(leaf, (set, frozenset)) else []
     if any(isinstance(item, torch.Tensor) and item.is_floating_point() for item in items):
