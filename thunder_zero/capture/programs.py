@@ -4,8 +4,8 @@
 
     trace              compat/aot/               a joint graph: forward and backward of torch's operators
     convert            convert.py                a trace of the plain module, which traces/ shards
-    schedule           traces/pipeline.py        a scheduled trace, whose passes are proved
-    split              traces/pipeline.py        two traces, proved and compared between ranks
+    schedule           traces/pipeline.py        operations, whose passes are proved
+    write              traces/pipeline.py        two traces, proved and compared between ranks
     compile            compat/aot/               a function with PyTorch's autograd, writes and aliases
 
 A graph has up to three programs: for training steps, for ``no_sync`` (gradients are deferred), and without a backward.
@@ -32,13 +32,10 @@ from thunder_zero.sharded.runtime import ModelRuntime
 from thunder_zero.sharded.state import State
 from thunder_zero.traces import pipeline
 from thunder_zero.traces.compiled import Traces
-from thunder_zero.traces.enter import require_own_lines
-from thunder_zero.traces.fuse import fuse_regions
+from thunder_zero.traces.foreign import require_own_lines
+from thunder_zero.traces.function import function_of
 from thunder_zero.traces.kernels import Fakes, with_kernels
-from thunder_zero.traces.lift import proxies_in
-from thunder_zero.traces.missing_tangents import drop_tangents
 from thunder_zero.traces.symbols import ZeroExecutor
-from thunder_zero.traces.write import function_of
 
 from thunder.common import CompileData, transform_to_torch_types
 from thunder.core.compile_data import compile_data_and_stats
@@ -174,7 +171,7 @@ def program_of(
     with thunder_context():
         converted = convert(joint, paths, backward=mode.differentiates)
         *_, lowered = pipeline.shard(converted.traced(executor, synced=mode.synced))
-        return converted, pipeline.compile_program(pipeline.schedule_trace(lowered), phases_of(fuses=fuses))
+        return converted, pipeline.compile_program(pipeline.schedule(lowered), fuses=fuses)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,8 +193,7 @@ class TraceList(Sequence[TraceCtx]):
 def program_without(program: pipeline.Program, missing: Sequence[str], *, fuses: bool) -> pipeline.Program:
     """Return a program whose backward does not take the output gradients that ``missing`` names."""
     with thunder_context():
-        pruned = pipeline.compile_program(drop_tangents(program.scheduled, missing), phases_of(fuses=fuses))
-    return replace(pruned, forward=program.forward)
+        return pipeline.without_tangents(program, missing, fuses=fuses)
 
 
 def traces_of_program(
@@ -213,24 +209,20 @@ def traces_of_program(
         pruned = program_without(program, missing, fuses=fuses)
         return traces_of_program(pruned, fuses=fuses, restored=restored, others=others)
 
-    scheduled, facts, timeline = program.scheduled, program.scheduled.facts, program.timeline
+    facts = program.facts
     return Traces(
         program.forward,
         program.backward,
-        timeline,
+        program.timeline,
+        program.lines,
         facts.plan,
         facts.synced,
         facts.sizes,
         others or {},
         restored,
         without,
-        scheduled.lifted,
+        program.scheduled.lifted,
     )
-
-
-def phases_of(*, fuses: bool) -> Callable[[TraceCtx], pipeline.TwoTraces]:
-    """Return a function that splits a scheduled trace into phases. If ``fuses``, the function also fuses regions."""
-    return (lambda trace: pipeline.make_phases(fuse_regions(trace))) if fuses else pipeline.make_phases
 
 
 def thunder_context() -> Any:
@@ -243,11 +235,10 @@ def _nothing() -> None:
 
 
 class _Backward(NamedTuple):
-    """A backward: the function, and the positions of the saved tensors and saved numbers that the function takes."""
+    """A backward: its program, the function, and its traces."""
 
     program: pipeline.Program
     run: Callable[..., Any]
-    positions: Sequence[Sequence[int]]
     traces: Sequence[TraceCtx]
 
 
@@ -282,12 +273,12 @@ class TracedPhases:
         self._plain_outputs, self._gradients = converted.outputs, converted.gradients  # counts for AOTAutograd
         self._outputs = len(result[0]["output"]) if backward is not None else 0
         self.ran, self._program, self._fuses, self._module = program, program, fuses, module
-        self._fakes = Fakes(values, converted.parameters, program.scheduled.facts.executor) if fuses else None
+        self._fakes = Fakes(values, converted.parameters, program.facts.executor) if fuses else None
         forward, computed = self._compile_regions(forward, {})
         names = (proxy.name for part in self._saved for proxy in part)
         self._saved_values = {name: computed[name] for name in names if name in computed}
         self._transforms = transforms
-        traces = self._transformed(forward)
+        traces = self._transformed(forward, program)
         self.forward_traces = traces
         self.backward_traces: list[TraceCtx] = [] if backward is None else [backward]
         self.computation_fn = function_of(transform_to_torch_types(traces[-1]))
@@ -312,13 +303,11 @@ class TracedPhases:
         missing = frozenset(number for number, tangent in enumerate(tangents) if tangent is None)
         if missing not in self._backward:
             self._backward[missing] = self._compile_backward(missing)
-        self.ran, run, (tensor_positions, number_positions), self.backward_traces[:] = self._backward[missing]
+        self.ran, run, self.backward_traces[:] = self._backward[missing]
         cotangents: list[Any] = [None] * self._outputs
         for position, _ in reversed(self._tangents):
             cotangents[position] = tangents.pop()  # the only reference: backward frees the tangent after its last use
-        saved_values = [[tensors[index] for index in tensor_positions], [numbers[index] for index in number_positions]]
-        tensors.clear()
-        gradients = run(saved_values, cotangents)
+        gradients = run([tensors, numbers], cotangents)  # which clears the lists
         return list(gradients[: self._gradients])
 
     def _compile_backward(self, missing: frozenset[int]) -> _Backward:
@@ -327,23 +316,19 @@ class TracedPhases:
             names = [self._tangents[position][1] for position in missing]
             program = program_without(self._program, names, fuses=self._fuses) if missing else self._program
             assert program.backward is not None, "it returns the remaining gradients"
-            position_of = [{proxy.name: index for index, proxy in enumerate(saved)} for saved in self._saved]
-            input_names = [proxy.name for proxy in proxies_in(program.backward.args[0])]
-            positions = [[indices[name] for name in input_names if name in indices] for indices in position_of]
             trace, _ = self._compile_regions(program.backward, self._saved_values)
-            traces = self._transformed(trace)
-            backward = _Backward(program, function_of(traces[-1]), positions, traces)
+            traces = self._transformed(trace, program)
+            backward = _Backward(program, function_of(traces[-1]), traces)
         self.spent += spent()
         return backward
 
-    def _transformed(self, trace: TraceCtx) -> list[TraceCtx]:
+    def _transformed(self, trace: TraceCtx, program: pipeline.Program) -> list[TraceCtx]:
         """Return a phase, and the phase after each of the user's transforms."""
-        traces, facts = [trace], self._program.scheduled.facts
-        phases = pipeline.phases_by_name(self._program.forward, self._program.backward)
+        traces, facts, timeline = [trace], program.facts, program.timeline
         for transform in self._transforms:
-            with thunder_context(), pipeline.telling_all_ranks(facts, phases):
+            with thunder_context(), pipeline.telling_all_ranks(facts, timeline):
                 result = transform.transform_trace_post_optimization(traces[-1], executors_list=[facts.executor])
-                require_own_lines(traces[-1], result, facts.executor, type(transform).__name__)
+                require_own_lines(traces[-1], result, timeline, facts.executor, type(transform).__name__)
             traces.append(result)
         return traces
 
@@ -356,7 +341,7 @@ class TracedPhases:
 
 def fake_values(converted: Converted, program: pipeline.Program) -> dict[str, Any]:
     """Return the fake values of a program, keyed by name. Those of rows are the full parameters'."""
-    parameters, inputs = converted.parameters, program.scheduled.facts.inputs
+    parameters, inputs = converted.parameters, program.facts.inputs
     return {**converted.values, **converted.constants, **{name: parameters[path] for name, path in inputs.items()}}
 
 

@@ -4,7 +4,7 @@ Later code reads the plan, never the module, the stage or the process group. In 
 
     Param("h.0.weight", shape=(10, 8), unit="h.0", sharded=True, resident=False, kept_unsharded=False, ...)
     plan.shard_shape(param)   (3, 8)          each rank stores three rows; the last rank pads
-    plan.gather_bytes(param)  288             bytes that this rank sends in one gather
+    plan.gather_traffic(param).sent  288      bytes that this rank sends in one gather
 """
 
 from __future__ import annotations
@@ -31,6 +31,32 @@ if TYPE_CHECKING:
 
 ROOT = ""  # path of the root unit
 STATES = 2  # optimizer tensors for each parameter, in the shape of its shard; Adam has two
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of a collective.
+
+    Attributes:
+        sent, received: bytes on the wire of this rank.
+        busiest: bytes that rank 0 sends or receives, whichever is more, on all ranks. Rank 0 is the busiest rank, since
+            it owns the most rows: it sends most in a gather, receives most in a reduce-scatter, and averages most
+            between replicas.
+        full: bytes of the full, unpadded parameters or gradients.
+    """
+
+    sent: int = 0
+    received: int = 0
+    busiest: int = 0
+    full: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.sent + other.sent,
+            self.received + other.received,
+            self.busiest + other.busiest,
+            self.full + other.full,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,24 +361,40 @@ class Plan:
         """Return the bytes of a rank's encoded rows with padding. All ranks encode the same number of elements."""
         return self.gather_encoding(param).nbytes(prod(self.shard_shape(param)))
 
-    def gather_sends(self, param: Param, rank: int) -> int:
-        """Return the bytes that a rank sends to gather the parameter once."""
+    def gather_traffic(self, param: Param) -> Traffic:
+        """Return the bytes to gather the parameter once."""
+        if (traffic := self._traffic.get((param.path, ""))) is None:
+            sent, received = self._gathered(param, self.mesh.shard.place)
+            traffic = Traffic(sent, received, self._gathered(param, 0)[0], param.full_bytes)
+            self._traffic[param.path, ""] = traffic
+        return traffic
+
+    def reduce_traffic(self, param: Param, *axes: str) -> Traffic:
+        """Return the bytes to reduce the parameter's gradient once, over the given axes or by default over all."""
+        total = Traffic()
+        for axis in axes or self.reduced_over(param):
+            if (traffic := self._traffic.get((param.path, axis))) is None:
+                sent, received = self._reduced(param, axis, self.mesh.shard.place)
+                traffic = Traffic(sent, received, max(self._reduced(param, axis, 0)), param.grad_bytes)
+                self._traffic[param.path, axis] = traffic
+            total += traffic
+        return total
+
+    @cached_property
+    def _traffic(self) -> dict[tuple[str, str], Traffic]:
+        """A cache, since passes ask often: a parameter and the axis of a reduction, "" for a gather."""
+        return {}
+
+    def _gathered(self, param: Param, rank: int) -> tuple[int, int]:
+        """Return the bytes that a rank sends and receives in a gather."""
         if not param.sharded:
-            return 0
+            return 0, 0
         if self.gathers_bytes(param):
-            return (self.mesh.shard.size - 1) * self.payload_bytes(param)
-        numel = layout.gather_sends(param.rest_shape, self.mesh.shard.size, rank)
-        return numel * self.gather_encoding(param).dtype.itemsize
-
-    def gather_bytes(self, param: Param) -> int:
-        """Return the bytes that this rank sends to gather the parameter once."""
-        return self.gather_sends(param, self.mesh.shard.place)
-
-    def gather_receives(self, param: Param) -> int:
-        """Return the bytes that this rank receives when the parameter is gathered once."""
-        if self.gathers_bytes(param) or not param.sharded:
-            return self.gather_bytes(param)
-        return (prod(param.rest_shape) - self.resting(param).numel) * self.gather_encoding(param).dtype.itemsize
+            sent = (self.mesh.shard.size - 1) * self.payload_bytes(param)
+            return sent, sent
+        itemsize = self.gather_encoding(param).dtype.itemsize
+        sent = layout.gather_sends(param.rest_shape, self.mesh.shard.size, rank)
+        return sent * itemsize, (prod(param.rest_shape) - self.resting(param).numel) * itemsize
 
     def part_bytes(self, param: Param, axis: str) -> int:
         """Return the encoded bytes of the part of a gradient that one rank sums. Along ``shard`` the part is the rank's
@@ -360,44 +402,32 @@ class Plan:
         rows = prod(self.shard_shape(param))
         return self.reduce_encoding(param, axis).nbytes(rows if axis == SHARD else -(-rows // self.mesh.replicate.size))
 
-    def reduce_sends(self, param: Param, axis: str, rank: int) -> int:
-        """Return the bytes that a rank sends to reduce the parameter's gradient once over an axis."""
+    def _reduced(self, param: Param, axis: str, rank: int) -> tuple[int, int]:
+        """Return the bytes that a rank sends and receives to reduce a gradient over an axis."""
         # A rank sends encoded parts to its peers. Between replicas it also sends back the mean of its own part.
         encoding = self.reduce_encoding(param, axis)
         if encoding.block:
-            return (1 + (axis == REPLICATE)) * (self.ranks_over(axis) - 1) * self.part_bytes(param, axis)
+            sent = (1 + (axis == REPLICATE)) * (self.ranks_over(axis) - 1) * self.part_bytes(param, axis)
+            return sent, sent
+        itemsize = encoding.dtype.itemsize
         if axis == SHARD and param.sharded:
-            numel = layout.scatter_sends(param.shape, self.mesh.shard.size, rank)
-        elif axis in OF_MEANS:
-            numel = layout.all_reduce_sends((self.geometry(param).numel_of(rank),), self.ranks_over(axis))
-        else:
-            numel = layout.all_reduce_sends(param.shape, self.ranks_over(axis))
-        return numel * encoding.dtype.itemsize
+            received = (self.mesh.shard.size - 1) * self.geometry(param).numel_of(rank)
+            return layout.scatter_sends(param.shape, self.mesh.shard.size, rank) * itemsize, received * itemsize
+        shape = (self.geometry(param).numel_of(rank),) if axis in OF_MEANS else param.shape
+        sent = layout.all_reduce_sends(shape, self.ranks_over(axis)) * itemsize
+        return sent, sent
 
-    def reduce_bytes(self, param: Param) -> int:
-        """Return the bytes that this rank sends to reduce the parameter's gradient once, over all axes."""
-        return sum(self.reduce_sends(param, axis, self.mesh.shard.place) for axis in self.reduced_over(param))
-
-    def reduce_receives(self, param: Param) -> int:
-        """Return the bytes that this rank receives when the gradient is reduced once, over all axes."""
-        return sum(self._receives(param, axis) for axis in self.reduced_over(param))
-
-    def slice_sends(self, collective: str, numel: int) -> int:
-        """Return the number of elements that a rank sends in a tensor-parallel collective of ``numel`` elements."""
+    def slice_traffic(self, collective: str, numel: int, itemsize: int) -> Traffic:
+        """Return the bytes of a tensor-parallel collective of ``numel`` elements."""
         ranks = self.mesh.tensor.size
-        match collective:
-            case "all_reduce":
-                return layout.all_reduce_sends((numel,), ranks)
-            case "all_gather_into_tensor":
-                return (ranks - 1) * numel
-            case "reduce_scatter_tensor" | "all_to_all_single":
-                return numel * (ranks - 1) // ranks
-        return 0
-
-    def _receives(self, param: Param, axis: str) -> int:
-        if axis != SHARD or not param.sharded or self.reduce_encoding(param, axis).block:  # as many as it sends
-            return self.reduce_sends(param, axis, self.mesh.shard.place)
-        return self.geometry(param).numel * (self.mesh.shard.size - 1) * param.reduce_dtype.itemsize
+        sent = {
+            "all_reduce": layout.all_reduce_sends((numel,), ranks),
+            "all_gather_into_tensor": (ranks - 1) * numel,
+            "reduce_scatter_tensor": numel * (ranks - 1) // ranks,
+            "all_to_all_single": numel * (ranks - 1) // ranks,
+        }
+        nbytes = sent.get(collective, 0) * itemsize
+        return Traffic(nbytes, nbytes, nbytes)
 
     def gather_work(self, param: Param) -> tuple[int, int]:
         """Return the memory traffic of encoding and of decoding for a gather, in bytes. A cast is an encoding, too."""

@@ -20,10 +20,35 @@ from thunder_zero.plan.mesh import Mesh as Mesh
 from thunder_zero.plan.params import Param as Param
 from thunder_zero.plan.params import Plan as Plan
 from thunder_zero.plan.policy import Times as Times
-from thunder_zero.schedule.timeline import Kind as Kind
-from thunder_zero.schedule.timeline import Op as Op
+from thunder_zero.schedule.ops import Compute as Compute
+from thunder_zero.schedule.ops import Defer as Defer
+from thunder_zero.schedule.ops import Free as Free
+from thunder_zero.schedule.ops import Gather as Gather
+from thunder_zero.schedule.ops import Op as Op
+from thunder_zero.schedule.ops import Reduce as Reduce
+from thunder_zero.schedule.ops import Return as Return
+from thunder_zero.schedule.ops import Wait as Wait
+from thunder_zero.schedule.ops import ends as ends
 from thunder_zero.schedule.timeline import ScheduleError as ScheduleError
 from thunder_zero.schedule.timeline import Timeline as Timeline
 from thunder_zero.schedule.verify import check as check
 
-__all__ = ["Kind", "Mesh", "Op", "Param", "Plan", "ScheduleError", "Timeline", "Times", "check", "make_plan"]
+__all__ = [
+    "Compute",
+    "Defer",
+    "Free",
+    "Gather",
+    "Mesh",
+    "Op",
+    "Param",
+    "Plan",
+    "Reduce",
+    "Return",
+    "ScheduleError",
+    "Timeline",
+    "Times",
+    "Wait",
+    "check",
+    "ends",
+    "make_plan",
+]

@@ -11,7 +11,7 @@ Reductions of one unit start together, at the start of the last reduction::
     compute ...
 
 A bucket has one dtype, one kind of collective and at most ``Sizes.bucket_bytes`` of full parameters. A larger parameter
-is a bucket by itself. Repeated gathers (``Op.repeated``) have buckets of their own.
+is a bucket by itself. Repeated gathers have buckets of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
-from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.ops import Gather, Launch, Op, Reduce, Wait, ends
+from thunder_zero.schedule.timeline import Timeline
 
 
 def bucket(timeline: Timeline) -> Timeline:
@@ -63,7 +64,7 @@ class _OpenBuckets:
 def _gather_buckets(timeline: Timeline) -> list[list[int]]:
     buckets = _OpenBuckets(timeline.plan.sizes.bucket_bytes)
     for index, op in enumerate(timeline.ops):
-        if op.kind is Kind.GATHER:
+        if isinstance(op, Gather):
             (param,) = timeline.params_of(op)
             kind = (_dtypes(timeline, op), op.repeated, param.resident)
             is_written = all(timeline.writer.get(read, -1) < buckets.first(kind) for read in op.reads)
@@ -78,12 +79,12 @@ def _reduce_buckets(timeline: Timeline) -> list[list[int]]:
     for index, op in enumerate(timeline.ops):
         if timeline.continues(op):
             reduced[op.writes[0]] = reduced[op.reads[0]]
-        elif op.kind is Kind.REDUCE:
+        elif isinstance(op, Reduce):
             (param,) = timeline.params_of(op)
             later_axes = tuple((axis, plan.reduce_encoding(param, axis)) for axis in plan.reduced_over(param)[1:])
             buckets.add(index, param.grad_bytes, param.unit, (_dtypes(timeline, op), later_axes, param.sharded))
             reduced[op.writes[0]] = index
-        elif timeline.ends(op, Kind.REDUCE):
+        elif ends(op, Reduce):
             reduced[op.writes[0]] = reduced[op.reads[0]]
         elif readers := [reduced[read] for read in op.reads if read in reduced]:
             buckets.close(readers)  # a launch that joined later would delay this reader
@@ -92,7 +93,7 @@ def _reduce_buckets(timeline: Timeline) -> list[list[int]]:
 
 def _buckets_of_means(timeline: Timeline, buckets: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the buckets of the reductions that read the means of the given buckets."""
-    wait_of = {op.reads[0]: op for op in timeline.ops if op.kind is Kind.WAIT}
+    wait_of = {op.launch.handle: op for op in timeline.ops if isinstance(op, Wait)}
     reader = {op.reads[0]: index for index, op in enumerate(timeline.ops) if timeline.continues(op)}
     means = [[wait_of[timeline.ops[index].writes[0]].writes[0] for index in members] for members in buckets]
     return [[reader[name] for name in names] for names in means if names[0] in reader]
@@ -101,34 +102,28 @@ def _buckets_of_means(timeline: Timeline, buckets: Sequence[Sequence[int]]) -> l
 def _merge(timeline: Timeline, buckets: Sequence[Sequence[int]], *, place: int) -> Timeline:
     """Merge the launches of each bucket, and their waits, at the index of its first (0) or last (-1) member."""
     ops = timeline.ops
-    wait_of = {op.reads[0]: index for index, op in enumerate(ops) if op.kind is Kind.WAIT}
+    wait_of = {op.launch.handle: index for index, op in enumerate(ops) if isinstance(op, Wait)}
     values = dict(timeline.values)
     merged: dict[int, Op] = {}
     replaced: set[int] = set()
     for members in buckets:
         if len(members) == 1:
             continue
-        launches = [ops[index] for index in members]
-        waits = [wait_of[launch.writes[0]] for launch in launches]
-        handle = launches[0].writes[0]
-        values[handle] = replace(values[handle], nbytes=sum(values[launch.writes[0]].nbytes for launch in launches))
-        merged[members[place]] = replace(_concatenate(launches), writes=(handle,))
-        merged[waits[place]] = replace(_concatenate([ops[index] for index in waits]), reads=(handle,))
+        launches = [op for index in members if isinstance(op := ops[index], Launch)]
+        waits = [wait_of[launch.handle] for launch in launches]
+        first = launches[0]
+        values[first.handle] = replace(
+            values[first.handle], nbytes=sum(values[launch.handle].nbytes for launch in launches)
+        )
+        reads = tuple(name for launch in launches for name in launch.reads)
+        launch = replace(first, reads=reads, params=tuple(path for launch in launches for path in launch.params))
+        merged[members[place]] = launch
+        merged[waits[place]] = Wait(launch, tuple(name for index in waits for name in ops[index].writes))
         replaced.update(members, waits)
     ops_left = (merged.get(index, op) for index, op in enumerate(ops) if index in merged or index not in replaced)
     return timeline.with_ops(ops_left, values)
 
 
-def _concatenate(members: Sequence[Op]) -> Op:
-    return replace(
-        members[0],
-        reads=tuple(name for op in members for name in op.reads),
-        writes=tuple(name for op in members for name in op.writes),
-        params=tuple(path for op in members for path in op.params),
-        source=tuple(position for op in members for position in op.source),
-    )
-
-
-def _dtypes(timeline: Timeline, op: Op) -> Hashable:
+def _dtypes(timeline: Timeline, op: Launch) -> Hashable:
     """Return the dtype that a launch reads, and the encoding in which it sends."""
     return timeline.values[op.reads[0]].dtype, timeline.travels_as(op, timeline.params_of(op)[0])

@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import chain
 
-from thunder_zero.schedule.timeline import Kind, Timeline
+from thunder_zero.schedule.ops import Gather, Return, Wait, ends
+from thunder_zero.schedule.timeline import Timeline
 
 
 def gathered_from(timeline: Timeline) -> dict[str, tuple[str, ...]]:
@@ -28,7 +29,7 @@ def gathered_from(timeline: Timeline) -> dict[str, tuple[str, ...]]:
     for name, index in timeline.derived.items():
         op = timeline.ops[index]
         sources_of_reads = chain.from_iterable(sources.get(read, ()) for read in op.reads)
-        sources[name] = (name,) if op.kind is Kind.WAIT else tuple(dict.fromkeys(sources_of_reads))
+        sources[name] = (name,) if isinstance(op, Wait) else tuple(dict.fromkeys(sources_of_reads))
     return sources
 
 
@@ -38,14 +39,14 @@ def regathered(timeline: Timeline) -> dict[str, int]:
     included."""
     writers: dict[str, int] = {}
     for index, op in enumerate(timeline.ops[: timeline.backward_start]):
-        if op.kind is Kind.GATHER:
+        if isinstance(op, Gather):
             writes = op.writes if any(not param.kept_unsharded for param in timeline.params_of(op)) else ()
-        elif timeline.ends(op, Kind.GATHER):
+        elif ends(op, Gather):
             params = timeline.params_of(op)
             writes = tuple(name for name, param in zip(op.writes, params, strict=True) if not param.kept_unsharded)
         else:
             writes = () if writers.keys().isdisjoint(op.reads) and timeline.cast.isdisjoint(op.reads) else op.writes
-        writers.update((name, index) for name in writes if name in timeline.derived or op.kind is Kind.GATHER)
+        writers.update((name, index) for name in writes if name in timeline.derived or isinstance(op, Gather))
     return writers
 
 
@@ -57,7 +58,8 @@ def needed_in_backward(timeline: Timeline, writer: Mapping[str, int]) -> set[str
         writer: a mapping from values of forward to the index of their writer.
     """
     needed: set[str] = set()
-    reads = [read for op in timeline.ops[:-1] if op.backward for read in op.reads]
+    ops = (op for op in timeline.ops if op.backward and not isinstance(op, Return))
+    reads = [read for op in ops for read in op.reads]
     while reads:
         name = reads.pop()
         if name in writer and name not in needed:

@@ -17,7 +17,8 @@ from itertools import groupby
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.derived import needed_in_backward, regathered
 from thunder_zero.schedule.lifetimes import gathered_bytes
-from thunder_zero.schedule.timeline import Kind, Timeline
+from thunder_zero.schedule.ops import Gather
+from thunder_zero.schedule.timeline import Timeline
 
 
 def choose_last_units(timeline: Timeline, schedule: Callable[[Timeline], Timeline]) -> Timeline:
@@ -25,7 +26,7 @@ def choose_last_units(timeline: Timeline, schedule: Callable[[Timeline], Timelin
 
     Args:
         timeline: the timeline before any pass.
-        schedule: a function that inserts and moves gathers, and inserts FREEs.
+        schedule: a function that inserts and moves gathers.
     """
     if timeline.plan.policy.reshard_after_forward:
         return timeline
@@ -60,8 +61,8 @@ def _runs_from_last(timeline: Timeline) -> list[frozenset[str]]:
     first. Parameters that backward does not read (biases) are included, since a fuser may make backward read them. The
     root unit may occur several times."""
     needed = needed_in_backward(timeline, regathered(timeline))
-    gathers = [op for op in reversed(timeline.ops) if op.kind is Kind.GATHER and not op.backward]
+    gathers = [op for op in reversed(timeline.ops) if isinstance(op, Gather) and not op.backward]
     runs = [list(run) for _, run in groupby(gathers, key=lambda op: timeline.params_of(op)[0].unit)]
     return [
-        frozenset(path for op in run for path in op.params) for run in runs if any(op.writes[0] in needed for op in run)
+        frozenset(path for op in run for path in op.params) for run in runs if any(op.handle in needed for op in run)
     ]

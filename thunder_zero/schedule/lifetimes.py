@@ -7,22 +7,29 @@ Its callers map values to memories.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from itertools import accumulate
 
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
+from thunder_zero.schedule.ops import LAUNCHES, Free, Gather, Op, Return, Wait, ends
+from thunder_zero.schedule.timeline import Timeline
 
 
-def last_uses(ops: Iterable[Op], memories_of: Callable[[str], Iterable[str]]) -> dict[str, int]:
-    """Return a mapping from memories to the index of their last read or write. FREEs do not count.
+def _uses(op: Op) -> Iterable[str]:
+    """Return the values that an operation reads or writes. To free a value is not a use."""
+    return () if isinstance(op, Free) else (*op.reads, *op.writes)
+
+
+def last_uses(
+    ops: Iterable[Op], memories_of: Callable[[str], Iterable[str]], uses: Callable[[Op], Iterable[str]] = _uses
+) -> dict[str, int]:
+    """Return a mapping from memories to the index of their last use.
 
     Args:
-        ops: the operations.
         memories_of: a function from a value to the memories that it may be in.
+        uses: a function from an operation to the values that it uses.
     """
     last: dict[str, int] = {}
     for index, op in enumerate(ops):
-        for name in (*op.reads, *op.writes) if op.kind is not Kind.FREE else ():
+        for name in uses(op):
             for memory in memories_of(name):
                 last[memory] = index
     return last
@@ -40,18 +47,23 @@ def lifetimes(timeline: Timeline, stop: int | None = None) -> dict[str, range]:
     parameter, or a reduced gradient, is alive from the launch of its collective. The gradients that a reduction reads
     are alive until its wait. Forward's return keeps nothing alive: the caller may drop the outputs.
     """
-    launched = {op.writes[0]: index for index, op in enumerate(timeline.ops) if op.kind in LAUNCHES}
+    launched = {op.handle: index for index, op in enumerate(timeline.ops) if isinstance(op, LAUNCHES)}
     forward = {timeline.memory(name) for op in timeline.ops[: timeline.backward_start] for name in op.writes}
-    *ops, end = (
-        replace(op, reads=timeline.launches[op.reads[0]].reads) if op.kind is Kind.WAIT else op for op in timeline.ops
-    )
-    end = replace(end, reads=tuple(name for name in end.reads if timeline.memory(name) not in forward))
-    last = last_uses([*ops, end][:stop], lambda name: (timeline.memory(name),))
+
+    def uses(op: Op) -> Iterable[str]:
+        match op:
+            case Return():
+                return (name for name in op.reads if timeline.memory(name) not in forward)
+            case Wait():
+                return (*op.launch.reads, *op.writes)
+        return _uses(op)
+
+    last = last_uses(timeline.ops[:stop], lambda name: (timeline.memory(name),), uses)
     return {
-        name: range(launched[op.reads[0]] if op.kind is Kind.WAIT else index, last[name] + 1)
+        name: range(launched[op.launch.handle] if isinstance(op, Wait) else index, last[name] + 1)
         for index, op in enumerate(timeline.ops[:stop])
-        if op.kind not in LAUNCHES
-        if not (timeline.ends(op, Kind.GATHER) and timeline.params_of(op)[0].resident)
+        if not isinstance(op, LAUNCHES)
+        if not (ends(op, Gather) and timeline.params_of(op)[0].resident)
         for name in op.writes
         if timeline.memory(name) == name
     }
@@ -83,8 +95,10 @@ def gathered_bytes(timeline: Timeline, unit: str | None = None) -> tuple[int, ..
     """
 
     def change(op: Op) -> int:
+        if not isinstance(op, Gather | Free):
+            return 0
         params = [param for param in timeline.params_of(op) if not param.resident and unit in (None, param.unit)]
         full = sum(param.full_bytes for param in params)
-        return full if op.kind is Kind.GATHER else -full if op.kind is Kind.FREE else 0
+        return full if isinstance(op, Gather) else -full
 
     return tuple(accumulate(map(change, timeline.ops)))

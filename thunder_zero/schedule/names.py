@@ -5,27 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from thunder_zero.plan.mesh import OF_MEANS, SHARD, TENSOR
-from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.ops import LAUNCHES, Compute, Exchange, Op, Wait
+from thunder_zero.schedule.timeline import Timeline
 
 
-def launch_label(kind: Kind, paths: Sequence[str], axis: str = SHARD) -> str:
+def launch_label(kind: str, paths: Sequence[str], axis: str = SHARD) -> str:
     """Return the label of a launch, such as ``gather blocks.3.norm.weight, 5 more`` or ``reduce w over replicate``."""
     more = f", {len(paths) - 1} more" if len(paths) > 1 else ""
     return f"{kind} {paths[0]}{more}{f' over {axis}' * (axis in OF_MEANS)}"
 
 
-def wait_label(kind: Kind, paths: Sequence[str], axis: str = SHARD) -> str:
+def wait_label(kind: str, paths: Sequence[str], axis: str = SHARD) -> str:
     """Return the label of a wait, such as ``wait for gather w, 5 more``. ``kind`` is the kind of the awaited launch."""
     return f"wait for {launch_label(kind, paths, axis)}"
 
 
 def label_of(op: Op, timeline: Timeline) -> str:
     """Return the label of a launch or a wait, such as ``all_reduce over tensor`` for torch's tensor parallelism."""
-    if op.is_torchs:
-        launch = timeline.collectives[op.reads[0]] if op.waits else op
-        return f"{'wait for ' * op.waits}{launch.moves} over {TENSOR}"
-    launch = timeline.launches[op.reads[0]] if op.kind is Kind.WAIT else op
-    return (wait_label if op.kind is Kind.WAIT else launch_label)(launch.kind, launch.params, launch.over)
+    match op:
+        case Wait(launch=launch):
+            return wait_label(launch.kind, launch.params, launch.over)
+        case Compute(exchange=Exchange(moves="")):
+            return f"wait for {label_of(timeline.collectives[op.reads[0]], timeline)}"
+        case Compute(exchange=Exchange(moves=moves)):
+            return f"{moves} over {TENSOR}"
+    assert isinstance(op, LAUNCHES), f"a {op.kind} is not a collective"
+    return launch_label(op.kind, op.params, op.over)
 
 
 def unit_label(unit: str) -> str:

@@ -45,14 +45,13 @@ PASSES = (
     *GATHERING,  # from here on no gather moves
     sink_waits,  # end reductions late, within the bytes in flight
     recompute,  # recompute cheap values in backward instead of saving them; from here on no collective moves
-    free,  # free each gathered parameter after its last use; the last pass, since uses must not move after it
 )
 
 
 def run(timeline: Timeline) -> Timeline:
     """Run every pass, in order, on a lifted timeline. Prove the timeline before the first pass and after each pass.
 
-    The user's passes (``Policy.passes``) run before the last pass, ``free``.
+    The user's passes (``Policy.passes``) run last. ``free`` comes after fusion, which moves last uses.
 
     Raises:
         ScheduleError: a user's pass breaks a rule, or raises an exception. The message names the pass.
@@ -60,15 +59,13 @@ def run(timeline: Timeline) -> Timeline:
     """
     lifted = timeline
     check_pass(lifted, lifted)
-    *steps, last = PASSES
-    for step in steps:
+    for step in PASSES:
         before, timeline = timeline, step(timeline)
         check_pass(timeline, lifted)
         if step is recompute:
             check_recompute(timeline, before)
     for custom in lifted.plan.policy.passes:
         timeline = _run_custom(custom, timeline, lifted)
-    timeline = last(timeline)
     check_schedule(timeline, lifted)
     return timeline
 

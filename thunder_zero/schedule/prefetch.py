@@ -46,7 +46,8 @@ from math import inf
 
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.derived import gathered_from
-from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.ops import Compute, Gather, Op, Reduce, Wait, ends
+from thunder_zero.schedule.timeline import Timeline
 
 
 def prefetch(timeline: Timeline) -> Timeline:
@@ -64,7 +65,7 @@ def prefetch(timeline: Timeline) -> Timeline:
             after[index].append(op)
     moved = after.pop(-1, [])
     for index, op in enumerate(ops):
-        if op.kind is not Kind.GATHER:
+        if not isinstance(op, Gather):
             moved.append(op)
         moved += after.get(index, ())
     return timeline.with_ops(moved)
@@ -83,7 +84,7 @@ class _Use:
     """
 
     index: int
-    gather: Op
+    gather: Gather
     is_kept_unsharded: bool
     nbytes: int
 
@@ -114,10 +115,10 @@ def bounds(timeline: Timeline) -> dict[str, tuple[int, Bound]]:
             bound = next(bound for bound, count in by_bound.items() if count == ended) if ended else Bound.PHASE
             if _starts_at_use(timeline.plan):
                 index, bound = use.index, Bound.USE
-            elif any(op.kind is Kind.COMPUTE for op in ops[index + 1 : timeline.writer[use.gather.writes[0]]]):
+            elif any(isinstance(op, Compute) for op in ops[index + 1 : timeline.writer[use.gather.handle]]):
                 bound = Bound.EARLIER
             if not use.is_kept_unsharded:
-                result[use.gather.writes[0]] = index, bound
+                result[use.gather.handle] = index, bound
     return result
 
 
@@ -152,27 +153,27 @@ def _uses(timeline: Timeline, start: int, stop: int) -> list[_Use]:
     for index in range(start, stop):
         op = timeline.ops[index]
         for gather in [kept_gathers[read] for read in op.reads if read in kept_gathers]:
-            if gather.writes[0] not in seen_handles:
-                seen_handles.add(gather.writes[0])
+            if gather.handle not in seen_handles:
+                seen_handles.add(gather.handle)
                 uses.append(_Use(index - 1, gather, True, 0))
-        if op.kind is Kind.REDUCE:
-            reduced_bytes += timeline.wire_bytes(op)
-        elif timeline.ends(op, Kind.GATHER):
-            gather = timeline.launches[op.reads[0]]
-            uses.append(_Use(index, gather, False, reduced_bytes + timeline.wire_bytes(gather)))
+        if isinstance(op, Reduce):
+            reduced_bytes += timeline.traffic(op).busiest
+        elif ends(op, Gather) and isinstance(op.launch, Gather):
+            uses.append(_Use(index, op.launch, False, reduced_bytes + timeline.traffic(op.launch).busiest))
             reduced_bytes = 0
     return uses
 
 
-def _gathered_in_forward(timeline: Timeline, backward_start: int) -> dict[str, Op]:
+def _gathered_in_forward(timeline: Timeline, backward_start: int) -> dict[str, Gather]:
     """Return a mapping from gathered parameters, and derived values, to the gathers of forward that serve both
     phases."""
-    if backward_start == 0 or not any(op.kind is Kind.GATHER for op in timeline.ops[backward_start:]):
+    if backward_start == 0 or not any(isinstance(op, Gather) for op in timeline.ops[backward_start:]):
         return {}
     launches = {
-        name: timeline.launches[timeline.ops[index].reads[0]]
+        name: wait.launch
         for index, name, param in timeline.gathered
         if index < backward_start and param.kept_unsharded and not param.resident
+        if isinstance(wait := timeline.ops[index], Wait) and isinstance(wait.launch, Gather)
     }
     made_from = gathered_from(timeline)
     return {
@@ -184,7 +185,7 @@ def _bounds(timeline: Timeline, uses: Sequence[_Use]) -> list[dict[Bound, int]]:
     """Return, for each bucket and :class:`Bound`, how many earlier buckets must be used before the bucket's gather
     starts. The largest number decides."""
     policy = timeline.plan.policy
-    in_bound = ended_before([timeline.full_bytes(use.gather) for use in uses], timeline.plan.sizes.ahead_bytes)
+    in_bound = ended_before([timeline.traffic(use.gather).full for use in uses], timeline.plan.sizes.ahead_bytes)
     if policy.times is None:
         units = [timeline.params_of(use.gather)[0].unit for use in uses]
         name, ahead = Bound.PREFETCH, ended_units(units, timeline.plan.sizes.prefetch)

@@ -12,7 +12,7 @@ fewer bytes. Its operations are copied right before the first operation of backw
     compute gw <- g, b                      compute gw <- g, b_again
     compute gh <- g, a                      compute gh <- g, a_again
 
-The saved values are a minimum cut: the fewest bytes from which cheap operations (``Op.cheap``) can compute all other
+The saved values are a minimum cut: the fewest bytes from which cheap operations (``Compute.cheap``) can compute all other
 values. Views of one memory count once. Saving a parameter costs 0 bytes, and so does saving an input that operations of
 backward read. Saving any other input costs its bytes, since the caller may have dropped it.
 
@@ -34,14 +34,15 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from thunder_zero.plan.params import ROOT
 from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.lifetimes import last_reads
-from thunder_zero.schedule.regather import copy_chain, let_views_follow, rename_reads
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, overwritten
+from thunder_zero.schedule.ops import Compute, Gather, Op, Return, Wait, ends, reading
+from thunder_zero.schedule.regather import copy_chain, let_views_follow
+from thunder_zero.schedule.timeline import Timeline, overwritten
 from thunder_zero.schedule.units import NOT_RECOMPUTED, Segments, segments
 
 
 def recompute(timeline: Timeline) -> Timeline:
     """Recompute in backward the values that the policy allows, so that forward saves the fewest bytes."""
-    has_backward = timeline.backward_start < len(timeline.ops) - 1
+    has_backward = timeline.backward_start < len(timeline.ops)
     if not has_backward or (timeline.plan.policy.recompute == "none" and not timeline.plan.recomputed):
         return timeline
     phases = _Phases(timeline)
@@ -98,8 +99,8 @@ class _Phases:
     def first_reader(self) -> dict[str, int]:
         """A mapping from values of forward to the index of the first computation of backward that reads them."""
         result: dict[str, int] = {}
-        for index, op in enumerate(self.timeline.ops[:-1]):
-            for name in op.reads if op.backward and op.kind is Kind.COMPUTE else ():
+        for index, op in enumerate(self.timeline.ops):
+            for name in op.reads if op.backward and isinstance(op, Compute) else ():
                 if name in self.writer:
                     result.setdefault(name, index)
         return result
@@ -112,33 +113,33 @@ class _Phases:
     @cached_property
     def fixed(self) -> frozenset[str]:
         """The memory that backward's operations, other than computations, read."""
-        ops = self.timeline.ops[:-1]
-        return frozenset(
-            self.timeline.memory(name) for op in ops if op.backward and op.kind is not Kind.COMPUTE for name in op.reads
-        )
+        ops = (op for op in self.timeline.ops if op.backward and not isinstance(op, Compute | Return))
+        return frozenset(self.timeline.memory(name) for op in ops for name in op.reads)
 
     @cached_property
     def free_inputs(self) -> frozenset[str]:
         """The inputs that cost no saved bytes: parameters, and inputs that operations of backward read."""
-        read = {name for op in self.timeline.ops[:-1] if op.backward for name in op.reads}
+        ops = (op for op in self.timeline.ops if op.backward and not isinstance(op, Return))
+        read = {name for op in ops for name in op.reads}
         return frozenset(name for name, path in self.timeline.inputs.items() if path is not None or name in read)
 
     @cached_property
     def copied(self) -> frozenset[int]:
-        """The indices of forward's lines that earlier passes already copied into backward."""
-        return frozenset(op.source[0] for op in self.timeline.ops if op.backward and op.repeated and op.source)
+        """The ids of forward's lines that earlier passes already copied into backward."""
+        ops = (op for op in self.timeline.ops if isinstance(op, Compute))
+        return frozenset(id(op.line) for op in ops if op.backward and op.repeated)
 
     def may_repeat(self, index: int) -> bool:
         """Return whether backward may repeat the operation at ``index``, an index of forward."""
         op = self.timeline.ops[index]
         unit = self.segments.unit_at[index] if index < len(self.segments.unit_at) else ROOT
         return (
-            op.kind is Kind.COMPUTE
+            isinstance(op, Compute)
             and op.repeatable
             and (
                 (op.cheap and self.timeline.plan.policy.recompute != "none")
                 or (unit != ROOT and op.work not in NOT_RECOMPUTED)
-                or op.source[0] in self.copied
+                or id(op.line) in self.copied
             )
             and self.overwritten.isdisjoint(op.reads)
             and all(self.may_read(name) for name in op.reads if name in self.gathered)
@@ -149,14 +150,15 @@ class _Phases:
         index = self.writer[name]
         if any(self.available[full].stop <= self.timeline.backward_start for full in self.gathered[name]):
             return False
-        return self.timeline.ops[index].kind is Kind.WAIT or name in self.first_reader or self.may_repeat(index)
+        return isinstance(self.timeline.ops[index], Wait) or name in self.first_reader or self.may_repeat(index)
 
 
 def _chain(phases: _Phases, refused: set[int]) -> dict[str, int]:
     """Return the values of forward that backward computes again, mapped to the index of their writer."""
     nodes, made_from, wanted = _graph(phases, refused)
     node_of = {memory: index for index, memory in enumerate(nodes)}
-    outputs = {phases.timeline.memory(name) for name in phases.timeline.ops[-1].reads}
+    returns = (op for op in phases.timeline.ops if isinstance(op, Return))
+    outputs = {phases.timeline.memory(name) for op in returns for name in op.reads}
     nbytes = [0 if memory in phases.free_inputs else phases.timeline.nbytes(memory) for memory in nodes]
     uncut = sum(nbytes) + 1
     for index, memory in enumerate(nodes):
@@ -172,7 +174,7 @@ def _chain(phases: _Phases, refused: set[int]) -> dict[str, int]:
 
 def _is_computed(phases: _Phases, name: str, computed: set[str], nodes: Mapping[str, int]) -> bool:
     if name in phases.gathered:  # derived: backward holds the value, or can compute it again
-        return name not in phases.first_reader and phases.timeline.ops[phases.writer[name]].kind is Kind.COMPUTE
+        return name not in phases.first_reader and isinstance(phases.timeline.ops[phases.writer[name]], Compute)
     memory = phases.timeline.memory(name)
     return memory in computed or (memory in nodes and memory != name)  # a view of saved memory costs nothing
 
@@ -248,45 +250,44 @@ class _Placement:
         self.names: dict[str, str] = {}  # value of forward -> its copy in backward
         self.dropped: dict[str, str] = {}  # copy that regather inserted -> earlier copy that this pass inserted
         self.gathered: defaultdict[str, list[str]] = defaultdict(list)  # path -> its gathered values in forward
-        self.written: dict[int, tuple[str, ...]] = {}  # line -> values that it writes in forward
+        self.written: dict[int, tuple[str, ...]] = {}  # id of a line -> values that it writes in forward
 
     def run(self) -> None:
         """Insert the recomputed operations. Add to ``refused`` the operations that would read a freed parameter."""
         timeline = self.phases.timeline
-        for index, op in enumerate(timeline.ops[:-1]):
-            if op.backward:
+        for index, op in enumerate(timeline.ops):
+            if op.backward and not isinstance(op, Return):
                 self._backward(index, op)
             else:
                 self._forward(op)
-        self.ops.append(timeline.ops[-1])
 
     def _forward(self, op: Op) -> None:
         self.ops.append(op)
-        if op.kind is Kind.COMPUTE:
-            self.written.setdefault(op.source[0], op.writes)
-        elif self.phases.timeline.ends(op, Kind.GATHER):
+        if isinstance(op, Compute):
+            self.written.setdefault(id(op.line), op.writes)
+        elif ends(op, Gather):
             for path, name in zip(op.params, op.writes, strict=True):
                 self.gathered[path].append(name)
 
     def _backward(self, index: int, op: Op) -> None:
-        op = rename_reads(op, self.dropped)
+        op = reading(op, self.dropped)
         let_views_follow(op, self.dropped, self.values)
-        if self.phases.timeline.ends(op, Kind.GATHER):
+        if ends(op, Gather):
             for path, name in zip(op.params, op.writes, strict=True):
                 self.names.update(dict.fromkeys(self.gathered[path], name))
-        elif op.repeated and op.kind is Kind.COMPUTE:
-            originals = self.written[op.source[0]]
+        elif isinstance(op, Compute) and op.repeated:
+            originals = self.written[id(op.line)]
             if originals[0] in self.names:
                 self.dropped.update(
                     (name, self.names[original]) for original, name in zip(originals, op.writes, strict=True)
                 )
                 return
             self._copy_reads(index, op)
-            op = rename_reads(op, self.names)
+            op = reading(op, self.names)
             self.names.update(zip(originals, op.writes, strict=True))
-        elif op.kind is Kind.COMPUTE:
+        elif isinstance(op, Compute):
             self._copy_reads(index, op)
-            op = rename_reads(op, self.names)
+            op = reading(op, self.names)
         let_views_follow(op, self.names, self.values)
         self.ops.append(op)
 

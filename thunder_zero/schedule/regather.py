@@ -24,7 +24,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from thunder_zero.schedule.derived import needed_in_backward, regathered
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
+from thunder_zero.schedule.ops import Compute, Gather, Op, Return, Wait, reading
+from thunder_zero.schedule.timeline import Timeline, Value
 from thunder_zero.schedule.units import first_touches
 
 NOT_A_TENSOR = Value(0, "")
@@ -42,14 +43,14 @@ def _regather_in_backward(timeline: Timeline) -> Timeline:
     values = dict(timeline.values)
     names: dict[str, str] = {}
     ops: list[Op] = []
-    for index, op in enumerate(timeline.ops[:-1]):
-        if op.backward:
+    for index, op in enumerate(timeline.ops):
+        if op.backward and not isinstance(op, Return):
             for read in (*early.get(index, ()), *op.reads):
                 ops += copy_chain(timeline, read, chain, names, values, backward=True)[0]
-            op = rename_reads(op, names)
+            op = reading(op, names)
             let_views_follow(op, names, values)
         ops.append(op)
-    return timeline.with_ops([*ops, timeline.ops[-1]], values)  # the return reads forward's own outputs
+    return timeline.with_ops(ops, values)
 
 
 def _needed_early(timeline: Timeline, chain: Mapping[str, int]) -> dict[int, list[str]]:
@@ -78,11 +79,11 @@ def _regather_in_forward(timeline: Timeline) -> Timeline:
     gathers_before: dict[str, Counter[str]] = {}  # value -> gathers before it was written
     copied: dict[str, tuple[Counter[str], dict[str, str]]] = {}  # unit -> gathers before its latest copies, their names
     ops: list[Op] = []
-    for op in timeline.ops[:-1]:
-        if op.backward:
+    for op in timeline.ops:
+        if op.backward or isinstance(op, Return):
             ops.append(op)
             continue
-        gathers.update(param.unit for param in timeline.params_of(op) if op.kind is Kind.GATHER)
+        gathers.update(param.unit for param in timeline.params_of(op) if isinstance(op, Gather))
         renamed: dict[str, str] = {}
         names_of_units: dict[str, str] = {}
         reader_units = {unit_of_gathered[read] for read in op.reads if read in unit_of_gathered}
@@ -97,9 +98,9 @@ def _regather_in_forward(timeline: Timeline) -> Timeline:
             renamed[read] = names[read]
             names_of_units |= names
         gathers_before |= {name: gathers.copy() for name in op.writes if name in unit_of}
-        ops.append(rename_reads(op, renamed))
+        ops.append(reading(op, renamed))
         let_views_follow(ops[-1], names_of_units, values)
-    return timeline.with_ops([*ops, timeline.ops[-1]], values)
+    return timeline.with_ops(ops, values)
 
 
 def _others_gathered(before: Counter[str], gathers: Counter[str], units: Collection[str]) -> bool:
@@ -115,7 +116,7 @@ def _chains_by_unit(timeline: Timeline) -> dict[str, dict[str, int]]:
     for name, index in regathered(timeline).items():
         op = timeline.ops[index]
         units = {unit_of[read] for read in op.reads if read in unit_of}
-        for param in timeline.params_of(op) if op.kind is Kind.GATHER else ():
+        for param in timeline.params_of(op) if isinstance(op, Gather) else ():
             if param.gather_per_unit and not param.kept_unsharded:
                 units.add(param.unit)
         if len(units) == 1:
@@ -162,16 +163,23 @@ def copy_chain(
         for name in op.writes:
             names[name] = _unused_name(f"{name}_again", values)
             values[names[name]] = values.get(name, NOT_A_TENSOR).copied(names)
-        writes = tuple(names[name] for name in op.writes)
-        copied.append(replace(rename_reads(op, names), writes=writes, backward=backward, repeated=True))
+        copied.append(_copy(op, names, backward=backward))
     return copied, positions
 
 
-def rename_reads(op: Op, names: Mapping[str, str]) -> Op:
-    """Return the operation with its reads renamed. ``names`` maps old names to new names."""
-    if names.keys().isdisjoint(op.reads):  # the usual case
-        return op
-    return replace(op, reads=tuple(names.get(read, read) for read in op.reads))
+def _copy(op: Op, names: Mapping[str, str], *, backward: bool) -> Op:
+    """Return a copy of an operation that reads and writes copies."""
+    writes = tuple(names[name] for name in op.writes)
+    match op:
+        case Gather():
+            return replace(op, handle=writes[0], backward=backward, repeated=True)
+        case Wait(launch=Gather() as launch):
+            handle = names[launch.handle]
+            return Wait(replace(launch, handle=handle, backward=backward, repeated=True), writes)
+        case Compute():
+            reads = tuple(names.get(name, name) for name in op.reads)
+            return replace(op, reads=reads, writes=writes, backward=backward, repeated=True)
+    raise AssertionError(f"a {op.kind} is never done again")
 
 
 def let_views_follow(op: Op, names: Mapping[str, str], values: dict[str, Value]) -> None:

@@ -40,7 +40,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
+from thunder_zero.schedule.ops import LAUNCHES, Compute, Gather, Op, Reduce, Return, Wait, ends
+from thunder_zero.schedule.timeline import Timeline
 
 
 def sink_waits(timeline: Timeline) -> Timeline:
@@ -61,35 +62,37 @@ class _Sinking:
         self._made = 0  # bytes of gradients that are computed, or being computed, and not yet launched
         self._in_flight = 0  # bytes of gradients and means in flight
         self._ended = 0  # number of reductions of gradients that have ended
-        self._waits: deque[Op] = deque()  # waits for reductions of gradients, oldest first
-        self._waits_of_means: deque[Op] = deque()  # waits for reductions of means, oldest first
+        self._waits: deque[Wait] = deque()  # waits for reductions of gradients, oldest first
+        self._waits_of_means: deque[Wait] = deque()  # waits for reductions of means, oldest first
         self._missing: set[str] = set()  # values that the waits in both queues will write
         self._after_collective = 0  # the index after the latest collective in ``ops``
-        waits = {op.reads[0]: op for op in timeline.ops if op.kind is Kind.WAIT}
-        continued = [op for op in timeline.ops if timeline.continues(op)]
         # means -> the reduction that reads them, and its wait
-        self._reduction_of_means = {op.reads: (op, waits[op.writes[0]]) for op in continued}
+        self._reduction_of_means = {
+            wait.launch.reads: (wait.launch, wait)
+            for wait in timeline.ops
+            if isinstance(wait, Wait) and timeline.continues(wait.launch)
+        }
 
     def take(self, index: int, op: Op) -> None:
         """Append the next operation, after the waits that must come before it."""
         if self._timeline.continues(op):
             return  # it is launched after the wait for the means that it reads
-        if self._timeline.ends(op, Kind.REDUCE):
+        if ends(op, Reduce):
             self._missing.update(op.writes)
-            if not self._timeline.continues(self._timeline.launches[op.reads[0]]):
+            if not self._timeline.continues(op.launch):
                 self._waits.append(op)
             return
         self._made += self._grad_bytes[index]
-        needs_room = index in self._grad_bytes or op.kind is Kind.REDUCE
-        if op.kind is Kind.REDUCE:
+        needs_room = index in self._grad_bytes or isinstance(op, Reduce)
+        if isinstance(op, Reduce):
             self._continue_means()
         self._end_before(index, op, needs_room=needs_room)
-        if op.kind is Kind.REDUCE:
-            self._made -= self._timeline.full_bytes(op)
+        if isinstance(op, Reduce):
+            self._made -= self._timeline.traffic(op).full
             self._launch(op, len(self.ops))
         else:
             self.ops.append(op)
-        self._after_collective = len(self.ops) if op.kind in (*LAUNCHES, Kind.WAIT) else self._after_collective
+        self._after_collective = len(self.ops) if isinstance(op, (*LAUNCHES, Wait)) else self._after_collective
 
     def _continue_means(self) -> None:
         """End the reductions whose means another reduction reads."""
@@ -100,7 +103,7 @@ class _Sinking:
         """End the reductions that must end before an operation starts."""
         bound = self._timeline.plan.sizes.in_flight_bytes
         begun, starting = self._ahead.get(index, (0, 0))
-        is_last = index == len(self._timeline.ops) - 1
+        is_last = isinstance(op, Return) and op.backward
         if is_last:
             self._continue_means()
         while self._waits or self._waits_of_means:
@@ -129,14 +132,14 @@ class _Sinking:
             self._launch(launch, self._after_collective)
             self._after_collective += 1
 
-    def _wait(self, wait: Op, place: int) -> None:
-        self._in_flight -= self._timeline.full_bytes(wait)
+    def _wait(self, wait: Wait, place: int) -> None:
+        self._in_flight -= self._timeline.traffic(wait).full
         self._missing.difference_update(wait.writes)
         self.ops.insert(place, wait)
         self._after_collective = place + 1
 
     def _launch(self, op: Op, place: int) -> None:
-        self._in_flight += self._timeline.full_bytes(op)
+        self._in_flight += self._timeline.traffic(op).full
         self.ops.insert(place, op)
 
 
@@ -144,8 +147,8 @@ def making(timeline: Timeline) -> Counter[int]:
     """Return a mapping from the index where a reduction's first gradient is computed to the bytes of its gradients."""
     result: Counter[int] = Counter()
     for index, op in enumerate(timeline.ops):
-        if op.kind is Kind.REDUCE and not timeline.continues(op):
-            result[min(timeline.writer.get(read, index) for read in op.reads)] += timeline.full_bytes(op)
+        if isinstance(op, Reduce) and not timeline.continues(op):
+            result[min(timeline.writer.get(read, index) for read in op.reads)] += timeline.traffic(op).full
     return result
 
 
@@ -163,12 +166,12 @@ def gathers_ahead(timeline: Timeline) -> dict[int, tuple[int, int]]:
     result: dict[int, tuple[int, int]] = {}
     reductions, starting, computed = 0, 0, True
     for index, op in enumerate(timeline.ops):
-        if op.kind is Kind.GATHER:
+        if isinstance(op, Gather):
             if computed:
                 begun.append(reductions)
                 starting, computed = 0, False
-            starting += timeline.full_bytes(op)
+            starting += timeline.traffic(op).full
             result[index] = begun[-1 - prefetch] if len(begun) > prefetch else 0, starting
-        computed |= op.kind is Kind.COMPUTE
-        reductions += op.kind is Kind.REDUCE and not timeline.continues(op)
+        computed |= isinstance(op, Compute)
+        reductions += isinstance(op, Reduce) and not timeline.continues(op)
     return result

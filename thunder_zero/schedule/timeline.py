@@ -6,7 +6,7 @@ A timeline holds both phases of a step, forward first::
     wait     w    <- fut0           h.0.w        ends it: the full parameter can be read
     compute  y    <- x, w
     free     w
-    ...                                          -- backward --
+    return   y                                   -- backward --
     gather   fut1 <- t_w            h.0.w        gathered again
     wait     w_   <- fut1           h.0.w
     compute  gx   <- gy, w_
@@ -14,7 +14,7 @@ A timeline holds both phases of a step, forward first::
     reduce   fut2 <- gw             h.0.w        all-reduce or reduce-scatter, by the plan
     free     w_
     wait     g    <- fut2           h.0.w
-    compute  <- y, g                             the return
+    return   g                                   forward has a return of its own
 
 Values are names; ``Timeline.values`` has their sizes and dtypes.
 """
@@ -24,111 +24,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property
 
 from thunder_zero.encodings.encoding import Encoding
 from thunder_zero.plan.amounts import size
-from thunder_zero.plan.mesh import SHARD, TENSOR
-from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.params import Param, Plan, Traffic
+from thunder_zero.schedule.ops import (
+    LAUNCHES,
+    Compute,
+    Defer,
+    Exchange,
+    Gather,
+    Launch,
+    Op,
+    Reduce,
+    Work,
+    ends,
+    starts_collective,
+    tied,
+)
 
-
-class Kind(StrEnum):
-    """The kinds of operations."""
-
-    GATHER = "gather"
-    REDUCE = "reduce"
-    DEFER = "defer"
-    WAIT = "wait"
-    COMPUTE = "compute"
-    FREE = "free"
-
-
-LAUNCHES = (Kind.GATHER, Kind.REDUCE)
 NUMBER = "number"  # the dtype of a Python number
 MOST_NAMES = 8  # an error shows at most this many names of an operation
-
-
-class Work(StrEnum):
-    """Classes of work on the device, heaviest first: a fused region has the class of its heaviest part.
-
-    NONE: collectives, waits, frees. OTHER: an unknown class. VIEW: another shape of the input's memory, if strides
-        allow. POINTWISE includes copies and constants. INDEX: reads or writes positions that depend on data.
-    """
-
-    ATTENTION = "attention"
-    CONVOLUTION = "convolution"
-    MATMUL = "matmul"
-    OTHER = "other"
-    INDEX = "index"
-    REDUCTION = "reduction"
-    RANDOM = "random"
-    POINTWISE = "pointwise"
-    VIEW = "view"
-    NONE = "none"
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One operation.
-
-    Attributes:
-        kind: the kind of the operation.
-        reads: values that the operation reads. GATHER: shards; REDUCE: full gradients; WAIT: one handle; FREE: the
-            value that it frees; DEFER: a full gradient, which a later backward reduces (``no_sync``).
-        writes: values that the operation writes. GATHER and REDUCE: one handle; WAIT: one value for each parameter;
-            DEFER: a placeholder, which backward returns as the gradient (at run time it is None).
-        params: paths of parameters. GATHER, REDUCE and WAIT: the parameters of the bucket, in the order of the launch's
-            ``reads`` and of the wait's ``writes``; FREE: the parameter whose memory it frees; DEFER: the parameter
-            whose gradient it defers.
-        backward: True if the operation runs in backward.
-        repeatable: COMPUTE only: True if running it twice gives equal values and has no side effect (not random,
-            nothing in place), so that backward may compute it again.
-        cheap: COMPUTE only: True if it is repeatable at little cost: views, pointwise work, reductions of rows.
-        updates: COMPUTE only: values whose memory it overwrites, and values that may share this memory.
-        repeated: True if the operation is a copy: it gathers or computes again a value that forward freed or did not
-            save.
-        source: indices of the operation's lines in the lifted trace. A bucket has several lines, a FREE has none. If
-            the traces that run were lifted, they include the lines that encode for a launch or decode after a wait.
-        work: COMPUTE only: the class of work.
-        flops: COMPUTE only: FLOPs of its products, attention and convolutions; 0 for all other work.
-        over: GATHER and REDUCE: the axis of the mesh. Over "replicate" and "tensor" a REDUCE reads the means of another
-            REDUCE. COMPUTE: "tensor" for a collective of torch's tensor parallelism, and for its wait.
-        sends: COMPUTE only: bytes that this rank sends in a collective of torch's tensor parallelism.
-        moves: COMPUTE only: the kind of a collective of torch's tensor parallelism: "gather", "scatter", "all_reduce"
-            or "all_to_all"; "" for its wait.
-    """
-
-    kind: Kind
-    reads: tuple[str, ...]
-    writes: tuple[str, ...] = ()
-    params: tuple[str, ...] = ()
-    backward: bool = False
-    repeatable: bool = False
-    repeated: bool = False
-    source: tuple[int, ...] = ()
-    work: Work = Work.NONE
-    cheap: bool = False
-    updates: tuple[str, ...] = ()
-    flops: int = 0
-    over: str = SHARD
-    sends: int = 0
-    moves: str = ""
-
-    @property
-    def launches(self) -> bool:
-        """True if the operation launches a collective, of this package or of torch's tensor parallelism."""
-        return self.kind in LAUNCHES or bool(self.moves)
-
-    @property
-    def waits(self) -> bool:
-        """True if the operation waits for a collective."""
-        return self.kind is Kind.WAIT or (self.is_torchs and not self.moves)
-
-    @property
-    def is_torchs(self) -> bool:
-        """True if the operation is a collective of torch's tensor parallelism, or the wait for one."""
-        return self.kind is Kind.COMPUTE and self.over == TENSOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +72,12 @@ class Timeline:
     """Operations in the order in which they run, forward first.
 
     Attributes:
-        ops: the operations; the last one is the return.
+        ops: the operations. Each phase ends with its return.
         values: size and dtype of each value, inputs included.
         plan: the plan of each parameter.
-        inputs: a mapping from values that exist before the first operation, or that backward receives, to paths. Shards
-            and replicated parameters have a path. Data, and the gradients of outputs, have None.
+        inputs: a mapping from values that exist before the first operation to paths. Shards and replicated parameters
+            have a path. Data have None.
+        tangents: the gradients of outputs, which backward receives.
         gradients: (path, value) pairs of the gradients that backward returns for parameters.
     """
 
@@ -167,6 +85,7 @@ class Timeline:
     values: Mapping[str, Value]
     plan: Plan
     inputs: Mapping[str, str | None] = field(default_factory=dict)
+    tangents: frozenset[str] = frozenset()
     gradients: tuple[tuple[str, str], ...] = ()
 
     def __repr__(self) -> str:
@@ -175,7 +94,7 @@ class Timeline:
         for phase in ("forward", "backward"):
             ops = [op for op in self.ops if op.backward is (phase == "backward")]
             kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(op.kind for op in ops).most_common())
-            lines.append(f"  {phase}: {kinds or 'nothing'}; sends {size(sum(map(self.bytes_sent, ops)))}")
+            lines.append(f"  {phase}: {kinds or 'nothing'}; sends {size(sum(self.traffic(op).sent for op in ops))}")
         return "\n".join(lines) + ">"
 
     @cached_property
@@ -206,11 +125,11 @@ class Timeline:
         writers: dict[str, int] = {}
         without_data = {*self.replicated, *self.numbers}  # constants and derived values are added below
         for index, op in enumerate(self.ops):
-            if op.kind is Kind.COMPUTE:
+            if isinstance(op, Compute):
                 if not op.repeatable or not without_data.issuperset(op.reads) or not self.numbers.isdisjoint(op.writes):
                     continue
                 is_derived = not writers.keys().isdisjoint(op.reads) or not self.cast.isdisjoint(op.reads)
-            elif self.ends(op, Kind.GATHER):
+            elif ends(op, Gather):
                 is_derived = True
             else:
                 continue
@@ -222,7 +141,7 @@ class Timeline:
     @cached_property
     def gathered(self) -> tuple[tuple[int, str, Param], ...]:
         """(index of the WAIT, value, parameter) tuples of the gathered parameters, in order."""
-        waits = ((index, op) for index, op in enumerate(self.ops) if self.ends(op, Kind.GATHER))
+        waits = ((index, op) for index, op in enumerate(self.ops) if ends(op, Gather))
         return tuple(
             (index, name, param)
             for index, op in waits
@@ -231,36 +150,30 @@ class Timeline:
 
     @cached_property
     def backward_start(self) -> int:
-        """The index of backward's first operation, or of the return if there is no backward."""
-        return sum(not op.backward for op in self.ops[:-1])
+        """The index of backward's first operation; the number of operations if there is no backward."""
+        return sum(not op.backward for op in self.ops)
 
     @cached_property
-    def launches(self) -> dict[str, Op]:
-        """A mapping from handles to the GATHER or REDUCE that writes them."""
-        return {op.writes[0]: op for op in self.ops if op.kind in LAUNCHES}
+    def launches(self) -> dict[str, Launch]:
+        """A mapping from handles to launches."""
+        return {op.handle: op for op in self.ops if isinstance(op, LAUNCHES)}
 
     @cached_property
     def collectives(self) -> dict[str, Op]:
         """A mapping from handles to the operations that start collectives, torch's tensor parallelism included."""
-        return {op.writes[0]: op for op in self.ops if op.launches}
-
-    def ends(self, op: Op, kind: Kind) -> bool:
-        """Return whether an operation is the WAIT that ends a launch of this kind (GATHER or REDUCE)."""
-        return op.kind is Kind.WAIT and op.reads[0] in self.launches and self.launches[op.reads[0]].kind is kind
+        return {op.writes[0]: op for op in self.ops if starts_collective(op)}
 
     def is_continued(self, op: Op) -> bool:
-        """Return whether an operation is the WAIT for intra-replica means, which another REDUCE reads."""
-        return self.ends(op, Kind.REDUCE) and (
-            self.launches[op.reads[0]].over != self.plan.reduced_over(self.params_of(op)[0])[-1]
-        )
+        """Return whether an operation is the wait for intra-replica means, which another reduction reads."""
+        return ends(op, Reduce) and op.launch.over != self.plan.reduced_over(self.params_of(op)[0])[-1]
 
     def continues(self, op: Op) -> bool:
-        """Return whether an operation is a REDUCE that reads the means of another REDUCE."""
-        return op.kind is Kind.REDUCE and op.over != self.plan.reduced_over(self.params_of(op)[0])[0]
+        """Return whether an operation is a reduction that reads the means of another reduction."""
+        return isinstance(op, Reduce) and op.over != self.plan.reduced_over(self.params_of(op)[0])[0]
 
     def recomputes(self, op: Op) -> bool:
         """Return whether an operation recomputes a value that forward did not save; False for a derived value."""
-        return op.kind is Kind.COMPUTE and op.repeated and self.derived.keys().isdisjoint(op.writes)
+        return isinstance(op, Compute) and op.repeated and self.derived.keys().isdisjoint(op.writes)
 
     def memory(self, name: str) -> str:
         """Return the value whose memory a value views, or the value itself."""
@@ -273,57 +186,39 @@ class Timeline:
         return value.nbytes if value else 0
 
     def with_ops(self, ops: Iterable[Op], values: Mapping[str, Value] | None = None) -> Timeline:
-        """Return a timeline with the given operations, and with additional values."""
-        return replace(self, ops=tuple(ops), values={**self.values, **(values or {})})
+        """Return a timeline with the given operations, and with additional values. Waits follow their launches."""
+        return replace(self, ops=tuple(tied(ops)), values={**self.values, **(values or {})})
 
     def params_of(self, op: Op) -> tuple[Param, ...]:
         """Return the parameters that an operation moves or frees."""
         return tuple(self.plan.by_name[path] for path in op.params)
 
-    def bytes_sent(self, op: Op) -> int:
-        """Return the bytes that this rank sends in one operation."""
-        if op.kind is Kind.GATHER:
-            return sum(map(self.plan.gather_bytes, self.params_of(op)))
-        if op.kind is Kind.REDUCE:
-            return sum(
-                self.plan.reduce_sends(param, op.over, self.plan.mesh.shard.place) for param in self.params_of(op)
-            )
-        return op.sends
+    def traffic(self, op: Op) -> Traffic:
+        """Return the bytes of an operation: on the wire if it is a launch, and of full parameters or gradients."""
+        params = self.params_of(op)
+        match op:
+            case Gather():
+                return sum(map(self.plan.gather_traffic, params), Traffic())
+            case Reduce(over=over):
+                return sum((self.plan.reduce_traffic(param, over) for param in params), Traffic())
+            case Compute(exchange=Exchange(traffic=traffic)):
+                return traffic
+        moves_gradients = isinstance(op, Defer) or ends(op, Reduce)
+        return Traffic(full=sum(param.grad_bytes if moves_gradients else param.full_bytes for param in params))
 
-    def wire_bytes(self, op: Op) -> int:
-        """Return the bytes that rank 0 sends or receives in one collective, whichever is more. All ranks return the
-        number of rank 0. Rank 0 is the busiest rank, since it owns the most rows. It sends most in a gather, receives
-        most in a reduce-scatter, and averages most between replicas."""
-        return sum(self._busiest(op, param) for param in self.params_of(op))
-
-    def _busiest(self, op: Op, param: Param) -> int:
-        plan = self.plan
-        rows, peers = plan.geometry(param).numel_of(0), plan.mesh.shard.size - 1
-        if op.kind is Kind.GATHER:
-            return plan.gather_sends(param, 0)
-        if op.over != SHARD or not param.sharded or plan.reduce_encoding(param, op.over).block:
-            return plan.reduce_sends(param, op.over, 0)
-        return peers * rows * param.reduce_dtype.itemsize  # rank 0 receives more than it sends
-
-    def travels_as(self, op: Op, param: Param) -> Encoding:
+    def travels_as(self, op: Launch, param: Param) -> Encoding:
         """Return the encoding in which a launch sends a parameter, or its gradient."""
         plan = self.plan
-        return plan.gather_encoding(param) if op.kind is Kind.GATHER else plan.reduce_encoding(param, op.over)
-
-    def full_bytes(self, op: Op) -> int:
-        """Return the bytes of the full parameters that an operation moves or frees, or of the full gradients that it
-        reduces."""
-        reduces = op.kind in (Kind.REDUCE, Kind.DEFER) or self.ends(op, Kind.REDUCE)
-        return sum(param.grad_bytes if reduces else param.full_bytes for param in self.params_of(op))
+        return plan.gather_encoding(param) if isinstance(op, Gather) else plan.reduce_encoding(param, op.over)
 
 
 def overwritten(timeline: Timeline) -> frozenset[str]:
     """Return the values whose memory an operation overwrites, or may overwrite. No later operation may read them."""
     memory_of: dict[str, str] = {}  # value -> the first value that may have the same memory
     for op in timeline.ops:
-        if op.work is Work.VIEW and op.reads:
+        if isinstance(op, Compute) and op.work is Work.VIEW and op.reads:
             memory_of.update(dict.fromkeys(op.writes, memory_of.get(op.reads[0], op.reads[0])))
-    changed = {memory_of.get(name, name) for op in timeline.ops for name in op.updates}
+    changed = {memory_of.get(name, name) for op in timeline.ops if isinstance(op, Compute) for name in op.updates}
     return frozenset(changed.union(name for name, first in memory_of.items() if first in changed))
 
 

@@ -18,7 +18,8 @@ from itertools import groupby, pairwise
 from thunder_zero.plan.params import ROOT
 from thunder_zero.schedule.derived import regathered
 from thunder_zero.schedule.lifetimes import bytes_alive, lifetimes
-from thunder_zero.schedule.timeline import Kind, Timeline, Work
+from thunder_zero.schedule.ops import Compute, Defer, Reduce, Return, Work
+from thunder_zero.schedule.timeline import Timeline
 
 NOT_RECOMPUTED = {Work.RANDOM, Work.OTHER, Work.NONE}  # work that is never recomputed, except for derived values
 
@@ -40,7 +41,7 @@ def runs(timeline: Timeline) -> list[Run]:
         if op.backward:
             break
         read = {unit for name in op.reads for unit in units.get(name, ())}
-        if op.kind is Kind.COMPUTE and read and not all(name in units for name in op.writes):
+        if isinstance(op, Compute) and read and not all(name in units for name in op.writes):
             readers.append((max(read, key=position.__getitem__), index))
     grouped = [(unit, [index for _, index in run]) for unit, run in groupby(readers, key=lambda reader: reader[0])]
     return [Run(unit, indices[0], indices[-1]) for unit, indices in grouped]
@@ -58,7 +59,7 @@ def _units_of_values(timeline: Timeline) -> dict[str, frozenset[str]]:
     units = {name: frozenset((timeline.plan.by_name[paths[name]].unit,)) for name in timeline.replicated}
     units |= {name: frozenset((param.unit,)) for _, name, param in timeline.gathered}
     for op in timeline.ops:
-        if op.kind is Kind.COMPUTE and op.repeatable and units.keys() >= set(op.reads):
+        if isinstance(op, Compute) and op.repeatable and units.keys() >= set(op.reads):
             read = frozenset[str]().union(*(units[name] for name in op.reads))
             units.update(dict.fromkeys(op.writes, read))
     return units
@@ -74,8 +75,8 @@ def first_touches(timeline: Timeline) -> dict[str, int]:
     derived_names = units.keys() & regathered(timeline).keys()
     unit_of |= {name: max(units[name], key=position.__getitem__, default=ROOT) for name in derived_names}
     first: dict[str, int] = {}
-    for index, op in enumerate(timeline.ops[:-1]):
-        for name in op.reads if op.backward else ():
+    for index, op in enumerate(timeline.ops):
+        for name in op.reads if op.backward and not isinstance(op, Return) else ():
             if unit := unit_of.get(name, ROOT):
                 first.setdefault(unit, index)
     return first
@@ -86,7 +87,7 @@ def backward_ends(timeline: Timeline) -> dict[str, int]:
     in ascending order."""
     last: dict[str, int] = {}
     for index, op in enumerate(timeline.ops):
-        if op.kind in (Kind.REDUCE, Kind.DEFER) and not timeline.continues(op):
+        if isinstance(op, Reduce | Defer) and not timeline.continues(op):
             last.update((param.unit, index) for param in timeline.params_of(op) if param.unit != ROOT)
     return dict(sorted(last.items(), key=lambda end: end[1]))
 

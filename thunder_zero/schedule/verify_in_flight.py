@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from thunder_zero.schedule.ops import LAUNCHES, Gather, Launch, Reduce, Wait, ends
 from thunder_zero.schedule.sink_waits import gathers_ahead, making
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline, fault
+from thunder_zero.schedule.timeline import Timeline, fault
 
 
 def check_in_flight(timeline: Timeline) -> None:
@@ -22,20 +23,20 @@ def check_in_flight(timeline: Timeline) -> None:
     it is alone in flight, or if its wait follows directly."""
     _check_ahead(timeline)
     bound = timeline.plan.sizes.in_flight_bytes
-    in_flight: Counter[Kind] = Counter()
-    launches: Counter[Kind] = Counter()
+    in_flight: Counter[type[Launch]] = Counter()
+    launches: Counter[type[Launch]] = Counter()
     for index, op in enumerate(timeline.ops):
-        if op.kind in LAUNCHES:
-            size = timeline.full_bytes(op)
-            in_flight[op.kind] += size
-            launches[op.kind] += size > 0
+        size = timeline.traffic(op).full
+        if isinstance(op, LAUNCHES):
+            kind = type(op)
+            in_flight[kind] += size
+            launches[kind] += size > 0
             is_awaited = timeline.ops[index + 1].reads == op.writes
-            if not is_awaited and size > 0 and launches[op.kind] > 1 and in_flight[op.kind] > bound:
-                raise fault(timeline, index, f"puts {in_flight[op.kind]} bytes in flight; in_flight_bytes is {bound}")
-        elif op.kind is Kind.WAIT:
-            kind = timeline.launches[op.reads[0]].kind
-            in_flight[kind] -= timeline.full_bytes(op)
-            launches[kind] -= timeline.full_bytes(op) > 0
+            if not is_awaited and size > 0 and launches[kind] > 1 and in_flight[kind] > bound:
+                raise fault(timeline, index, f"puts {in_flight[kind]} bytes in flight; in_flight_bytes is {bound}")
+        elif isinstance(op, Wait):
+            in_flight[type(op.launch)] -= size
+            launches[type(op.launch)] -= size > 0
 
 
 def _check_ahead(timeline: Timeline) -> None:
@@ -52,18 +53,18 @@ def _check_ahead(timeline: Timeline) -> None:
     for index, op in enumerate(timeline.ops):
         if index == timeline.backward_start:
             begun.clear()
-        if op.kind is Kind.GATHER and timeline.full_bytes(op):
+        if isinstance(op, Gather) and timeline.traffic(op).full:
             unit, launched = timeline.params_of(op)[0].unit, index
             if not in_flight[unit] and unit != latest:
                 begun.discard(unit)
             in_flight[unit] += 1
             continue
-        ends = timeline.ends(op, Kind.GATHER) and timeline.full_bytes(op) > 0
+        is_end = ends(op, Gather) and timeline.traffic(op).full > 0
         units_of_reads = (unit_of[read] for read in op.reads if read in unit_of)
-        units = dict.fromkeys([timeline.params_of(op)[0].unit] if ends else units_of_reads)
+        units = dict.fromkeys([timeline.params_of(op)[0].unit] if is_end else units_of_reads)
         if launched is not None:
             is_awaited = op.reads == timeline.ops[launched].writes
-            ahead = in_flight.keys() - begun - (units.keys() if is_awaited or not ends else set())
+            ahead = in_flight.keys() - begun - (units.keys() if is_awaited or not is_end else set())
             if len(ahead) > max(prefetch, 1):
                 raise fault(timeline, launched, f"gathers {len(ahead)} units ahead; prefetch is {prefetch}")
         launched = None
@@ -71,7 +72,7 @@ def _check_ahead(timeline: Timeline) -> None:
             latest = unit
             begun.add(unit)
             unit_of.update((name, unit) for name in op.writes if name in timeline.derived)
-            in_flight[unit] -= ends
+            in_flight[unit] -= is_end
             if in_flight[unit] <= 0:
                 del in_flight[unit]
 
@@ -90,7 +91,7 @@ def check_making(timeline: Timeline) -> None:
     made_bytes = in_flight = reductions = 0
     for index, op in enumerate(timeline.ops):
         made_bytes += begun[index]
-        if (begun[index] or op.kind is Kind.REDUCE) and in_flight and in_flight + made_bytes > bound:
+        if (begun[index] or isinstance(op, Reduce)) and in_flight and in_flight + made_bytes > bound:
             raise fault(
                 timeline,
                 index,
@@ -105,12 +106,13 @@ def check_making(timeline: Timeline) -> None:
                 f"starts {starting} bytes ahead beside {in_flight + made_bytes} bytes of gradients, some of which were "
                 f"made {timeline.plan.sizes.prefetch} units before; in_flight_bytes is {bound}",
             )
-        if op.kind is Kind.REDUCE:
-            in_flight += timeline.full_bytes(op)
+        full = timeline.traffic(op).full
+        if isinstance(op, Reduce):
+            in_flight += full
             if not timeline.continues(op):
-                running[op.writes[0]] = reductions
+                running[op.handle] = reductions
                 reductions += 1
-                made_bytes -= timeline.full_bytes(op)
-        elif timeline.ends(op, Kind.REDUCE):
-            running.pop(op.reads[0], None)
-            in_flight -= timeline.full_bytes(op)
+                made_bytes -= full
+        elif ends(op, Reduce):
+            running.pop(op.launch.handle, None)
+            in_flight -= full

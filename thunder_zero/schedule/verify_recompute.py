@@ -7,7 +7,8 @@ from itertools import accumulate, zip_longest
 from thunder_zero.plan.params import ROOT
 from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.lifetimes import last_reads
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, fault, overwritten
+from thunder_zero.schedule.ops import Compute, Op, identities
+from thunder_zero.schedule.timeline import Timeline, fault, overwritten
 from thunder_zero.schedule.units import NOT_RECOMPUTED, segments
 
 
@@ -20,7 +21,7 @@ def check_recompute(timeline: Timeline, before: Timeline) -> None:
 
 
 def _is_recomputed(op: Op) -> bool:
-    return op.kind is Kind.COMPUTE and op.backward and op.repeated
+    return isinstance(op, Compute) and op.backward and op.repeated
 
 
 def _check_others_stay(timeline: Timeline, before: Timeline) -> None:
@@ -32,11 +33,7 @@ def _check_others_stay(timeline: Timeline, before: Timeline) -> None:
     for (index, op), (_, original) in zip_longest(
         not_recomputed(timeline), not_recomputed(before), fillvalue=(len(timeline.ops) - 1, None)
     ):
-        if (
-            op is None
-            or original is None
-            or (op.kind, op.params, op.source) != (original.kind, original.params, original.source)
-        ):
+        if op is None or original is None or identities(op) != identities(original):
             expected = "nothing" if original is None else " ".join((original.kind, *original.params))
             raise fault(timeline, index, f"stands where the order without recomputing has {expected}")
 
@@ -46,12 +43,13 @@ def _check_recomputed(timeline: Timeline, before: Timeline) -> None:
     Derived values are always allowed."""
     policy = timeline.plan.policy.recompute
     unit_at = segments(before).unit_at
-    unit_of = {op.source[0]: unit for op, unit in zip(before.ops, unit_at, strict=False) if unit != ROOT and op.source}
+    pairs = zip(before.ops, unit_at, strict=False)
+    in_units = {id(op.line) for op, unit in pairs if unit != ROOT and isinstance(op, Compute)}
     changed_values = overwritten(timeline)
     for index, op in enumerate(timeline.ops):
-        if not timeline.recomputes(op):
+        if not isinstance(op, Compute) or not timeline.recomputes(op):
             continue
-        if not ((op.cheap and policy != "none") or (op.source[0] in unit_of and op.work not in NOT_RECOMPUTED)):
+        if not ((op.cheap and policy != "none") or (id(op.line) in in_units and op.work not in NOT_RECOMPUTED)):
             raise fault(timeline, index, f"does {op.work} work again, which recompute={policy!r} does not allow here")
         if changed := [name for name in op.reads if name in changed_values]:
             raise fault(timeline, index, f"is computed again from {changed[0]}, whose memory an operation overwrites")

@@ -26,7 +26,6 @@ from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.compat.torch.autograd import at_end_of_backward, running_backward
 from thunder_zero.plan.mesh import OF_MEANS, SHARD
 from thunder_zero.plan.params import Param
-from thunder_zero.schedule.timeline import Kind
 from thunder_zero.sharded.dtensors import Rows
 from thunder_zero.sharded.resident import StayingParameters
 from thunder_zero.sharded.state import LocalState
@@ -86,9 +85,9 @@ class ModelRuntime:
         ZeRO-1 sends only the parameters that an optimizer has changed since the last gather. ZeRO-2 with
         ``policy.reshard_after_backward=False`` sends only the parameters that this accumulation has not gathered yet.
         """
-        with label_launch(Kind.GATHER, paths):
+        with label_launch("gather", paths):
             handle = self._state.clock.watch(self._gather(sent, self._params_of(paths)), paths[0], gather=True)
-        return self._state.labels.watch(handle, Kind.GATHER, paths)
+        return self._state.labels.watch(handle, "gather", paths)
 
     def _gather(self, sent: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Gather the parameters that are due. The handle returns all parameters of the bucket."""
@@ -158,11 +157,11 @@ class ModelRuntime:
             self._encoded[paths, over] = self._plan.encodes_gradient(over, *params)
         if not self._encoded[paths, over]:
             sent = self._sums(cast(Sequence[Tensor], sent), params, over)
-        with label_launch(Kind.REDUCE, paths, over):
+        with label_launch("reduce", paths, over):
             handle = self._state.clock.watch(self._wire.reduce(sent, params, over), paths[0], gather=False)
         if over not in OF_MEANS:
             self._state.labels.gradients_are_made(paths)
-        return self._state.labels.watch(handle, Kind.REDUCE, paths, over)
+        return self._state.labels.watch(handle, "reduce", paths, over)
 
     def decode_grad(self, arrived: Sequence[OnTheWire], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
         """Return the mean gradients from the results of a reduction."""

@@ -21,7 +21,6 @@ from thunder_zero.compat.torch.autograd import at_end_of_backward, running_backw
 from thunder_zero.plan.mesh import SHARD
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.names import launch_label, unit_label, wait_label
-from thunder_zero.schedule.timeline import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ class Clock:
 NOTHING = nullcontext()
 
 
-def label_launch(kind: Kind, paths: Sequence[str], over: str = SHARD) -> AbstractContextManager[object]:
+def label_launch(kind: str, paths: Sequence[str], over: str = SHARD) -> AbstractContextManager[object]:
     """Return a context manager that labels a launch if a profiler runs."""
     return record_function(launch_label(kind, paths, over)) if profiler._is_profiler_enabled else NOTHING
 
@@ -110,18 +109,18 @@ class Labels:
         self._unit = ""
         self._pending: set[str] = set()  # parameters of the current unit whose gradients are not computed yet
 
-    def watch(self, handle: Waitable, kind: Kind, paths: Sequence[str], over: str = SHARD) -> Waitable:
+    def watch(self, handle: Waitable, kind: str, paths: Sequence[str], over: str = SHARD) -> Waitable:
         """Return a handle that also labels its wait. If no profiler runs, return ``handle``."""
         if not profiler._is_profiler_enabled:
             return handle
         unit = self._plan.by_name[paths[0]].unit
 
         def wait() -> tuple[Tensor, ...]:
-            if kind is Kind.GATHER and (self._open is None or self._unit != unit):
+            if kind == "gather" and (self._open is None or self._unit != unit):
                 self.end()
             with record_function(wait_label(kind, paths, over)):
                 results = handle.wait()
-            if kind is Kind.GATHER:
+            if kind == "gather":
                 self.begin(unit)
             return results
 

@@ -11,7 +11,8 @@ from thunder_zero.capture.zero_module import traces_of, zero_module
 from thunder_zero.comm import agree
 from thunder_zero.comm.small_collectives import all_gather_object
 from thunder_zero.plan.policy import Times, is_count
-from thunder_zero.schedule.timeline import Kind, Timeline
+from thunder_zero.schedule.ops import Gather, Wait, ends
+from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.sharded.sharded_model import tagged
 from thunder_zero.sharded.state import State
 from thunder_zero.sharded.waits import Waited
@@ -55,9 +56,7 @@ def measure_times(model: ThunderModule, step: Callable[[], object], steps: int =
             step()
         runs.append(waits)
     timeline = traces_of(model).timeline
-    expected = [
-        (op.params[0], timeline.ends(op, Kind.GATHER), op.backward) for op in timeline.ops if op.kind is Kind.WAIT
-    ]
+    expected = [(op.params[0], ends(op, Gather), op.backward) for op in timeline.ops if isinstance(op, Wait)]
     with agree.all_or_none(state.group, "its step"):
         seconds = [computed(waits, expected) for waits in runs]
     phases = [{path: median(run[phase][path] for run in seconds) for path in seconds[0][phase]} for phase in (0, 1)]
@@ -70,7 +69,7 @@ def measure_times(model: ThunderModule, step: Callable[[], object], steps: int =
 
 def _bytes_per_second(state: State, timeline: Timeline, rounds: int) -> float:
     """Return the bytes per second on the wire in separate gathers; infinite without gathers."""
-    buckets = {op.params: timeline.wire_bytes(op) for op in timeline.ops if op.kind is Kind.GATHER}
+    buckets = {op.params: timeline.traffic(op).busiest for op in timeline.ops if isinstance(op, Gather)}
     nbytes = sum(buckets.values())
     if not nbytes:
         return inf

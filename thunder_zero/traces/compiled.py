@@ -15,7 +15,8 @@ from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.schedule.lifetimes import gathered_bytes
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
+from thunder_zero.schedule.ops import Gather, Reduce
+from thunder_zero.schedule.timeline import Timeline
 
 from thunder.core.trace import TraceCtx
 
@@ -33,7 +34,9 @@ class Traces:
     Attributes:
         forward: the forward trace, as it runs.
         backward: the backward trace; None if nothing needs a gradient.
-        timeline: operations of forward, then of backward. ``Op.source`` is the index of a line in its phase's trace.
+        timeline: operations of forward, then of backward, from which the traces are written.
+        lines: for each operation, the positions of its lines in its phase's trace: the line that runs it first, then a
+            line that encodes or decodes. A launch that encodes comes after the FREE of what it encodes.
         plan: a ``Param`` for each parameter, keyed by path.
         synced: True if gradients are reduced, False if they are deferred (``no_sync``).
         sizes: the shapes of tensor inputs, keyed by name. A dynamic size is the name of the input that holds the
@@ -48,6 +51,7 @@ class Traces:
     forward: TraceCtx
     backward: TraceCtx | None
     timeline: Timeline
+    lines: Sequence[Sequence[int]]
     plan: Plan
     synced: bool
     sizes: Mapping[str, tuple[int | str, ...]]
@@ -71,11 +75,10 @@ class Traces:
         """Return HTML for notebooks: what a step sends, and the curve of gathered bytes."""
         timeline, plan = self.timeline, self.plan
         gathered = gathered_bytes(timeline)
-        counts = {kind: sum(op.kind is kind for op in timeline.ops) for kind in LAUNCHES}
         facts = {
-            "gathers": str(counts[Kind.GATHER]),
-            "reductions": str(counts[Kind.REDUCE]),
-            "sent by this rank": size(sum(map(timeline.bytes_sent, timeline.ops))),
+            "gathers": str(sum(isinstance(op, Gather) for op in timeline.ops)),
+            "reductions": str(sum(isinstance(op, Reduce) for op in timeline.ops)),
+            "sent by this rank": size(sum(timeline.traffic(op).sent for op in timeline.ops)),
             "gathered at most": size(max(gathered, default=0)),
         }
         title = f"{STAGES[plan.policy.stage].name}, {plan.mesh}"
@@ -95,6 +98,6 @@ class Traces:
 def _summary(phase: str, trace: TraceCtx, timeline: Timeline) -> str:
     kinds = Counter(op.kind for op in timeline.ops)
     return (
-        f"  {phase}: {len(trace.bound_symbols)} lines, {kinds[Kind.GATHER]} gathers, {kinds[Kind.REDUCE]} reductions, "
-        f"{size(sum(map(timeline.bytes_sent, timeline.ops)))} sent"
+        f"  {phase}: {len(trace.bound_symbols)} lines, {kinds['gather']} gathers, {kinds['reduce']} reductions, "
+        f"{size(sum(timeline.traffic(op).sent for op in timeline.ops))} sent"
     )

@@ -17,7 +17,8 @@ from traceback import walk_tb
 from typing import Any
 
 from thunder_zero.schedule.derived import gathered_from
-from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.ops import Op, Wait
+from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.traces.compiled import Traces
 
 from thunder.core.symbol import BoundSymbol
@@ -34,16 +35,18 @@ def note_failed_line(error: BaseException, programs: Iterable[tuple[Callable[...
         if unwrap(forward).__code__.co_filename == filename:
             code = linecache.getline(filename, line_number).strip()
             traces = make_traces()
-            op = _op_of(code, traces.forward_timeline)
-            if op is not None:
-                error.add_note(_note(code, op, traces.timeline, traces.forward.bound_symbols[op.source[0]]))
+            index = _index_of(code, traces.timeline)
+            if index is not None:
+                line = traces.forward.bound_symbols[traces.lines[index][0]]
+                error.add_note(_note(code, traces.timeline.ops[index], traces.timeline, line))
             return
 
 
-def _op_of(code: str, timeline: Timeline) -> Op | None:
-    """Return the operation that computes the values to which a line of code assigns, or None."""
+def _index_of(code: str, timeline: Timeline) -> int | None:
+    """Return the index of forward's operation that computes the values to which a line of code assigns, or None."""
     names = {name.strip(" ()") for name in code.partition(" = ")[0].split(",")}
-    return next((op for op in timeline.ops if not names.isdisjoint(op.writes)), None)
+    ops = timeline.ops[: timeline.backward_start]
+    return next((index for index, op in enumerate(ops) if not names.isdisjoint(op.writes)), None)
 
 
 def _note(code: str, op: Op, timeline: Timeline, line: BoundSymbol) -> str:
@@ -57,7 +60,7 @@ def _note(code: str, op: Op, timeline: Timeline, line: BoundSymbol) -> str:
     waits = dict.fromkeys(wait for name in op.reads for wait in sources.get(name, ()))
     for name in waits:
         wait = timeline.ops[writers[name]]
-        if wait.kind is Kind.WAIT:
+        if isinstance(wait, Wait):
             path = wait.params[wait.writes.index(name)]
             unit = timeline.plan.by_name[path].unit
             lines.append(f"which reads {path!r}, of {f'unit {unit!r}' if unit else 'the root unit'}")

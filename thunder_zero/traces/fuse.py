@@ -14,81 +14,82 @@ call Python are not fused: inductor would draw other numbers than torch, and may
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
 
 from thunder_zero.compat.lines import bind
 from thunder_zero.compat.private import OpOverload
-from thunder_zero.schedule.timeline import Work
-from thunder_zero.traces.lift import forward_lines
-from thunder_zero.traces.operators import EXECUTOR, operator_of, work_of_operator
+from thunder_zero.schedule.ops import Compute, Op, Work
+from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.traces.lift import computation
+from thunder_zero.traces.operators import EXECUTOR, operator_of
+from thunder_zero.traces.write import Writer
 
 from thunder.core import prims
-from thunder.core.proxies import IntegerProxy, Proxy
+from thunder.core.proxies import Proxy
 from thunder.core.pytree import tree_map
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
-from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.symbol import BoundSymbol, Symbol
 
 SMALLEST = 2  # a region has at least this many lines that compute something
 COMMUNICATES = ("_c10d_functional", "_dtensor", "c10d", "symm_mem")
 
 
-def fuse_regions(trace: TraceCtx) -> TraceCtx:
-    """Return a scheduled trace in which one line replaces each run of fusible operators of one phase."""
-    new = from_trace(trace)
-    new.bound_symbols = []
-    lines = trace.bound_symbols
-    is_backward = [not needed for needed in forward_lines(lines)]
-    readers = _last_readers(trace)
-    numbers = [arg for arg in trace.args if isinstance(arg, IntegerProxy)]  # symbolic sizes
-    start = 0
-    while start < len(lines):
+def fuse(timeline: Timeline, writer: Writer) -> Timeline:
+    """Return the timeline with one computation in place of each run of fusible operators of a phase."""
+    ops = timeline.ops
+    readers = {name: index for index, op in enumerate(ops) for name in op.reads}
+    numbers = {name: writer.proxies[name] for name in timeline.inputs if name in timeline.numbers}  # symbolic sizes
+    values = dict(timeline.values)
+    result: list[Op] = []
+    regions, start = sum(map(_is_region, ops)), 0  # forward of a program without some tangents is fused already
+    while start < len(ops):
         end = start
-        while end < len(lines) and _is_fusible(lines[end]) and is_backward[end] == is_backward[start]:
+        while end < len(ops) and _is_fusible(ops[end]) and ops[end].backward == ops[start].backward:
             end += 1
-        if sum(map(_computes, lines[start:end])) < SMALLEST:
+        if sum(map(_computes, ops[start:end])) < SMALLEST:
             end = max(end, start + 1)
-            new.bound_symbols += lines[start:end]
+            result += ops[start:end]
         else:
-            name = f"inductor_{sum(line.sym.is_fusion for line in new.bound_symbols)}"
-            returned = {value for value, reader in readers.items() if reader >= end}
-            new.bound_symbols.append(_region(name, lines[start:end], numbers, returned, backward=is_backward[start]))
+            lines = [writer.computation(op) for op in ops[start:end] if isinstance(op, Compute)]
+            returned = {name for op in ops[start:end] for name in op.writes if readers.get(name, -1) >= end}
+            region = _region(f"inductor_{regions}", lines, numbers, returned)
+            result.append(computation(region, backward=ops[start].backward))
+            values.update((name, replace(values[name], base="")) for name in returned)
+            regions += 1
         start = end
-    return new
+    return timeline.with_ops(result, values)
 
 
-def _is_fusible(line: BoundSymbol) -> bool:
+def _is_region(op: Op) -> bool:
+    line: Any = op.line if isinstance(op, Compute) else None
+    return line is not None and line.sym.is_fusion
+
+
+def _is_fusible(op: Op) -> bool:
+    if not isinstance(op, Compute):
+        return False
+    line: Any = op.line
     target, tags = operator_of(line), line.sym.tags or ()
     if not isinstance(target, OpOverload) or target.namespace in COMMUNICATES:
         return False
     return not {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE} & set(tags)
 
 
-def _computes(line: BoundSymbol) -> bool:
-    return work_of_operator(operator_of(line)) not in (Work.VIEW, Work.NONE)
+def _computes(op: Op) -> bool:
+    return isinstance(op, Compute) and op.work not in (Work.VIEW, Work.NONE)
 
 
-def _last_readers(trace: TraceCtx) -> dict[str, int]:
-    """Return a mapping from values to the index of the last line that reads them."""
-    return {proxy.name: index for index, line in enumerate(trace.bound_symbols) for proxy in line.flat_proxy_args}
-
-
-def _region(
-    name: str, lines: Sequence[BoundSymbol], numbers: Sequence[Proxy], returned: set[str], *, backward: bool
-) -> BoundSymbol:
+def _region(name: str, lines: Sequence[BoundSymbol], numbers: Mapping[str, Proxy], returned: set[str]) -> BoundSymbol:
     """Return one line for the given lines. It reads all symbolic sizes, since no line lists the sizes that it uses."""
     written = {proxy.name: proxy for line in lines for proxy in line.flat_proxy_outs}
     read = {proxy.name: proxy for line in lines for proxy in line.flat_proxy_args if proxy.name not in written}
-    read |= {number.name: number for number in numbers}
     outputs = tuple(proxy for value, proxy in written.items() if value in returned)
     symbol = Symbol(name, id=name, is_fusion=True, executor=EXECUTOR)
     functions = {name: _not_compiled}  # a placeholder, which printing a line needs
-    region = bind(symbol, read.values(), {}, outputs, functions, lines)
-    if backward:
-        region.tags.add(BoundSymbolTag.BACKWARD)
-    return region
+    return bind(symbol, (read | dict(numbers)).values(), {}, outputs, functions, lines)
 
 
 def _not_compiled(*args: Any) -> Any:

@@ -22,11 +22,10 @@ from thunder_zero.compat.aot import RUN_AND_SAVE_STATE, RUN_WITH_STATE
 from thunder_zero.compat.inductor import HoldsForSomeSizes, Kernel, faking, for_all_sizes, kernel, laid_out
 from thunder_zero.compat.lines import with_functions
 from thunder_zero.compat.private import HigherOrderOperator, OpOverload, ShapeEnvGuardError, detect_fake_mode
-from thunder_zero.traces.coded import paths_of
 from thunder_zero.traces.fuse import graph_of
 from thunder_zero.traces.lift import proxies_in
 from thunder_zero.traces.operators import operator_of
-from thunder_zero.traces.symbols import ZeroExecutor
+from thunder_zero.traces.symbols import ZeroExecutor, paths_of
 
 from thunder.core.proxies import Proxy
 from thunder.core.pytree import tree_map

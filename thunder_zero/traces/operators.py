@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from thunder_zero.compat.lines import bind
 from thunder_zero.compat.private import HigherOrderOperator, OpOverload
-from thunder_zero.schedule.timeline import Work
+from thunder_zero.schedule.ops import Work
 
 from thunder.core import codeutils, prims
 from thunder.core.proxies import Proxy, TensorProxy

@@ -4,11 +4,11 @@
 
     JointTrace      forward and backward in one trace of the plain module: full parameters in, full gradients out
       insert_synchronize, insert_reductions     parameters become rows, gradients become means (``insert.py``)
-      lower           writes launches and waits, or under no_sync deferred reductions (``lower.py``)
-      schedule_trace  lift, passes.run, emit    reorders the lines
+      lower           writes launches and waits (``lower.py``)
+    lowered
+      schedule        lifts the lines into operations, once; the passes reorder them, and are proved
     Scheduled
-      compile_program phases                    fuses, splits and frees (:func:`make_phases`)
-                      prove, add_enter          proves, names the phases for ranks to compare
+      compile         last lines, fused regions, frees; the proof; each operation is written (``write.py``)
     Program         forward and backward
 
 :class:`~thunder_zero.traces.symbols.Facts` accompany the lines through all steps.
@@ -16,60 +16,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 
 from thunder_zero.schedule import passes, verify
+from thunder_zero.schedule.free import free
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.traces.enter import add_enter
+from thunder_zero.traces.fuse import fuse
 from thunder_zero.traces.insert import insert_reductions, insert_synchronize
-from thunder_zero.traces.lift import emit, is_joint, lift, lift_phases
+from thunder_zero.traces.last_lines import add_last_lines
+from thunder_zero.traces.lift import lift
 from thunder_zero.traces.lower import lower
-from thunder_zero.traces.split import add_frees, split
+from thunder_zero.traces.missing_tangents import drop_tangents
 from thunder_zero.traces.symbols import Facts, JointTrace
+from thunder_zero.traces.write import Lines, Writer
 
 from thunder.core.trace import TraceCtx
-from thunder.core.transform_common import unwrap_return_value
 
-TwoTraces = tuple[TraceCtx, TraceCtx | None]
-FORWARD_ALONE = "forward without backward"  # the name of a phase
+TRANSFORMS = (insert_synchronize, insert_reductions, lower)
 
 
 @dataclass(frozen=True, eq=False)
 class Scheduled:
-    """A joint trace in the order of its schedule.
+    """The operations of a lowered trace, scheduled and proved.
 
     Attributes:
-        trace: the joint trace.
-        facts: the facts of its program, with the plan after scheduling.
-        lifted: the timeline before the first pass, with the plan before scheduling.
-        trained: paths of the parameters that get a gradient.
+        lowered: the trace.
+        lifted: its operations before the first pass, with the plan before scheduling.
+        timeline: its operations after the last pass, with the plan after scheduling.
     """
 
-    trace: TraceCtx
-    facts: Facts
+    lowered: JointTrace
     lifted: Timeline
-    trained: frozenset[str]
+    timeline: Timeline
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The proved traces that run; ``backward`` is None if forward runs alone."""
+    """The proved traces that run; ``backward`` is None if forward runs alone.
+
+    Attributes:
+        timeline: the operations that the traces are written from, one after another.
+        lines: for each operation, the positions of its lines in its phase's trace (``Phase.lines``).
+    """
 
     scheduled: Scheduled
+    timeline: Timeline
     forward: TraceCtx
     backward: TraceCtx | None
+    lines: Lines
 
-    @cached_property
-    def timeline(self) -> Timeline:
-        """The timeline of both phases, lifted from the traces lazily."""
-        return lift_phases(self.forward, self.backward, self.scheduled.facts)
-
-
-TRANSFORMS = (insert_synchronize, insert_reductions, lower)
+    @property
+    def facts(self) -> Facts:
+        """The facts of the program, with the plan after scheduling."""
+        return replace(self.scheduled.lowered.facts, plan=self.timeline.plan)
 
 
 def shard(plain: JointTrace) -> list[JointTrace]:
@@ -77,61 +79,56 @@ def shard(plain: JointTrace) -> list[JointTrace]:
     return list(accumulate(TRANSFORMS, lambda joint, transform: transform(joint), initial=plain))
 
 
-def schedule_trace(lowered: JointTrace) -> Scheduled:
-    """Reorder the lines of a lowered trace with the passes (:mod:`thunder_zero.schedule.passes`)."""
-    facts, trace = lowered.facts, lowered.trace
-    lifted = lift(trace, facts)
-    names = ("forward", "backward") if is_joint(trace.bound_symbols[-1].args[0]) else (FORWARD_ALONE,)
-    with telling_all_ranks(facts, names):
-        timeline = passes.run(lifted)
-    trained = frozenset(path for path, _ in lifted.gradients)
-    return Scheduled(emit(trace, timeline, facts.executor), replace(facts, plan=timeline.plan), lifted, trained)
+def schedule(lowered: JointTrace) -> Scheduled:
+    """Lift a lowered trace, and run the passes (:mod:`thunder_zero.schedule.passes`)."""
+    lifted = lift(lowered)
+    with telling_all_ranks(lowered.facts, lifted):
+        return Scheduled(lowered, lifted, passes.run(lifted))
 
 
-def compile_program(scheduled: Scheduled, phases: Callable[[TraceCtx], TwoTraces]) -> Program:
-    """Split a scheduled trace into the traces that run, and prove them.
-
-    Args:
-        scheduled: the joint trace.
-        phases: a function from the joint trace to the forward and the backward trace.
+def compile_program(scheduled: Scheduled, *, fuses: bool) -> Program:
+    """Finish the operations of a schedule, prove them, and write the traces that run.
 
     Raises:
-        ScheduleError: the traces break a rule. All ranks raise.
+        ScheduleError: the operations break a rule. All ranks raise.
     """
-    forward, backward = phases(scheduled.trace)
-    prove(scheduled, forward, backward)
-    named = [add_enter(trace, phase, scheduled.facts) for phase, trace in phases_by_name(forward, backward).items()]
-    return Program(scheduled, named[0], named[1] if backward is not None else None)
+    writer = Writer(scheduled.lowered)
+    timeline = _finished(scheduled.timeline, writer, fuses=fuses)
+    forward = writer.forward(timeline)
+    if timeline.backward_start == len(timeline.ops):
+        return Program(scheduled, timeline, forward.trace, None, forward.lines)
+    backward = writer.backward(timeline)
+    return Program(scheduled, timeline, forward.trace, backward.trace, forward.lines + backward.lines)
 
 
-def make_phases(trace: TraceCtx) -> TwoTraces:
-    """Split a joint trace, if backward computes anything, and free each value after its last use."""
-    if is_joint(trace.bound_symbols[-1].args[0]):
-        return split(trace)
-    return add_frees(unwrap_return_value(trace)), None
+def without_tangents(program: Program, missing: Collection[str], *, fuses: bool) -> Program:
+    """Return a program with an equal forward, whose backward does not take the tangents that ``missing`` names."""
+    writer = Writer(program.scheduled.lowered)
+    pruned = drop_tangents(program.scheduled.timeline, missing, writer)
+    start = program.timeline.backward_start
+    forward = program.timeline.ops[:start]
+    backward = (op for op in pruned.ops if op.backward)
+    timeline = _finished(pruned.with_ops([*forward, *backward], program.timeline.values), writer, fuses=fuses)
+    phase = writer.backward(timeline)
+    return replace(program, timeline=timeline, backward=phase.trace, lines=program.lines[:start] + phase.lines)
 
 
-def phases_by_name(forward: TraceCtx, backward: TraceCtx | None) -> dict[str, TraceCtx]:
-    """Return a mapping from the names of phases to the traces of a program."""
-    return {FORWARD_ALONE: forward} if backward is None else {"forward": forward, "backward": backward}
-
-
-def prove(scheduled: Scheduled, forward: TraceCtx, backward: TraceCtx | None = None) -> None:
-    """Prove that the traces that will run are right."""
-    facts, phases = scheduled.facts, phases_by_name(forward, backward)
-    with telling_all_ranks(facts, phases):
-        timeline = lift_phases(forward, backward, facts)
-        if backward is None:
-            timeline = replace(timeline, plan=scheduled.lifted.plan)  # forward alone frees everything
-        verify.check(timeline, trained=frozenset() if backward is None else scheduled.trained)
+def _finished(timeline: Timeline, writer: Writer, *, fuses: bool) -> Timeline:
+    """Return the operations of the traces that run, proved: with the last lines, regions and frees."""
+    timeline = add_last_lines(timeline, writer)
+    timeline = free(fuse(timeline, writer) if fuses else timeline)
+    with telling_all_ranks(writer.facts, timeline):
+        verify.check(timeline, trained=[path for path, _ in timeline.gradients])
+    return timeline
 
 
 @contextmanager
-def telling_all_ranks(facts: Facts, phases: Iterable[str]) -> Iterator[None]:
+def telling_all_ranks(facts: Facts, timeline: Timeline) -> Iterator[None]:
     """Send an error in the block to the other ranks, which would otherwise wait for this rank's messages."""
     try:
         yield
     except Exception as error:  # a user's pass may raise anything
-        if (facts.synced and "backward" in phases) or any(param.sharded for param in facts.plan.params):
+        has_backward = timeline.backward_start < len(timeline.ops)
+        if (facts.synced and has_backward) or any(param.sharded for param in facts.plan.params):
             facts.executor.runtime.tell_failure(error)  # otherwise no rank waits for this one
         raise

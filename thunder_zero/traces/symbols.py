@@ -31,7 +31,7 @@ from torch import Tensor
 
 from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.schedule.timeline import Kind, Op
+from thunder_zero.schedule.ops import Gather, Launch
 
 import thunder.core.dtypes as dtypes
 from thunder.core import prims
@@ -304,28 +304,36 @@ class ZeroExecutor(OperatorExecutor):
         numel = sum(prod(handle.shape) for handle in handles)
         return FutureTensorProxy(shape=(numel,), device=handles[0].device, dtype=handles[0].dtype)
 
-    def encoder_of(self, launch: Op) -> Symbol | None:
+    def launch_of(self, launch: Launch) -> Symbol:
+        """Return the symbol of a launch."""
+        if isinstance(launch, Gather):
+            return self.all_gather
+        return self.reduction(self.plan.by_name[launch.params[0]], launch.over)
+
+    def encoder_of(self, launch: Launch) -> Symbol | None:
         """Return the symbol that encodes the payload of a launch, or None if the launch sends tensors unchanged."""
         bucket = [self.plan.by_name[path] for path in launch.params]
-        if launch.kind is Kind.GATHER:
+        if isinstance(launch, Gather):
             return self.encode if self.plan.encodes(*bucket) else None
         return self.encode_grad if self.plan.encodes_gradient(launch.over, *bucket) else None
 
-    def decoder_of(self, launch: Op) -> Symbol | None:
+    def decoder_of(self, launch: Launch) -> Symbol | None:
         """Return the symbol that decodes the payload of a launch, or None if nothing is decoded."""
         bucket = [self.plan.by_name[path] for path in launch.params]
-        if launch.kind is Kind.GATHER:
+        if isinstance(launch, Gather):
             return self.decode if self.plan.decodes(*bucket) else None
         return self.decode_grad if self.plan.decodes_gradient(launch.over, *bucket) else None
 
-    def payloads_of(self, tensors: Sequence[TensorProxy], launch: Op, *, after_wait: bool) -> tuple[TensorProxy, ...]:
+    def payloads_of(
+        self, tensors: Sequence[TensorProxy], launch: Launch, *, after_wait: bool
+    ) -> tuple[TensorProxy, ...]:
         """Return proxies of the payloads that a launch sends, or that its wait returns (``after_wait``)."""
         params = [self.plan.by_name[path] for path in launch.params]
         return tuple(self._payload(*pair, launch, after_wait) for pair in zip(tensors, params, strict=True))
 
-    def _payload(self, tensor: TensorProxy, param: Param, launch: Op, after_wait: bool) -> TensorProxy:
+    def _payload(self, tensor: TensorProxy, param: Param, launch: Launch, after_wait: bool) -> TensorProxy:
         plan, axis, peers = self.plan, launch.over, self.plan.ranks_over(launch.over) - 1
-        gathers = launch.kind is Kind.GATHER
+        gathers = isinstance(launch, Gather)
         shape, dtype = tensor.shape, param.compute_dtype if gathers else param.reduce_dtype
         if gathers and param.frozen_format:
             shape, dtype = param.rest_shape if after_wait else tensor.shape, param.rest_dtype
@@ -403,9 +411,9 @@ def _no_meta(*args: Any) -> None:
     return None
 
 
-def axis_of(launch: BoundSymbol) -> str:
-    """Return the axis of a launch."""
-    return launch.args[2] if len(launch.args) > 2 else SHARD
+def paths_of(line: BoundSymbol) -> tuple[str, ...]:
+    """Return the paths of the parameters in the arguments of one of our lines."""
+    return (line.args[1],) if isinstance(line.args[1], str) else tuple(line.args[1])
 
 
 @cache

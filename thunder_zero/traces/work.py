@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from thunder_zero.schedule.timeline import Work
+from thunder_zero.schedule.ops import Work
 from thunder_zero.traces.operators import flops_of_line, is_cheap_line, is_view, operator_of, work_of_operator
 
 from thunder.core import prims

@@ -8,8 +8,9 @@ from itertools import zip_longest
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.plan.params import ROOT, Param, Plan
 from thunder_zero.schedule.lifetimes import gathered_bytes
+from thunder_zero.schedule.ops import LAUNCHES, Compute, starts_collective
 from thunder_zero.schedule.passes import run
-from thunder_zero.schedule.timeline import LAUNCHES, Op, Timeline
+from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.schedule.units import backward_ends
 from thunder_zero.tools.ask.difference import Difference, Figures
 from thunder_zero.tools.forecast.memory import memory
@@ -95,11 +96,14 @@ def _figures_by_unit(traces: Traces) -> dict[str | None, Figures]:
     return {unit: _figures(traces.timeline, recomputed, unit) for unit in (*traces.plan.units, None)}
 
 
-def _figures(timeline: Timeline, recomputed: Sequence[tuple[Op, str]], unit: str | None) -> Figures:
-    launches = [op for op in timeline.ops if op.kind in LAUNCHES and unit in (None, timeline.params_of(op)[0].unit)]
-    gathers, reductions = ([timeline.bytes_sent(op) for op in launches if op.kind is kind] for kind in LAUNCHES)
+def _figures(timeline: Timeline, recomputed: Sequence[tuple[Compute, str]], unit: str | None) -> Figures:
+    launches = [
+        op for op in timeline.ops if isinstance(op, LAUNCHES) and unit in (None, timeline.params_of(op)[0].unit)
+    ]
+    gathers, reductions = ([timeline.traffic(op).sent for op in launches if isinstance(op, kind)] for kind in LAUNCHES)
     recomputed_in_unit = [op for op, unit_of_op in recomputed if unit in (None, unit_of_op)]
-    slices = [op.sends for op in timeline.ops if op.moves and unit is None]
+    others = (op for op in timeline.ops if starts_collective(op) and not isinstance(op, LAUNCHES))
+    slices = [timeline.traffic(op).sent for op in others if unit is None]
     return Figures(
         gathers=len(gathers),
         reductions=len(reductions),
@@ -113,7 +117,7 @@ def _figures(timeline: Timeline, recomputed: Sequence[tuple[Op, str]], unit: str
     )
 
 
-def _recomputed_ops(timeline: Timeline) -> list[tuple[Op, str]]:
+def _recomputed_ops(timeline: Timeline) -> list[tuple[Compute, str]]:
     """Return (operation, unit) pairs. The operation recomputes a forward value in the unit's backward.
 
     Operations that read only parameters are left out. ``timeline`` must be scheduled, but not fused: fusers merge
@@ -124,5 +128,5 @@ def _recomputed_ops(timeline: Timeline) -> list[tuple[Op, str]]:
         # the next unit whose gradients are complete
         (op, next((unit for unit, end in ends if end >= index), ROOT))
         for index, op in enumerate(timeline.ops)
-        if timeline.recomputes(op)
+        if isinstance(op, Compute) and timeline.recomputes(op)
     ]

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, TypeVar
 from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.geometry import cut_rows
-from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.params import Param, Plan, Traffic
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.schedule.lifetimes import gathered_bytes
+from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Op, Reduce, Return, Wait
 from thunder_zero.schedule.prefetch import Bound, bounds
-from thunder_zero.schedule.timeline import Kind, Timeline
+from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.ask.explanation import Explanation, Gathered, Line, Reduced
 from thunder_zero.tools.ask.print_trace import code_of
 from thunder_zero.tools.cost.costs import Lane
@@ -140,27 +141,26 @@ class _Program:
     # These tables list positions in ascending order, so that no parameter searches the whole timeline.
 
     @cached_property
-    def launches(self) -> Mapping[tuple[Kind, str], Sequence[int]]:
-        """Positions of gathers, reductions and deferrals, keyed by (kind, path)."""
-        kinds = (Kind.GATHER, Kind.REDUCE, Kind.DEFER)
+    def by_path(self) -> Mapping[tuple[type[Op], str], Sequence[int]]:
+        """Positions of operations, keyed by (type, path of a parameter)."""
         ops = self.traces.timeline.ops
-        return _grouped(
-            ((op.kind, path), index) for index, op in enumerate(ops) if op.kind in kinds for path in op.params
-        )
+        return _grouped(((type(op), path), index) for index, op in enumerate(ops) for path in op.params)
 
     @cached_property
     def readers(self) -> Mapping[str, Sequence[int]]:
-        """Positions of the operations that read each value. The last operation, the return, is left out."""
-        return _grouped((name, index) for index, op in enumerate(self.traces.timeline.ops[:-1]) for name in op.reads)
+        """Positions of the operations that read each value, except returns."""
+        ops = enumerate(self.traces.timeline.ops)
+        return _grouped((name, index) for index, op in ops if not isinstance(op, Return) for name in op.reads)
 
     @cached_property
     def spans_by_op(self) -> Mapping[int, Sequence[Span]]:
         return _grouped((span.op, span) for span in self.spans or ())
 
-    def reader(self, name: str, kind: Kind, after: int = -1) -> int | None:
-        """Return the first operation of a kind that reads a value after a position, or None."""
+    def reader(self, name: str, kind: type[Op], after: int = -1) -> int | None:
+        """Return the first operation of a type that reads a value after a position, or None."""
         ops = self.traces.timeline.ops
-        return next((index for index in self.readers.get(name, ()) if index > after and ops[index].kind is kind), None)
+        readers = (index for index in self.readers.get(name, ()) if index > after)
+        return next((index for index in readers if isinstance(ops[index], kind)), None)
 
     def lines(self, *positions: int | None) -> dict[int | None, Line]:
         """Return a mapping from positions of operations to lines. Positions that are None are skipped."""
@@ -168,8 +168,9 @@ class _Program:
         for index in positions:
             if index is not None:
                 op = self.traces.timeline.ops[index]
-                code = self.codes[index] = self.codes.get(index) or code_of(op, self.traces)
-                lines[index] = Line("backward" if op.backward else "forward", op.source[0], code)
+                code = self.codes[index] = self.codes.get(index) or code_of(index, self.traces)
+                position = self.traces.lines[index][0]
+                lines[index] = Line("backward" if op.backward else "forward", position, code)
         return lines
 
     def seconds(self, positions: Iterable[int | None]) -> tuple[float | None, float | None]:
@@ -192,24 +193,25 @@ def _grouped(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
 
 
 def _gathers(program: _Program, param: Param) -> tuple[Gathered, ...]:
-    ops, launches = program.traces.timeline.ops, program.launches.get((Kind.GATHER, param.path), ())
+    ops, launches = program.traces.timeline.ops, program.by_path.get((Gather, param.path), ())
     return tuple(_gathered(program, param, launch, *program.why[ops[launch].writes[0]]) for launch in launches)
 
 
 def _gathered(program: _Program, param: Param, launch: int, after: int, bound: Bound) -> Gathered:
     timeline = program.traces.timeline
     op, plan = timeline.ops[launch], timeline.plan
-    wait = program.reader(op.writes[0], Kind.WAIT)
+    wait = program.reader(op.writes[0], Wait)
     assert wait is not None
     name = timeline.ops[wait].writes[op.params.index(param.path)]
-    free = program.reader(name, Kind.FREE, after=wait)
+    free = next((index for index in program.by_path.get((Free, param.path), ()) if index > wait), None)
     readers = _readers(program, name, wait)
     first, last = (readers[0], readers[-1]) if readers else (None, None)
     lines = program.lines(launch, wait, first, last, free)
     wire, exposed = program.seconds((launch, wait))
+    traffic = plan.gather_traffic(param)
     return Gathered(
         bucket=op.params,
-        bucket_bytes=timeline.full_bytes(op),
+        bucket_bytes=timeline.traffic(op).full,
         launch=lines[launch],
         why_launch=_why_launch(timeline, launch, after, bound),
         wait=lines[wait],
@@ -217,8 +219,8 @@ def _gathered(program: _Program, param: Param, launch: int, after: int, bound: B
         last_read=lines.get(last),
         free=lines.get(free),
         why_free=_why_free(program, wait, free, last),
-        sent_bytes=plan.gather_bytes(param),
-        received_bytes=plan.gather_receives(param),
+        sent_bytes=traffic.sent,
+        received_bytes=traffic.received,
         nbytes=param.full_bytes,
         gathered_at_most=max(program.gathered[launch : len(timeline.ops) if free is None else free]),
         wire_seconds=wire,
@@ -231,7 +233,7 @@ def _readers(program: _Program, name: str, wait: int) -> list[int]:
     timeline, derived_names, readers = program.traces.timeline, [name], set[int]()
     for derived_name in derived_names:  # the loop appends to the list
         for index in program.readers.get(derived_name, ()):
-            if index > wait and timeline.ops[index].kind is Kind.COMPUTE and index not in readers:
+            if index > wait and isinstance(timeline.ops[index], Compute) and index not in readers:
                 readers.add(index)
                 derived_names += [written for written in timeline.ops[index].writes if written in timeline.derived]
     return sorted(readers)
@@ -239,17 +241,18 @@ def _readers(program: _Program, name: str, wait: int) -> list[int]:
 
 def _gradient(program: _Program, param: Param) -> Reduced | None:
     timeline, plan = program.traces.timeline, program.traces.plan
-    launches = [index for kind in (Kind.REDUCE, Kind.DEFER) for index in program.launches.get((kind, param.path), ())]
+    launches = [index for kind in (Reduce, Defer) for index in program.by_path.get((kind, param.path), ())]
     if not launches:
         return None
     first, last = min(launches), max(launches)  # two launches with replicas
     op = timeline.ops[first]
     gradient = op.reads[op.params.index(param.path) if len(op.reads) == len(op.params) else 0]
-    writer, is_sent = timeline.writer.get(gradient), op.kind is Kind.REDUCE
-    waits = [program.reader(timeline.ops[index].writes[0], Kind.WAIT) for index in launches if is_sent]
+    writer, is_sent = timeline.writer.get(gradient), isinstance(op, Reduce)
+    waits = [program.reader(timeline.ops[index].writes[0], Wait) for index in launches if is_sent]
     wait = max((index for index in waits if index is not None), default=None)
     lines = program.lines(writer, first, last, wait)
     wire, exposed = program.seconds((*launches, *waits)) if is_sent else (None, None)
+    traffic = plan.reduce_traffic(param) if is_sent else Traffic()
     deferred = "no_sync keeps all of it until a later backward"
     return Reduced(
         made=lines.get(writer),
@@ -258,9 +261,9 @@ def _gradient(program: _Program, param: Param) -> Reduced | None:
         wait=lines.get(wait),
         why_wait=deferred if wait is None else _why_wait(program, wait),
         bucket=op.params,
-        bucket_bytes=timeline.full_bytes(op),
-        sent_bytes=plan.reduce_bytes(param) if is_sent else 0,
-        received_bytes=plan.reduce_receives(param) if is_sent else 0,
+        bucket_bytes=timeline.traffic(op).full,
+        sent_bytes=traffic.sent,
+        received_bytes=traffic.received,
         nbytes=param.grad_bytes,
         wire_seconds=wire,
         exposed_seconds=exposed,
@@ -337,7 +340,7 @@ def _why_launch(timeline: Timeline, launch: int, after: int, bound: Bound) -> st
 def _place(timeline: Timeline, after: int) -> str:
     """Describe a position, such as ``right after the wait for blocks.1: 6 parameters``."""
     op = timeline.ops[after]
-    if op.kind is Kind.WAIT:
+    if isinstance(op, Wait):
         return f"right after the wait for {label(op.params, timeline.plan, gradients=False)}"
     return "right before backward first reads a bucket that forward gathered"
 
@@ -352,7 +355,7 @@ def _why_free(program: _Program, wait: int, free: int | None, last_read: int | N
         return "nothing reads it: it is gathered with its bucket"
     if timeline.ops[free].backward and not op.backward:
         return "after its last use in backward, which reads what forward gathered"
-    gathers = (program.launches.get((Kind.GATHER, path), ()) for path in timeline.ops[free].params)
+    gathers = (program.by_path.get((Gather, path), ()) for path in timeline.ops[free].params)
     if any(index > free for indices in gathers for index in indices):
         return "after its last use in this phase; it is gathered again"
     return "after its last use" if op.backward else f"after its last use; {_no_backward(timeline)}"
@@ -362,12 +365,12 @@ def _why_wait(program: _Program, wait: int) -> str:
     """Return the reason for the position ``wait`` of a wait for a reduction."""
     timeline = program.traces.timeline
     op, later_ops = timeline.ops[wait], timeline.ops[wait + 1 :]
-    if all(later.kind is not Kind.COMPUTE for later in later_ops[:-1]):
+    if not any(isinstance(later, Compute) for later in later_ops):
         return "at the end of backward, behind all of its compute"
-    if any(program.reader(gradient, Kind.COMPUTE, after=wait) is not None for gradient in op.writes):
+    if any(program.reader(gradient, Compute, after=wait) is not None for gradient in op.writes):
         return "right before the line that reads the reduced gradient"
     limit = size(timeline.plan.sizes.in_flight_bytes)
-    if next(later for later in later_ops if later.kind is not Kind.WAIT).kind is Kind.GATHER:
+    if isinstance(next(later for later in later_ops if not isinstance(later, Wait | Free)), Gather):
         event = "gathers start ahead: with them"
     else:
         event = "the next gradient is made: with it"

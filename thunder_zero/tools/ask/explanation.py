@@ -264,7 +264,7 @@ def _gradient_lines(reduced: Reduced, explanation: Explanation) -> Iterator[str]
     encoding = param.reduce_format if encoded_on.get(SHARD) else None
     yield from _part("  bytes", _traffic(reduced, encoding, rounds="at random"))
     if (encoding := param.reduce_format) is not None and encoded_on.get(REPLICATE):
-        sent, whole = (plan.reduce_sends(param, axis, plan.mesh.shard.place) for axis in (REPLICATE, SHARD))
+        sent, whole = (plan.reduce_traffic(param, axis).sent for axis in (REPLICATE, SHARD))
         error = f"off by at most {encoding.error('at random')}, and {encoding.error('to nearest')} of the mean"
         yield from _part(
             "", f"{whole:,} B of them inside of this copy, exactly; {sent:,} B between copies, as {encoding}: {error}"

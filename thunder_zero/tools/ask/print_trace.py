@@ -12,7 +12,8 @@ from rich.console import Console
 
 from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.plan.amounts import size
-from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.ops import Free
+from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.ask.shown_code import shown
 from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
 from thunder_zero.tools.forecast.memory import memory as forecast_of
@@ -121,13 +122,13 @@ def rows_of(traces: Traces, phase: str, forecast: Memory | None, *, every_line: 
     trace = traces.forward if phase == "forward" else traces.backward
     if trace is None:
         return ()
-    all_rows = rows(_lines(trace, phase, forecast), traces.timeline, backward=phase == "backward")
+    all_rows = rows(_lines(trace, phase, forecast), traces.timeline, traces.lines, backward=phase == "backward")
     if every_line:
         return all_rows
     freed: dict[int, list[str]] = {}
-    for op in traces.timeline.ops:
-        if op.kind is Kind.FREE and op.backward is (phase == "backward"):
-            freed.setdefault(op.source[0], []).extend(op.reads)
+    for op, positions in zip(traces.timeline.ops, traces.lines, strict=True):
+        if isinstance(op, Free) and op.params and op.backward is (phase == "backward"):
+            freed[positions[0]] = list(op.reads)
     with tracectx(trace):
         lines = {line.position: line for line in shown(trace, freed)}
     row_of = {row.line.position: row for row in all_rows}
@@ -237,11 +238,10 @@ def _json_of_row(phase: str, row: Row | Gap) -> dict[str, Any]:
     }
 
 
-def code_of(op: Op, traces: Traces) -> str:
-    """Return the statement of an operation on one line, without its trailing comment."""
-    trace = traces.backward if op.backward else traces.forward
-    if trace is None:
-        raise ValueError("the timeline has a backward phase, and the traces have none")
+def code_of(index: int, traces: Traces) -> str:
+    """Return the statement of the operation at an index on one line, without its trailing comment."""
+    trace = traces.backward if traces.timeline.ops[index].backward else traces.forward
+    assert trace is not None, "it has this operation"
     with tracectx(trace):
-        lines = trace.bound_symbols[op.source[0]].python(indent=0, print_depth=1)
+        lines = trace.bound_symbols[traces.lines[index][0]].python(indent=0, print_depth=1)
     return short(" ".join(line.partition("  #")[0].strip() for line in lines if not line.lstrip().startswith("#")))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.names import label_of
+from thunder_zero.schedule.ops import Compute, Work, ends_collective
 from thunder_zero.tools.ask.print_trace import code_of, rows_of
 from thunder_zero.tools.cost.costs import Lane
 from thunder_zero.tools.cost.estimate import Estimate, estimate
@@ -86,7 +87,7 @@ def _forecast_events(forecast: Estimate, traces: Traces, pid: int) -> Iterator[E
     for span in forecast.spans:
         if span.seconds > 0:
             op = forecast.timeline.ops[span.op]
-            line = rows[op.backward, op.source[0]], code_of(op, traces)
+            line = rows[op.backward, traces.lines[span.op][0]], code_of(span.op, traces)
             yield _slice(span, forecast, *line, pid, lanes.index(span.lane))
     yield from _gathered_counter(forecast, pid)
 
@@ -98,10 +99,11 @@ def _slice(span: Span, forecast: Estimate, row: Row, code: str, pid: int, tid: i
     if span.lane is not Lane.COMPUTE:
         name, args["sent_bytes"] = label_of(op, forecast.timeline), cost.sent_bytes
     elif span.waits:
-        name = f"{'wait for ' * (not op.waits)}{label_of(op, forecast.timeline)}"
+        name = f"{'wait for ' * (not ends_collective(op))}{label_of(op, forecast.timeline)}"
     else:
-        name = label(row.params, forecast.timeline.plan, gradients=row.gradients) or str(op.work)
-        args |= {"work": str(op.work), "flops": cost.flops, "traffic_bytes": cost.traffic_bytes}
+        work = str(op.work if isinstance(op, Compute) else Work.NONE)
+        name = label(row.params, forecast.timeline.plan, gradients=row.gradients) or work
+        args |= {"work": work, "flops": cost.flops, "traffic_bytes": cost.traffic_bytes}
     times = {"ts": span.start * MICRO, "dur": span.seconds * MICRO}
     return {"ph": "X", "pid": pid, "tid": tid, "cat": "forecast", "name": name, "args": args} | times
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR, Mesh
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Work
+from thunder_zero.schedule.ops import LAUNCHES, Compute, Gather, Launch, Op, Work
+from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Device
 
 
@@ -62,13 +63,14 @@ class Ring:
 
 def ring(op: Op, timeline: Timeline) -> Ring | None:
     """Return the ring of a launch, or None if no bytes are sent."""
-    nbytes = timeline.wire_bytes(op) if op.kind in LAUNCHES else op.sends
-    if not nbytes:
+    if not (nbytes := timeline.traffic(op).busiest):
         return None
-    mesh, ranks = timeline.plan.mesh, timeline.plan.ranks_over(op.over)
-    if op.moves:
-        moves = CollectiveKind(op.moves)
+    mesh = timeline.plan.mesh
+    if isinstance(op, Compute) and op.exchange is not None:
+        moves, ranks = CollectiveKind(op.exchange.moves), mesh.tensor.size
         return Ring(Lane.TENSOR, ranks, 1, nbytes, (1 + (moves is CollectiveKind.ALL_REDUCE)) * (ranks - 1), moves)
+    assert isinstance(op, LAUNCHES), "nothing else sends bytes"
+    ranks = timeline.plan.ranks_over(op.over)
     if op.over == TENSOR:
         return Ring(Lane.TENSOR, ranks, 1, nbytes, 2 * (ranks - 1), CollectiveKind.ALL_REDUCE, len(op.params))
     lane, stride = Lane.SHARD if op.over == SHARD else Lane.REPLICATE, mesh.tensor.size
@@ -76,7 +78,7 @@ def ring(op: Op, timeline: Timeline) -> Ring | None:
     if op.over == REPLICATE:
         stride *= mesh.shard.size
     elif timeline.params_of(op)[0].sharded:
-        steps, moves = ranks - 1, CollectiveKind.GATHER if op.kind is Kind.GATHER else CollectiveKind.SCATTER
+        steps, moves = ranks - 1, CollectiveKind.GATHER if isinstance(op, Gather) else CollectiveKind.SCATTER
     return Ring(lane, ranks, stride, nbytes, steps, moves, len(op.params))
 
 
@@ -86,7 +88,7 @@ def traffic_bytes(op: Op, timeline: Timeline) -> int:
     Count each tensor once, and for an expanded tensor the memory that it views. For an indexed tensor, such as an
     embedding table, count at most the written bytes. Count only the inputs and outputs of a fused region.
     """
-    if op.kind is not Kind.COMPUTE or op.is_torchs or op.work in (Work.NONE, Work.VIEW):
+    if not isinstance(op, Compute) or op.exchange is not None or op.work in (Work.NONE, Work.VIEW):
         return 0
     written_bytes = sum(timeline.nbytes(name) for name in op.updates or op.writes)
     read_bytes = [_read_bytes(name, timeline) for name in dict.fromkeys(op.reads) if name not in op.updates]
@@ -100,11 +102,11 @@ def _read_bytes(name: str, timeline: Timeline) -> int:
     return min(timeline.nbytes(name), timeline.nbytes(timeline.memory(name)) or timeline.nbytes(name))
 
 
-def _coding(op: Op, timeline: Timeline) -> tuple[int, int]:
+def _coding(op: Launch, timeline: Timeline) -> tuple[int, int]:
     """Return the bytes of memory traffic to encode a launch's payload, and to decode the launch's result."""
     plan = timeline.plan
     work = [
-        plan.gather_work(param) if op.kind is Kind.GATHER else plan.reduce_work(param, op.over)
+        plan.gather_work(param) if isinstance(op, Gather) else plan.reduce_work(param, op.over)
         for param in timeline.params_of(op)
     ]
     return sum(encoded for encoded, _ in work), sum(decoded for _, decoded in work)
@@ -150,9 +152,9 @@ def costs_of(timeline: Timeline, device: Device) -> tuple[Cost, ...]:
 
 
 def _cost(op: Op, timeline: Timeline, device: Device) -> Cost:
-    if op.is_torchs:
+    if isinstance(op, Compute) and op.exchange is not None:
         return _cost_of_launch(ring(op, timeline), device, one_wire=False)
-    if op.kind in LAUNCHES:
+    if isinstance(op, LAUNCHES):
         one_wire = op.over != TENSOR and not in_node(timeline.plan.mesh, device)
         cost, coding = _cost_of_launch(ring(op, timeline), device, one_wire=one_wire), _coding(op, timeline)
         encode_seconds, decode_seconds = (
@@ -164,7 +166,7 @@ def _cost(op: Op, timeline: Timeline, device: Device) -> Cost:
             launch_seconds=cost.launch_seconds + encode_seconds,
             finish_seconds=cost.finish_seconds + decode_seconds,
         )
-    if op.kind is not Kind.COMPUTE or op.work is Work.NONE:
+    if not isinstance(op, Compute) or op.work is Work.NONE:
         return Cost()
     nbytes = traffic_bytes(op, timeline)
     seconds = device.seconds(op.flops, compute_dtype(op, timeline), nbytes, op.work)

@@ -21,7 +21,8 @@ from functools import cached_property
 
 from thunder_zero.notebook import lanes, small
 from thunder_zero.plan.amounts import duration
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
+from thunder_zero.schedule.ops import Compute, Op, ends_collective, starts_collective
+from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.cost.costs import Cost, Lane, compute_dtype, costs_of, in_node
 from thunder_zero.tools.cost.lanes import Lanes, Span
 from thunder_zero.tools.cost.published import expected_seconds
@@ -123,7 +124,9 @@ class Estimate:
         for span in self.spans:
             if span.waits:
                 op = self.timeline.ops[span.op]
-                handle = op.writes[0] if op.launches else op.reads[0]  # without overlap compute waits at the launch
+                handle = (
+                    op.writes[0] if starts_collective(op) else op.reads[0]
+                )  # without overlap compute waits at the launch
                 lane = lanes.get(handle, Lane.SHARD)  # a measured wait may belong to a launch that sends no bytes
                 seconds[lane] = seconds.get(lane, 0.0) + span.seconds
         return seconds
@@ -200,7 +203,7 @@ class Estimate:
                 duration(span.start),
                 duration(span.seconds),
                 span.lane,
-                "wait" if span.waits else op.moves or (op.kind if op.kind in LAUNCHES else op.work),
+                "wait" if span.waits else _what(op),
                 ", ".join(op.params or op.writes),
             )
             for span, op in rows
@@ -219,10 +222,19 @@ def step_time(timeline: Timeline, device: Device, *, model: Timeline | None = No
     return Estimate(timeline, device, costs, sum(model_seconds(model or timeline, device)))
 
 
+def _what(op: Op) -> str:
+    """Return what an operation does: the work of a computation, or the kind of a collective."""
+    if not isinstance(op, Compute):
+        return op.kind
+    return op.exchange.moves if op.exchange else op.work
+
+
 def model_seconds(timeline: Timeline, device: Device) -> list[float]:
     """Return the time of each operation's FLOPs at the device's peak, or 0 for a recomputed operation."""
     return [
-        op.flops / device.peak(compute_dtype(op, timeline)) if op.flops and not op.repeated else 0.0
+        op.flops / device.peak(compute_dtype(op, timeline))
+        if isinstance(op, Compute) and op.flops and not op.repeated
+        else 0.0
         for op in timeline.ops
     ]
 
@@ -233,15 +245,15 @@ def simulate(timeline: Timeline, costs: Sequence[Cost], device: Device) -> tuple
     lanes = Lanes(frozenset(shared))
     finishing: dict[str, float] = {}
     for index, (op, cost) in enumerate(zip(timeline.ops, costs, strict=True)):
-        if op.launches:
+        if starts_collective(op):
             lanes.compute(index, cost.launch_seconds)
             lanes.launch(index, op.writes[0], cost.wire, cost.load)
             finishing[op.writes[0]] = cost.finish_seconds
             if not device.overlaps:
                 lanes.wait(index, op.writes[0])
-        elif op.waits:
+        elif ends_collective(op):
             lanes.wait(index, op.reads[0])
             lanes.compute(index, finishing.pop(op.reads[0], 0.0))  # backward may wait for a collective of forward again
-        elif op.kind is Kind.COMPUTE:
+        elif isinstance(op, Compute):
             lanes.compute(index, cost.seconds, always=True)
     return lanes.spans()

@@ -25,7 +25,7 @@ from thunder_zero.comm.handle import Result, Waitable
 from thunder_zero.comm.small_collectives import barrier
 from thunder_zero.comm.transport import Transport
 from thunder_zero.plan.amounts import name_of
-from thunder_zero.schedule.timeline import Work
+from thunder_zero.schedule.ops import Work
 
 Call = Callable[[], object]
 

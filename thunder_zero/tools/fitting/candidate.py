@@ -10,8 +10,9 @@ from thunder_zero.plan.amounts import itemsize
 from thunder_zero.plan.params import ROOT, Plan
 from thunder_zero.plan.policy import Policy, is_count
 from thunder_zero.schedule.lifetimes import alive_bytes, lifetimes
+from thunder_zero.schedule.ops import LAUNCHES, Compute, Gather
 from thunder_zero.schedule.passes import PASSES, apply_passes
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
+from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.schedule.units import backward_ends
 
 
@@ -69,7 +70,7 @@ class Candidate:
     @cached_property
     def sent(self) -> int:
         """The bytes that the rank sends."""
-        return sum(map(self.timeline.bytes_sent, self.timeline.ops))
+        return sum(self.timeline.traffic(op).sent for op in self.timeline.ops)
 
     @cached_property
     def flops(self) -> float:
@@ -122,7 +123,7 @@ class Candidate:
     def costs_of(self, unit: str) -> float:
         """Return the cost of a unit's backward: reductions, recomputed work and gathers."""
         ops = self.timeline.ops
-        other_costs = (self._costs[index] for index in self.segments[unit] if ops[index].kind is not Kind.GATHER)
+        other_costs = (self._costs[index] for index in self.segments[unit] if not isinstance(ops[index], Gather))
         return sum(other_costs) + self._gathers[unit]
 
     @cached_property
@@ -130,15 +131,15 @@ class Candidate:
         """The costs of gathers for backward, keyed by unit. A gather may start in another unit's backward."""
         costs: defaultdict[str, float] = defaultdict(float)
         for op, cost in zip(self.timeline.ops, self._costs, strict=True):
-            if op.kind is Kind.GATHER and op.backward:
+            if isinstance(op, Gather) and op.backward:
                 costs[self.timeline.params_of(op)[0].unit] += cost
         return costs
 
     @cached_property
     def _costs(self) -> tuple[float, ...]:
         return tuple(
-            self.timeline.bytes_sent(op)
-            + self.prices.launch_bytes * (op.kind in LAUNCHES)
+            self.timeline.traffic(op).sent
+            + self.prices.launch_bytes * isinstance(op, LAUNCHES)
             + flops / self.prices.flops_per_byte
             for op, flops in zip(self.timeline.ops, self._recomputed_flops, strict=True)
         )
@@ -146,7 +147,10 @@ class Candidate:
     @cached_property
     def _recomputed_flops(self) -> tuple[int, ...]:
         timeline = self.timeline
-        return tuple(flops_to_repeat(op, timeline) if timeline.recomputes(op) else 0 for op in timeline.ops)
+        return tuple(
+            flops_to_repeat(op, timeline) if isinstance(op, Compute) and timeline.recomputes(op) else 0
+            for op in timeline.ops
+        )
 
 
 def under(plan: Plan, policy: Policy) -> Plan:
@@ -155,7 +159,7 @@ def under(plan: Plan, policy: Policy) -> Plan:
     return replace(plan.keeping(kept), policy=policy)
 
 
-def flops_to_repeat(op: Op, timeline: Timeline) -> int:
+def flops_to_repeat(op: Compute, timeline: Timeline) -> int:
     """Return the FLOPs to repeat an operation. If it has no FLOPs, return the number of written elements."""
     return op.flops or max((_numel(name, timeline) for name in op.writes), default=0)
 

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from thunder_zero.plan.amounts import name_of
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
+from thunder_zero.schedule.ops import Compute, Work
+from thunder_zero.schedule.timeline import Timeline, Value
 from thunder_zero.sharded.writes import digests_of
 from thunder_zero.tools.forecast.figures import Holds, Memory
 from thunder_zero.tools.forecast.for_loss import for_loss
@@ -80,7 +81,7 @@ class Operators(TorchDispatchMode):
 
     def __init__(self, name: str, *, backward: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ops: list[Op] = []
+        self.ops: list[Compute] = []
         self.values: dict[str, Value] = {}
         self._name, self._backward = name, backward
 
@@ -99,7 +100,7 @@ class Operators(TorchDispatchMode):
         if name.startswith(ALLOCATORS):
             return result
         flops = flop_registry.get(func.overloadpacket)
-        op = Op(Kind.COMPUTE, self._names(inputs), self._names(outputs), backward=self._backward, work=_work_of(func))
+        op = Compute(self._names(inputs), self._names(outputs), backward=self._backward, work=_work_of(func))
         self.ops.append(replace(op, flops=flops(*args, **kwargs, out_val=result)) if flops else op)
         return result
 

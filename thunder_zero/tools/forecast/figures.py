@@ -105,7 +105,7 @@ class MemoryLine:
 
     Attributes:
         phase: "forward", "loss", "backward" or "optimizer step".
-        position: the line's position in its phase's trace, as in ``Op.source``; -1 outside a trace.
+        position: the line's position in its phase's trace, as in ``Traces.lines``; -1 outside a trace.
         code: the Python statement.
         alive: bytes alive after the line, keyed by kind.
         total: the sum of ``alive`` and ``reserve``.

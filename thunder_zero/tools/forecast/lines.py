@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.compat.private import disable_current_modes
-from thunder_zero.schedule.timeline import Work
+from thunder_zero.schedule.ops import Work
 from thunder_zero.tools.forecast.watch import META, WithoutValues
 from thunder_zero.traces.work import work_of
 

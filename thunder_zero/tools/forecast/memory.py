@@ -16,7 +16,6 @@ from itertools import groupby
 from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES, is_count
-from thunder_zero.schedule.timeline import Kind
 from thunder_zero.tools.forecast.figures import AT_REST, OPTIMIZER_STEP, ByKind, Holds, Memory, MemoryLine, Storage
 from thunder_zero.tools.forecast.for_loss import for_loss
 from thunder_zero.tools.forecast.lines import python_lines
@@ -175,8 +174,8 @@ def _modules(replay: Replay) -> list[str]:
             continue
         sources.append(SourceLine("return", len(trace.bound_symbols) - 1))
         module = ""
-        for row in rows(sources, replay.traces.timeline, backward=phase == "backward")[:-1]:
-            if row.kind is Kind.COMPUTE and row.params:
+        for row in rows(sources, replay.traces.timeline, replay.traces.lines, backward=phase == "backward")[:-1]:
+            if row.kind == "compute" and row.params:
                 module = row.params[0].rpartition(".")[0]
             modules.append(module)
     return modules

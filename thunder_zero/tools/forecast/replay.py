@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from thunder_zero.schedule.timeline import Kind, Op
+from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Op, Reduce, Wait, ends
 from thunder_zero.sharded.runtime import ModelRuntime
 from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Holds
 from thunder_zero.tools.forecast.lines import PythonLine, empty_like, python_lines, run_region
@@ -35,10 +35,10 @@ Loss = Callable[[Any], Tensor]
 Context = AbstractContextManager[object]
 # The initial label of storages that a line of this kind allocates. A later line may relabel them.
 DURING = {
-    Kind.GATHER: Holds.IN_FLIGHT,
-    Kind.REDUCE: Holds.IN_FLIGHT,
-    Kind.WAIT: Holds.IN_FLIGHT,
-    Kind.DEFER: Holds.DEFERRED,
+    "gather": Holds.IN_FLIGHT,
+    "reduce": Holds.IN_FLIGHT,
+    "wait": Holds.IN_FLIGHT,
+    "defer": Holds.DEFERRED,
 }
 
 
@@ -221,17 +221,21 @@ class Replay:
         """Run a phase and return its results. Values that no line deletes stay in ``values``."""
         names, lines = python_lines(trace)
         context = names | functions_of(ModelRuntime(self.rehearsal), self.traces.plan)
-        ops = [op for op in self.traces.timeline.ops if op.backward is (phase == "backward")]
-        by_line = {position: op for op in ops for position in op.source}
+        by_line = {
+            position: (op, positions)
+            for op, positions in zip(self.traces.timeline.ops, self.traces.lines, strict=True)
+            if op.backward is (phase == "backward") and not isinstance(op, Free)
+            for position in positions
+        }
         with tracectx(trace):
             for line in lines:
                 context.update(line.objects)  # printing has given the objects new names
-                op = by_line.get(line.position)
+                op, positions = by_line.get(line.position, (None, ()))
                 self.watch.begin_line()
                 self.watch.kind = DURING.get(op.kind, Holds.TEMPORARY) if op else Holds.TEMPORARY
                 self._run_line(line, context, values)
                 if op is not None:
-                    self._label(op, line.position, values)
+                    self._label(op, line.position, positions, values)
                 self._end_line(phase, line.position, line.code)
         return _returned(trace, values)
 
@@ -242,9 +246,9 @@ class Replay:
             else:
                 exec(line.compiled, context, values)
 
-    def _label(self, op: Op, position: int, values: dict[str, Any]) -> None:
+    def _label(self, op: Op, position: int, positions: Sequence[int], values: dict[str, Any]) -> None:
         """Label the storages that one line of an operation allocated or read."""
-        if op.kind is Kind.COMPUTE:
+        if isinstance(op, Compute):
             for name in op.writes:
                 if isinstance(value := values.get(name), Tensor):
                     allocation = self.watch.record(value)
@@ -252,17 +256,17 @@ class Replay:
             return
         plan, timeline = self.traces.plan, self.traces.timeline
         # With an encoding, an operation has two lines: the first reads gradients, the last writes parameters.
-        if op.kind in (Kind.REDUCE, Kind.DEFER) and position == min(op.source) and not timeline.continues(op):
+        if isinstance(op, Reduce | Defer) and position == min(positions) and not timeline.continues(op):
             for name, path in zip(op.reads, op.params, strict=True):
                 self._relabel(values[name], Holds.TEMPORARY, Holds.FULL_GRADIENT, path)
-        elif op.kind is Kind.WAIT and position == max(op.source) and not timeline.is_continued(op):
-            is_gather = timeline.ends(op, Kind.GATHER)
+        elif isinstance(op, Wait) and position == max(positions) and not timeline.is_continued(op):
+            is_gather = ends(op, Gather)
             for name, path in zip(op.writes, op.params, strict=True):
                 new_kind = Holds.GATHERED if is_gather else Holds.REDUCED_GRADIENT
                 self._relabel(values[name], Holds.IN_FLIGHT, new_kind, path)
                 if not is_gather and plan.rests_on_host(plan.by_name[path]):
                     self.watch.stop_counting(values[name])
-        is_of_gradients = op.kind is Kind.REDUCE or timeline.ends(op, Kind.REDUCE)
+        is_of_gradients = isinstance(op, Reduce) or ends(op, Reduce)
         self.watch.name_new(label(op.params, plan, gradients=is_of_gradients))
 
     def _relabel(self, tensor: Any, old_kind: Holds, new_kind: Holds, path: str = "") -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thunder_zero.schedule.ops import Compute
 from thunder_zero.tools.forecast.lines import python_lines
 from thunder_zero.tools.forecast.watch import META, WithoutValues
 from thunder_zero.traces.compiled import Traces
@@ -175,7 +176,10 @@ def _timeline(traces: Traces, forward: TraceCtx, backward: TraceCtx | None, valu
     """Return the timeline with the bytes and FLOPs of the new values."""
     timeline = traces.timeline
     lines = (forward.bound_symbols, backward.bound_symbols if backward is not None else ())
-    ops = [replace(op, flops=flops_of(lines[op.backward][op.source[0]])) if op.flops else op for op in timeline.ops]
+    ops = [
+        replace(op, flops=flops_of(lines[op.backward][positions[0]])) if isinstance(op, Compute) and op.flops else op
+        for op, positions in zip(timeline.ops, traces.lines, strict=True)
+    ]
     nbytes = {
         name: prod(value.shape) * value.element_size() for name, value in values.items() if isinstance(value, Tensor)
     }

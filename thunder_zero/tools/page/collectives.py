@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from thunder_zero.plan.amounts import duration
-from thunder_zero.schedule.timeline import Kind, Op
+from thunder_zero.schedule.ops import Compute, Gather, Op
 from thunder_zero.tools.ask.explanation import Explanation
 
 
@@ -79,13 +79,13 @@ OF_SLICES = {
 }
 
 
-def why_there(op: Op, explanations: Mapping[str, Explanation]) -> str:
-    """Return the reason for a launch's position, from the explanation of its first parameter."""
-    if op.moves:
-        return OF_SLICES[op.moves]
+def why_there(op: Op, position: int, explanations: Mapping[str, Explanation]) -> str:
+    """Return the reason for the position of a launch in its phase, from the explanation of its first parameter."""
+    if isinstance(op, Compute) and op.exchange is not None:
+        return OF_SLICES[op.exchange.moves]
     explanation = explanations[op.params[0]]
-    if op.kind is Kind.GATHER:
-        place = "backward" if op.backward else "forward", op.source[0]
+    if isinstance(op, Gather):
+        place = "backward" if op.backward else "forward", position
         launches = ((gather.launch, gather.why_launch) for gather in explanation.gathers)
         return next(why for launch, why in launches if (launch.phase, launch.position) == place)
     reduced = explanation.gradient

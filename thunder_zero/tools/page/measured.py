@@ -15,7 +15,8 @@ from typing import Any
 
 from thunder_zero.plan.policy import Times
 from thunder_zero.schedule.names import label_of
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
+from thunder_zero.schedule.ops import LAUNCHES, Compute, Gather, Op, Wait, ends, ends_collective, starts_collective
+from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.cost.costs import Cost, Lane
 from thunder_zero.tools.cost.estimate import Estimate
 from thunder_zero.tools.cost.lanes import Span
@@ -35,28 +36,34 @@ def by_times(forecast: Estimate, times: Times) -> Estimate:
     for stretch, seconds in _stretches(forecast.timeline, times):
         total = sum(seconds_of[index] for index in stretch)
         factors[stretch.start : stretch.stop] = [seconds / total if total else None] * len(stretch)
-    measured = [index for index, factor in enumerate(factors) if factor is not None and ops[index].kind is Kind.COMPUTE]
+    known = (index for index, factor in enumerate(factors) if factor is not None)
+    measured = [index for index in known if isinstance(ops[index], Compute)]
     expected = sum(seconds_of[index] for index in measured)
     mean = sum(seconds_of[index] * (factors[index] or 0.0) for index in measured) / expected if expected else 1.0
     wire_factor = _wire_factor(forecast, times)
     for index, cost in enumerate(costs):
-        factor = mean if (known := factors[index]) is None else known
-        costs[index] = _scaled(cost, factor, factor if ops[index].is_torchs else wire_factor)
+        factor = mean if (own := factors[index]) is None else own
+        costs[index] = _scaled(cost, factor, factor if _is_exchange(ops[index]) else wire_factor)
     return replace(forecast, costs=tuple(costs))
+
+
+def _is_exchange(op: Op) -> bool:
+    """Return whether an operation is a collective of torch's tensor parallelism, or the wait for one."""
+    return isinstance(op, Compute) and op.exchange is not None
 
 
 def _busy_seconds(forecast: Estimate) -> list[float]:
     """Return each operation's seconds of compute, or of waiting for torch's tensor parallelism."""
     ops, busy = forecast.timeline.ops, [cost.seconds for cost in forecast.costs]
     for span in forecast.spans:
-        if span.waits and ops[span.op].is_torchs:
+        if span.waits and _is_exchange(ops[span.op]):
             busy[span.op] += span.seconds
     return busy
 
 
 def _stretches(timeline: Timeline, times: Times) -> Iterator[tuple[range, float]]:
     """Yield (range of operations, measured seconds) pairs, from each wait for a gather to the next."""
-    waits = [index for index, op in enumerate(timeline.ops) if timeline.ends(op, Kind.GATHER)]
+    waits = [index for index, op in enumerate(timeline.ops) if ends(op, Gather)]
     for wait, following in pairwise(waits):
         op = timeline.ops[wait]
         seconds = (times.backward if op.backward else times.forward).get(op.params[0])
@@ -66,8 +73,8 @@ def _stretches(timeline: Timeline, times: Times) -> Iterator[tuple[range, float]
 
 def _wire_factor(forecast: Estimate, times: Times) -> float:
     """Return the measured seconds of gathers, divided by the forecast seconds."""
-    gathers = [index for index, op in enumerate(forecast.timeline.ops) if op.kind is Kind.GATHER]
-    nbytes = sum(forecast.timeline.wire_bytes(forecast.timeline.ops[index]) for index in gathers)
+    gathers = [index for index, op in enumerate(forecast.timeline.ops) if isinstance(op, Gather)]
+    nbytes = sum(forecast.timeline.traffic(forecast.timeline.ops[index]).busiest for index in gathers)
     seconds = sum(wire[1] for index in gathers if (wire := forecast.costs[index].wire))
     return nbytes / times.bytes_per_second / seconds if seconds and isfinite(times.bytes_per_second) else 1.0
 
@@ -91,7 +98,7 @@ def by_profile(forecast: Estimate, events: Sequence[Mapping[str, Any]]) -> Estim
         ValueError: the profile has no whole step of this program.
     """
     ops = forecast.timeline.ops
-    marked = [index for index, op in enumerate(ops) if op.kind in LAUNCHES or op.kind is Kind.WAIT]
+    marked = [index for index, op in enumerate(ops) if isinstance(op, (*LAUNCHES, Wait))]
     names = [label_of(ops[index], forecast.timeline) for index in marked]
     labels = set(names)
     ours = sorted(
@@ -126,24 +133,24 @@ def _placed(forecast: Estimate, measured: Mapping[int, tuple[float, float]]) -> 
     zero = measured[first][0] - sum(busy[:first]) * mean
     now, launched = 0.0, dict[int, float]()  # start times of tensor-parallel collectives in flight
     for begin, stop in pairwise([-1, *bounds]):
-        computing = [index for index in range(begin + 1, stop) if timeline.ops[index].kind is Kind.COMPUTE]
+        computing = [index for index in range(begin + 1, stop) if isinstance(timeline.ops[index], Compute)]
         total = sum(busy[index] for index in computing)
         until = measured[stop][0] - zero if stop in measured else now + total * mean
         factor = (until - now) / total if total else 0.0
         for index in computing:
             op = timeline.ops[index]
-            if op.is_torchs and op.launches:
+            if starts_collective(op):
                 launched[index] = now
             start, now = now, now + busy[index] * factor
-            if busy[index] or not op.is_torchs:
-                yield Span(index, Lane.COMPUTE, start, now, None, op.is_torchs)
-            if op.is_torchs and op.waits and (launch := timeline.writer[op.reads[0]]) in launched:
+            if busy[index] or not _is_exchange(op):
+                yield Span(index, Lane.COMPUTE, start, now, None, _is_exchange(op))
+            if ends_collective(op) and (launch := timeline.writer[op.reads[0]]) in launched:
                 yield Span(launch, Lane.TENSOR, launched.pop(launch), now)
         if stop in measured:
             start, end = (moment - zero for moment in measured[stop])
             op = timeline.ops[stop]
-            yield Span(stop, Lane.COMPUTE, start, end, None, op.kind is Kind.WAIT)
-            if op.kind is Kind.WAIT:
+            yield Span(stop, Lane.COMPUTE, start, end, None, isinstance(op, Wait))
+            if isinstance(op, Wait):
                 launch = timeline.writer[op.reads[0]]
                 lane = wire[0] if (wire := costs[launch].wire) else Lane.SHARD
                 yield Span(launch, lane, measured[launch][0] - zero, end)

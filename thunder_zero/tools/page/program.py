@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from thunder_zero.schedule.timeline import LAUNCHES, Kind
+from thunder_zero.plan.mesh import TENSOR
+from thunder_zero.schedule.ops import Compute, Reduce, ends_collective, starts_collective
 from thunder_zero.tools.ask.explain import explain_all
 from thunder_zero.tools.ask.explanation import Explanation
 from thunder_zero.tools.ask.print_trace import rows_of
@@ -92,8 +93,8 @@ class PageProgram:
             if span.lane is Lane.COMPUTE and span.seconds:
                 spans.setdefault(self._places[span.op], []).append(span)
         ops: dict[tuple[str, int], list[int]] = {}
-        for index, op in enumerate(self.traces.timeline.ops):
-            ops.setdefault(("backward" if op.backward else "forward", op.source[0]), []).append(index)
+        for index, (op, positions) in enumerate(zip(self.traces.timeline.ops, self.traces.lines, strict=True)):
+            ops.setdefault(("backward" if op.backward else "forward", positions[0]), []).append(index)
         memory_lines = enumerate(self.memory.lines if self.memory else ())
         ran = {(line.phase, line.position): index for index, line in memory_lines}
         now, unit, memory = 0.0, "", None
@@ -105,7 +106,7 @@ class PageProgram:
             end = max([span.end for span in line_spans], default=now)
             memory, now = ran.get((phase, position), memory), max(now, end)
             line_unit = self.traces.plan.by_name[row.params[0]].unit if row and row.params else unit
-            unit = line_unit if row and row.kind is Kind.COMPUTE else unit
+            unit = line_unit if row and row.kind == "compute" else unit
             code = short(row.line.code) if row else AROUND[phase]
             yield PageLine(phase, code, row, line_unit if row else "", line_ops, start, now, memory)
 
@@ -160,7 +161,9 @@ class PageProgram:
     def lanes(self) -> tuple[str, ...]:
         """The lanes in use, in order: compute, tensor parallelism, and each kind of launch on each wire."""
         used = {bar.lane for bar in self.bars}
-        launches = (f"{kind} {lane}" for kind in LAUNCHES for lane in (Lane.SHARD, Lane.REPLICATE, Lane.TENSOR))
+        launches = (
+            f"{kind} {lane}" for kind in ("gather", "reduce") for lane in (Lane.SHARD, Lane.REPLICATE, Lane.TENSOR)
+        )
         return (str(Lane.COMPUTE), *(lane for lane in (str(Lane.TENSOR), *launches) if lane in used))
 
     @cached_property
@@ -171,7 +174,7 @@ class PageProgram:
 
     def _computing(self) -> Iterator[int]:
         for number, line in enumerate(self.lines):
-            if line.row is not None and line.row.kind is Kind.COMPUTE and line.end > line.start:
+            if line.row is not None and line.row.kind == "compute" and line.end > line.start:
                 yield number
 
     @cached_property
@@ -195,12 +198,13 @@ class PageProgram:
         ending = {(bar.lane.split()[-1], bar.end): self.lines[line] for line, bars in rings.items() for bar in bars}
         line_of_wait: dict[str, int] = {}
         for index, op in enumerate(timeline.ops):
-            if op.waits:  # backward may repeat the wait for a collective of forward
+            if ends_collective(op):  # backward may repeat the wait for a collective of forward
                 line_of_wait.setdefault(op.reads[0], self.line_of[index])
         collectives = []
         for index, op in enumerate(timeline.ops):
-            if not op.launches:
+            if not starts_collective(op):
                 continue
+            exchange = op.exchange if isinstance(op, Compute) else None
             launch, wait = self.line_of[index], line_of_wait[op.writes[0]]
             launched, waited = self.lines[launch].end, self.lines[wait].start
             ring = rings.get(launch, [])
@@ -214,21 +218,21 @@ class PageProgram:
             collectives.append(
                 Collective(
                     op=index,
-                    kind=op.over if op.moves else op.kind,
+                    kind=TENSOR if exchange else op.kind,
                     backward=op.backward,
-                    unit=self.lines[launch].unit if op.moves else timeline.params_of(op)[0].unit,
+                    unit=self.lines[launch].unit if exchange else timeline.params_of(op)[0].unit,
                     params=op.params,
-                    label=f"{op.moves} of {op.reads[0]}"
-                    if op.moves
-                    else label(op.params, timeline.plan, gradients=op.kind is Kind.REDUCE),
-                    sent_bytes=timeline.bytes_sent(op),
+                    label=f"{exchange.moves} of {op.reads[0]}"
+                    if exchange
+                    else label(op.params, timeline.plan, gradients=isinstance(op, Reduce)),
+                    sent_bytes=timeline.traffic(op).sent,
                     launch=launch,
                     wait=wait,
                     launched=launched,
                     waited=waited,
                     wire_seconds=wire,
                     exposed_seconds=exposed,
-                    why=why_there(op, self.explanations),
+                    why=why_there(op, self.traces.lines[index][0], self.explanations),
                     why_exposed=why_exposed(wire, exposed, max(waited - launched, 0.0), queued, earlier),
                 )
             )
@@ -237,4 +241,5 @@ class PageProgram:
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sends in a step."""
-        return sum(map(self.traces.timeline.bytes_sent, self.traces.timeline.ops))
+        timeline = self.traces.timeline
+        return sum(timeline.traffic(op).sent for op in timeline.ops)

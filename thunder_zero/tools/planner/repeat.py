@@ -17,7 +17,18 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
+from thunder_zero.schedule.ops import (
+    LAUNCHES,
+    Compute,
+    Free,
+    Gather,
+    Op,
+    Wait,
+    ends,
+    ends_collective,
+    starts_collective,
+)
+from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.cost.costs import Cost
 from thunder_zero.tools.cost.estimate import Estimate, model_seconds, step_time
 from thunder_zero.tools.devices.device import Device
@@ -99,12 +110,12 @@ def _marks_of(timeline: Timeline, units: Sequence[str]) -> tuple[list[int], list
     unit_of = {path: unit for path in timeline.plan.by_name for unit in units if path.startswith(f"{unit}.")}
     owner = {name: unit_of[path] for name, path in timeline.inputs.items() if path in unit_of}
     for op in timeline.ops:
-        if timeline.ends(op, Kind.GATHER):
+        if ends(op, Gather):
             pairs = zip(op.writes, op.params, strict=True)
             owner.update((name, unit_of[path]) for name, path in pairs if path in unit_of)
     first_read: dict[bool, dict[str, int]] = {False: {}, True: {}}
-    for position, op in enumerate(timeline.ops[:-1]):
-        if op.kind is not Kind.COMPUTE:
+    for position, op in enumerate(timeline.ops):
+        if not isinstance(op, Compute):
             continue
         units_read = {owner[name] for name in op.reads if name in owner}
         if len(units_read) == 1 and all(name in owner for name in op.reads):  # a view or a cast of parameters alone
@@ -142,8 +153,9 @@ def _lengthen_ops(
     timeline: Timeline, costs: Sequence[Cost], units: Sequence[str], copies: int
 ) -> tuple[tuple[Op, ...], tuple[Cost, ...]]:
     """Return the operations of a step with more blocks, and their costs, as input for a simulation."""
-    launched = {op.writes[0]: position for position, op in enumerate(timeline.ops) if op.launches}
-    links = [launched[op.reads[0]] if op.waits else position for position, op in enumerate(timeline.ops)]
+    ops = timeline.ops
+    launched = {op.writes[0]: position for position, op in enumerate(ops) if starts_collective(op)}
+    links = [launched[op.reads[0]] if ends_collective(op) else position for position, op in enumerate(ops)]
     longer_ops: list[Op] = []
     longer_costs: list[Cost] = []
     phase_start = 0
@@ -156,15 +168,25 @@ def _lengthen_ops(
             _require_balance([timeline.ops[position] for position in phase[period.start : period.end]])
         for position, source in enumerate(order):
             op, link = timeline.ops[phase[source]], links[phase[source]] - phase.start
-            if op.kind is Kind.FREE:
+            if isinstance(op, Free):
                 continue
-            if op.launches or op.waits:
-                handle = (f"handle {phase_start + moved_link(position, source, link, period, copies)}",)
-                op = replace(op, reads=handle * op.waits, writes=handle * op.launches)
+            if starts_collective(op) or ends_collective(op):
+                op = _with_handle(op, f"handle {phase_start + moved_link(position, source, link, period, copies)}")
             longer_ops.append(op)
             longer_costs.append(costs[phase[source]])
         phase_start += len(order)
     return tuple(longer_ops), tuple(longer_costs)
+
+
+def _with_handle(op: Op, handle: str) -> Op:
+    """Return a collective, or the wait for one, with another handle."""
+    match op:
+        case Wait(launch=launch):
+            return replace(op, launch=replace(launch, handle=handle))
+        case Compute():
+            return replace(op, writes=(handle,)) if starts_collective(op) else replace(op, reads=(handle,))
+    assert isinstance(op, LAUNCHES), "nothing else has a handle"
+    return replace(op, handle=handle)
 
 
 def _total(timeline: Timeline, seconds: Sequence[float], units: Sequence[str], copies: int) -> float:
@@ -179,8 +201,8 @@ def _total(timeline: Timeline, seconds: Sequence[float], units: Sequence[str], c
 
 def _require_balance(period: Sequence[Op]) -> None:
     """Raise NotPeriodic if a period has more or fewer waits than launches."""
-    started = sum(op.kind in LAUNCHES for op in period)
-    if started != sum(op.kind is Kind.WAIT for op in period):
+    started = sum(isinstance(op, LAUNCHES) for op in period)
+    if started != sum(isinstance(op, Wait) for op in period):
         raise NotPeriodic
 
 
@@ -280,7 +302,7 @@ def _order(memory: Memory, traces: Traces, units: Sequence[str], changes: Sequen
     for phase, marks in (("forward", forward), ("loss", []), ("backward", backward)):
         lines = [index for index, line in enumerate(memory.lines) if line.phase == phase]
         by_position = {memory.lines[line].position: number for number, line in enumerate(lines)}
-        in_phase = [by_position[traces.timeline.ops[mark].source[0]] for mark in marks]
+        in_phase = [by_position[traces.lines[mark][0]] for mark in marks]
         order, _ = lengthen([changes[line] for line in lines], in_phase, copies if marks else 0)
         longer += [lines[number] for number in order]
     return longer

@@ -22,7 +22,21 @@ from itertools import pairwise
 from thunder_zero.plan.mesh import TENSOR
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.lifetimes import gathered_bytes
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
+from thunder_zero.schedule.ops import (
+    LAUNCHES,
+    Compute,
+    Defer,
+    Free,
+    Gather,
+    Launch,
+    Op,
+    Reduce,
+    Return,
+    Wait,
+    ends,
+    starts_collective,
+)
+from thunder_zero.schedule.timeline import Timeline
 
 BORDER = "-- backward --"
 VALUES_WIDTH = 32  # a fixed width, so that two timelines can be compared line by line
@@ -31,19 +45,21 @@ VALUES_WIDTH = 32  # a fixed width, so that two timelines can be compared line b
 def format_timeline(timeline: Timeline, *, numbered: bool = False) -> str:
     """Return a line for each operation, in order, with its kind, writes, reads and parameters.
 
-    Lines of recomputed operations end with "again". A border separates the phases. Lines may be long. A numbered line
+    FREEs of other values than gathered parameters are left out. Lines of recomputed operations end with "again". A border separates the phases. Lines may be long. A numbered line
     begins with the operation's number, as errors name it: "op 22".
     """
-    lines = [f"op {index:<4} " * numbered + _line(op) for index, op in enumerate(timeline.ops)]
-    border = next((index for index, op in enumerate(timeline.ops) if op.backward), None)
-    if border is not None:
-        lines.insert(border, BORDER)
+    lines: list[str] = []
+    for index, op in enumerate(timeline.ops):
+        if index == timeline.backward_start:
+            lines.append(BORDER)
+        if op.params or not isinstance(op, Free):
+            lines.append(f"op {index:<4} " * numbered + _line(op))
     return "\n".join(lines)
 
 
 def _line(op: Op) -> str:
     reads = ", ".join(op.reads)
-    values = reads if op.kind is Kind.FREE else f"{', '.join(op.writes)} <- {reads}".strip()
+    values = reads if isinstance(op, Free) else f"{', '.join(op.writes)} <- {reads}".strip()
     return f"{op.kind:<8} {values:<{VALUES_WIDTH}}  {', '.join(op.params)}{'  again' if op.repeated else ''}".rstrip()
 
 
@@ -56,7 +72,7 @@ class SourceLine:
 
     Attributes:
         code: its Python statement.
-        position: the line's position in its phase's trace, as in ``Op.source``.
+        position: the line's position in its phase's trace, as in ``Traces.lines``.
         origin: the corresponding line of the user's program; "" if unknown.
         alive: forecast bytes of all tensors alive after the line; None without a forecast.
         peak: the most bytes alive while the line runs; None for all lines except the line of the step's peak.
@@ -87,7 +103,7 @@ class Row:
     """
 
     line: SourceLine
-    kind: Kind | None
+    kind: str | None
     does: str
     params: tuple[str, ...]
     gradients: bool
@@ -102,11 +118,11 @@ class Row:
         return f"{names} as {self.form}" if self.form else names
 
 
-CODES = {Kind.GATHER: "encode", Kind.REDUCE: "encode", Kind.WAIT: "decode"}  # labels of encoding lines
+CODES = {"gather": "encode", "reduce": "encode", "wait": "decode"}  # labels of encoding lines
 
 ONLY: Mapping[str, Callable[[Row], bool]] = {
     "parameters": lambda row: bool(row.params),
-    "communication": lambda row: row.does in (*LAUNCHES, Kind.WAIT, TENSOR, *CODES.values()),
+    "communication": lambda row: row.does in (*CODES, TENSOR, *CODES.values()),
 }
 
 
@@ -117,8 +133,10 @@ class Gap:
     lines: int
 
 
-def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> tuple[Row, ...]:
-    """Return the rows of one phase: the lines with their meanings.
+def rows(
+    lines: Iterable[SourceLine], timeline: Timeline, positions: Sequence[Sequence[int]], *, backward: bool
+) -> tuple[Row, ...]:
+    """Return the rows of one phase: the lines with their meanings. ``positions`` are :attr:`Traces.lines`.
 
     Raises:
         ValueError: the timeline has an operation whose line is missing.
@@ -126,11 +144,13 @@ def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> 
     alive = gathered_bytes(timeline)
     params_of_value, params_of_gradient = _parameters_in(timeline), _gradients(timeline)
     ops_of_line: dict[int, list[int]] = {}
-    codes: dict[int, Op] = {}
+    codes: dict[int, Launch | Wait] = {}
     for index, op in enumerate(timeline.ops):
         if op.backward is backward:
-            ops_of_line.setdefault(op.source[0], []).append(index)
-            codes |= dict.fromkeys(op.source[1:], op)
+            if op.params or not isinstance(op, Free):
+                ops_of_line.setdefault(positions[index][0], []).append(index)
+            if isinstance(op, (*LAUNCHES, Wait)):
+                codes |= dict.fromkeys(positions[index][1:], op)
     first = min((index for indices in ops_of_line.values() for index in indices), default=0)
     gathered = alive[first - 1] if first else 0
     result: list[Row] = []
@@ -141,20 +161,21 @@ def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> 
         indices = ops_of_line.pop(line.position, [])
         ops = [timeline.ops[index] for index in indices]
         gathered = alive[indices[-1]] if indices else gathered
-        read = _merged(op.params if op.kind is not Kind.COMPUTE else _lookup(op.reads, params_of_value) for op in ops)
-        computed = _merged(_lookup(op.writes, params_of_gradient) for op in ops if op.kind is Kind.COMPUTE)
-        reduces = any(op.kind in (Kind.REDUCE, Kind.DEFER) or timeline.ends(op, Kind.REDUCE) for op in ops)
-        is_torchs = any(op.is_torchs for op in ops)
-        launches = any(op.kind in LAUNCHES or op.sends for op in ops)
-        sent = sum(map(timeline.bytes_sent, ops)) if launches else None
-        deferred = sum(timeline.full_bytes(op) for op in ops if op.kind is Kind.DEFER)
+        read = _merged(
+            _lookup(op.reads, params_of_value) if isinstance(op, Compute | Return) else op.params for op in ops
+        )
+        computed = _merged(_lookup(op.writes, params_of_gradient) for op in ops if isinstance(op, Compute))
+        reduces = any(isinstance(op, Reduce | Defer) or ends(op, Reduce) for op in ops)
+        is_torchs = any(isinstance(op, Compute) and op.exchange is not None for op in ops)
+        sent = sum(timeline.traffic(op).sent for op in ops) if any(map(starts_collective, ops)) else None
+        deferred = sum(timeline.traffic(op).full for op in ops if isinstance(op, Defer))
         gradients = reduces or (not read and bool(computed))
         kind, formats = (
             ops[0].kind if ops else None,
             {format_text for op in ops if (format_text := format_of(op, timeline))},
         )
         format_text = ", ".join(sorted(formats))
-        verb = TENSOR if is_torchs else str(kind or "")
+        verb = TENSOR if is_torchs else kind or ""
         result.append(Row(line, kind, verb, read or computed, gradients, sent, deferred, gathered, format_text))
     if ops_of_line:
         missing = sorted(ops_of_line)
@@ -162,17 +183,16 @@ def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> 
     return tuple(result)
 
 
-def _code_row(line: SourceLine, op: Op, timeline: Timeline, gathered: int) -> Row:
+def _code_row(line: SourceLine, op: Launch | Wait, timeline: Timeline, gathered: int) -> Row:
     """Return the row of a line that encodes a payload before a launch, or decodes a payload in a wait."""
-    launch = timeline.launches[op.reads[0]] if op.kind is Kind.WAIT else op
+    launch = op.launch if isinstance(op, Wait) else op
     form = str(timeline.travels_as(launch, timeline.params_of(launch)[0]))
-    is_gradient = launch.kind is Kind.REDUCE
-    return Row(line, None, CODES[op.kind], op.params, is_gradient, None, 0, gathered, form)
+    return Row(line, None, CODES[op.kind], op.params, isinstance(launch, Reduce), None, 0, gathered, form)
 
 
 def format_of(op: Op, timeline: Timeline) -> str:
     """Return the encoding of a launch's messages; "" without an encoding."""
-    if op.kind not in LAUNCHES:
+    if not isinstance(op, LAUNCHES):
         return ""
     encoding = timeline.travels_as(op, timeline.params_of(op)[0])
     return str(encoding) if encoding.block else ""
@@ -204,7 +224,7 @@ def total(rows: Iterable[Row | Gap]) -> str:
     Collectives of tensor parallelism and deferred gradients each get a further line.
     """
     shown = [row for row in rows if isinstance(row, Row)]
-    gathers, reduces = (sum(row.kind is kind for row in shown) for kind in LAUNCHES)
+    gathers, reduces = (sum(row.kind == kind for row in shown) for kind in ("gather", "reduce"))
     sent, slices = sum(row.sent or 0 for row in shown), [row.sent for row in shown if row.does == TENSOR and row.sent]
     slices_text = f"\nand {len(slices)} of torch's tensor parallelism, which send {sum(slices):,} of these bytes"
     peak = max((row.gathered for row in shown), default=0)
@@ -238,7 +258,7 @@ def _of_unit(rows: Sequence[Row], plan: Plan, unit: str) -> list[int]:
     using = [
         index
         for index in touching
-        if rows[index].kind is Kind.COMPUTE or (rows[index].kind is Kind.WAIT and not rows[index].gradients)
+        if rows[index].kind == "compute" or (rows[index].kind == "wait" and not rows[index].gradients)
     ]
     return sorted({*touching, *(range(using[0], using[-1]) if using else ())})
 
@@ -247,9 +267,9 @@ def _parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:
     """Return a mapping from gathered values, replicated inputs and derived values to parameters."""
     params_in: dict[str, tuple[str, ...]] = {name: (timeline.inputs[name] or "",) for name in timeline.replicated}
     for op in timeline.ops:
-        if timeline.ends(op, Kind.GATHER):
+        if ends(op, Gather):
             params_in.update((name, (path,)) for name, path in zip(op.writes, op.params, strict=True))
-        elif op.kind is Kind.COMPUTE:
+        elif isinstance(op, Compute):
             derived = [name for name in op.writes if name in timeline.derived]
             params_in.update(dict.fromkeys(derived, _lookup(op.reads, params_in)))
     return params_in
@@ -259,7 +279,7 @@ def _gradients(timeline: Timeline) -> dict[str, tuple[str, ...]]:
     """Return a mapping from values to the parameters whose full gradients they hold, possibly several."""
     gradients: dict[str, tuple[str, ...]] = {}
     for op in timeline.ops:
-        if op.kind in (Kind.REDUCE, Kind.DEFER):
+        if isinstance(op, Reduce | Defer):
             one_to_one = len(op.reads) == len(op.params)
             for index, name in enumerate(op.reads):
                 gradients[name] = (op.params[index],) if one_to_one else op.params

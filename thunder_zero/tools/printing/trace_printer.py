@@ -22,7 +22,6 @@ from rich.text import Text
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.mesh import TENSOR
 from thunder_zero.plan.params import Plan
-from thunder_zero.schedule.timeline import Kind
 from thunder_zero.tools.printing.line_meanings import Gap, Row, total
 from thunder_zero.tools.printing.text import clip, fill, fold, place_of
 from thunder_zero.tools.printing.words import WIDTH
@@ -31,12 +30,13 @@ NARROWEST, WIDEST = 80, 140
 KIND, PARAMETERS, BYTES = 7, 25, 8  # columns
 QUIET = "dim"
 STYLES: dict[str, str] = {
-    Kind.GATHER: "cyan",
-    Kind.WAIT: "blue",
-    Kind.COMPUTE: "",
-    Kind.FREE: "green",
-    Kind.REDUCE: "magenta",
-    Kind.DEFER: "magenta",
+    "gather": "cyan",
+    "wait": "blue",
+    "compute": "",
+    "return": "",
+    "free": "green",
+    "reduce": "magenta",
+    "defer": "magenta",
     "encode": "yellow",
     "decode": "yellow",
     TENSOR: "magenta",

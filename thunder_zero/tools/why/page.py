@@ -94,7 +94,7 @@ def page(followed: Followed, resident_before: int, device: Device | None) -> str
         ("  with a core (process)", "", duration(median(step.core for step in steps))),
         (
             "sent by this rank",
-            size(sum(traces.timeline.bytes_sent(op) for traces in runs for op in traces.timeline.ops)),
+            size(sum(traces.timeline.traffic(op).sent for traces in runs for op in traces.timeline.ops)),
             "",
         ),
         ("most memory of tensors", *_memory(followed, synced, resident_before)),
