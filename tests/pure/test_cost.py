@@ -137,10 +137,10 @@ def test_a_launch_has_the_ring_of_its_ranks() -> None:
     op, timeline = launch_of((5, 3), Reduce, 2, 4)
     assert ring(op, timeline) == replace(inside, sends=CollectiveKind.SCATTER)
     across = Ring(Lane.REPLICATE, 4, 2, 2 * 14, 6, CollectiveKind.ALL_REDUCE, 1)  # 13.5 elements
-    assert ring(replace(op, over=REPLICATE), timeline) == across
+    assert ring(Reduce(("g",), "fut", ("w",), REPLICATE), timeline) == across
     op, timeline = launch_of((5, 3), Reduce, 2, 2, sharded=False)
     in_full = Ring(Lane.REPLICATE, 4, 1, 2 * 23, 6, CollectiveKind.ALL_REDUCE, 1)  # 22.5 elements: 2 * 3 / 4 of 15
-    assert ring(replace(op, over=ALL), timeline) == in_full
+    assert ring(Reduce(("g",), "fut", ("w",), ALL), timeline) == in_full
     assert ring(*launch_of((5, 3), Gather, 1, 1)) is None
 
 
@@ -249,7 +249,7 @@ def test_a_launch_has_the_traffic_of_both_ends(
 def test_a_copy_on_several_nodes_shares_its_wire_with_other_copies() -> None:
     # Rings inside a copy and rings across copies both use all network cards of a node.
     op, timeline = launch_of((5, 3), Reduce, 4, 2)
-    timeline = timeline.with_ops((op, replace(op, over=REPLICATE)))
+    timeline = timeline.with_ops((op, Reduce(("g",), "fut", ("w",), REPLICATE)))
     for devices, lanes in {4: [Lane.SHARD, Lane.REPLICATE], 2: [Lane.SHARD, Lane.SHARD]}.items():
         costs = costs_of(timeline, replace(SECOND, devices_per_node=devices))
         assert [cost.wire and cost.wire[0] for cost in costs] == lanes

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.harness.timelines import lines, program, same_results, split, with_policy
 from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.free import free
-from thunder_zero.schedule.ops import Compute, Free, Gather
+from thunder_zero.schedule.ops import Compute, Free, Gather, reading
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.recompute import cheapest_to_keep, recompute
 from thunder_zero.schedule.regather import regather
@@ -169,11 +169,10 @@ def with_copy(name: str, before: str) -> Fault:
     """Recompute a value right before backward writes ``before``, which then reads the copy."""
 
     def plant(timeline: Timeline) -> Timeline:
-        (original,) = (op for op in timeline.ops if name in op.writes)
+        (original,) = (op for op in timeline.ops if isinstance(op, Compute) and name in op.writes)
         copy = replace(original, writes=(f"{name}_copy",), backward=True, repeated=True)
         (index,) = (index for index, op in enumerate(timeline.ops) if before in op.writes)
-        reads = tuple(f"{name}_copy" if read == name else read for read in timeline.ops[index].reads)
-        reader = replace(timeline.ops[index], reads=reads)
+        reader = reading(timeline.ops[index], {name: f"{name}_copy"})
         return timeline.with_ops([*timeline.ops[:index], copy, reader, *timeline.ops[index + 1 :]])
 
     return plant
