@@ -48,7 +48,7 @@ def require_written(traces: tz.tools.Traces) -> None:
         read += _Phase(traces.plan, backward=True).read(traces.backward)
         _require_connected(traces, [op for op, _ in read if isinstance(op, Return)])
     ops = _freeing(timeline, [op for op, _ in read])
-    pairs = zip(_plain(ops), _plain(timeline.ops), strict=False)
+    pairs = zip(plain(ops), plain(timeline.ops), strict=False)
     for index, (op, expected) in enumerate(pairs):
         assert op == expected, f"line {read[index][1][0]} is {op}; the timeline has {expected}"
         positions = traces.lines[index]
@@ -206,19 +206,19 @@ def _freeing(timeline: Timeline, ops: Sequence[Op]) -> list[Op]:
     return result
 
 
-def _plain(ops: Sequence[Op]) -> list[Op]:
+def plain(ops: Sequence[Op]) -> list[Op]:
     """Return the operations without what no line says: their lines and copies' marks. Handles have numbers."""
     launches = [op for op in ops if isinstance(op, Gather | Reduce)]
     numbers = {(op.handle, op.backward): str(number) for number, op in enumerate(launches)}
 
-    def plain(op: Op) -> Op:
+    def one(op: Op) -> Op:
         match op:
             case Gather():
                 return replace(op, handle=numbers[op.handle, op.backward], repeated=False)
             case Reduce():
                 return replace(op, handle=numbers[op.handle, op.backward])
             case Wait():
-                return replace(op, launch=plain(op.launch))  # type: ignore[arg-type]
+                return replace(op, launch=one(op.launch))  # type: ignore[arg-type]
             case Compute():
                 return replace(op, line=None, repeated=False, exchange=None)
             case Free():
@@ -227,7 +227,7 @@ def _plain(ops: Sequence[Op]) -> list[Op]:
                 return replace(op, saves=tuple(sorted(op.saves)))
         return op
 
-    return [plain(op) for op in ops]
+    return [one(op) for op in ops]
 
 
 def _require_line(traces: tz.tools.Traces, op: Op, position: int) -> None:
