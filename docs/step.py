@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import thunder_zero as tz  # before thunder
-from thunder_zero.schedule import Kind, Op, Timeline
-from thunder_zero.schedule.timeline import Work
+from thunder_zero.schedule import Compute, Free, Gather, Op, Reduce, Timeline, Wait
+from thunder_zero.schedule.ops import Work
 
 DOCS = Path(__file__).parent
 PAGE, DATA = DOCS / "how-a-step-works.md", DOCS / "step-data.js"
@@ -78,34 +78,28 @@ class _State:
         self.timeline, self.weights, self.grads = timeline, [at_rest] * BLOCKS, ["none"] * BLOCKS
         self.gathers = "refreshed" if at_rest == "stale" else "arriving"
         self.full = {value: path for value, path in timeline.inputs.items() if path}  # values of full weights
-        self.launched: dict[str, Kind] = {}
         self.sent = 0.0
         self.shown: list[dict[str, Any]] = []
 
     def take(self, op: Op) -> None:
-        self.sent += self.timeline.bytes_sent(op)
+        self.sent += self.timeline.traffic(op).sent
         blocks = [_block_of(path) for path in op.params]
-        if op.kind in (Kind.GATHER, Kind.REDUCE):
-            self.launched[op.writes[0]] = op.kind
-            self._set(blocks, self.gathers if op.kind is Kind.GATHER else "leaving", op.kind)
-        elif op.kind is Kind.WAIT:
-            kind = self.launched[op.reads[0]]
-            self._set(blocks, "full" if kind is Kind.GATHER else "mean", kind)
-            self.full.update(zip(op.writes, op.params, strict=True) if kind is Kind.GATHER else ())
-        elif op.kind is Kind.FREE and self._is_last_free(op):
-            self._set(blocks, "shard", Kind.GATHER)
-        elif op.kind is Kind.COMPUTE:
-            self._compute(op)
+        match op:
+            case Gather():
+                _set(self.weights, blocks, self.gathers)
+            case Reduce():
+                _set(self.grads, blocks, "leaving")
+            case Wait(launch=Gather()):
+                _set(self.weights, blocks, "full")
+                self.full.update(zip(op.writes, op.params, strict=True))
+            case Wait():
+                _set(self.grads, blocks, "mean")
+            case Free(params=(path, *_)) if op.backward or path not in self.timeline.plan.kept_unsharded:
+                _set(self.weights, blocks, "shard")
+            case Compute():
+                self._compute(op)
 
-    def _set(self, blocks: list[int], word: str, kind: Kind) -> None:
-        for block in blocks:
-            (self.weights if kind is Kind.GATHER else self.grads)[block] = word
-
-    def _is_last_free(self, op: Op) -> bool:
-        """Not of a name alone: backward reads the same memory, if it is gathered once."""
-        return op.backward or op.params[0] not in self.timeline.plan.kept_unsharded
-
-    def _compute(self, op: Op) -> None:
+    def _compute(self, op: Compute) -> None:
         phase = "backward" if op.backward else "forward"
         read = [self.full[value] for value in op.reads if value in self.full]
         if op.work is Work.VIEW:  # of a full weight, which backward may read in its place
@@ -121,6 +115,11 @@ class _State:
         grads = ["made" if phase == "backward" and at == block else word for at, word in enumerate(self.grads)]
         sent = self.sent / (WIDTH * WIDTH * 4)
         self.shown.append({"phase": phase, "block": block, "weights": [*self.weights], "grads": grads, "sent": sent})
+
+
+def _set(words: list[str], blocks: list[int], word: str) -> None:
+    for block in blocks:
+        words[block] = word
 
 
 def _block_of(path: str) -> int:

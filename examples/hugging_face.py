@@ -169,7 +169,7 @@ def plain_loss(file: Path, trainer: Trainer) -> tuple[float, str]:
 def bytes_reduced(model: nn.Module) -> tuple[str, str]:
     """Return the bytes of the gradients that a step reduces, and the bytes of all parameters' gradients."""
     timeline = tz.traces_of(model).timeline
-    reduced = [path for op in timeline.ops if op.kind is tz.schedule.Kind.REDUCE for path in op.params]
+    reduced = [path for op in timeline.ops if isinstance(op, tz.schedule.Reduce) for path in op.params]
     nbytes = {param.path: param.grad_bytes for param in timeline.plan.params}
     trained = sum(nbytes[param.path] for param in timeline.plan.params if param.requires_grad)
     words = f"bytes, of {trained:,} trained and {sum(nbytes.values()) - trained:,} frozen"

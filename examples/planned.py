@@ -28,16 +28,16 @@ def foreseen_at_peak(timeline: Timeline) -> int:
     A full gradient lives from the line that computes it to the end of its reduction, and its mean from the reduction's
     start. One rank alone gathers nothing, and its gradients are the means. Activations and messages are not foreseen.
     """
-    reduced = {value for op in timeline.ops if op.kind is tz.schedule.Kind.REDUCE for value in op.reads}
+    reduced = {value for op in timeline.ops if isinstance(op, tz.schedule.Reduce) for value in op.reads}
     most = gradients = 0
     for op, parameters in zip(timeline.ops, gathered_bytes(timeline), strict=True):
         gradients += sum(timeline.values[value].nbytes for value in op.writes if value in reduced)
         if timeline.plan.mesh.shard.size == 1:
             parameters = 0
-        elif op.kind is tz.schedule.Kind.REDUCE:
+        elif isinstance(op, tz.schedule.Reduce):
             gradients += timeline.values[op.writes[0]].nbytes
-        elif timeline.ends(op, tz.schedule.Kind.REDUCE):
-            gradients -= timeline.full_bytes(op)
+        elif tz.schedule.ends(op, tz.schedule.Reduce):
+            gradients -= timeline.traffic(op).full
         most = max(most, parameters + gradients)
     return most
 
@@ -49,5 +49,5 @@ def sent_in_step(plan: tz.schedule.Plan, micro_batches: int) -> tuple[int, int]:
     what it reads.
     """
     times = [1 if param.resident else micro_batches * (2 - param.kept_unsharded) for param in plan.params]
-    parameters = sum(plan.gather_bytes(param) * count for param, count in zip(plan.params, times, strict=True))
-    return parameters, sum(map(plan.reduce_bytes, plan.params))
+    parameters = sum(plan.gather_traffic(param).sent * count for param, count in zip(plan.params, times, strict=True))
+    return parameters, sum(plan.reduce_traffic(param).sent for param in plan.params)

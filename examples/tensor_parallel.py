@@ -64,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options.out.mkdir(parents=True, exist_ok=True)
             page = options.out / f"tensor_parallel_stage{options.stage}.html"
             tz.tools.report(traces, page, device="h100", optimizer=torch.optim.AdamW, title="A Llama in slices")
-            by_zero = sum(map(traces.timeline.bytes_sent, traces.timeline.launches.values()))
-            for_slices = sum(op.sends for op in traces.timeline.ops)
+            by_zero = sum(traces.timeline.traffic(op).sent for op in traces.timeline.launches.values())
+            for_slices = sum(traces.timeline.traffic(op).sent for op in traces.timeline.collectives.values()) - by_zero
             apart = max(abs(one - other) for one, other in zip(losses, alone, strict=True))
             rows = [
                 ("loss of the first step", f"{losses[0]:.4f}"),

@@ -230,7 +230,7 @@ def take_step(trainer: Trainer, number: int, measure: bool, run: Run) -> None:
 def traffic_of(traces: tz.tools.Traces, stage: int, ranks: Ranks) -> Traffic:
     """Return the bytes that the program of one training step sends, and those of the formula."""
     timeline, plan = traces.timeline, traces.plan
-    sent = ranks.mean(torch.tensor(sum(map(timeline.bytes_sent, timeline.ops)))).item()
+    sent = ranks.mean(torch.tensor(sum(timeline.traffic(op).sent for op in timeline.ops))).item()
     share = (ranks.world_size - 1) / ranks.world_size
     u = share * sum(param.full_bytes for param in plan.params)
     exact = "" if not any(param.gather_format or param.reduce_format for param in plan.params) else ", without formats"

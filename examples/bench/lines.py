@@ -68,7 +68,7 @@ def run(rank: int, copies: int, store: str) -> None:
     for name in POLICIES if copies == 1 else COPIED:
         timeline, lines = lines_of(make_model(SIZE), POLICIES[name], copies, SIZE)
         if rank == 0:
-            foreseen = [timeline.bytes_sent(op) for op in timeline.launches.values()]
+            foreseen = [timeline.traffic(op).sent for op in timeline.launches.values()]
             print(row(name if copies == 1 else f"{name}, {copies} copies", lines, foreseen), flush=True)
             if name == IN_FULL and copies > 1:
                 full = in_full(lines, foreseen)

@@ -20,7 +20,7 @@ from examples.bench.cases import BFLOAT16, Case
 from examples.bench.memory_table import HIDING, Workspace, workspace_cells
 from examples.bench.step_memory import forecast_of, traces_of
 from examples.tensor_memory import added_in_parts
-from thunder_zero.schedule import Kind
+from thunder_zero.schedule import Compute
 
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
@@ -90,9 +90,10 @@ def workspaces_of(case: Case) -> dict[tuple[str, str], Workspace]:
 
 def computing(traces: tz.tools.Traces, phase: str, trace: TraceCtx) -> Iterator[tuple[int, BoundSymbol]]:
     """The lines of a trace that compute, and are no fused region, with their positions."""
-    ops = {op.source[0]: op for op in traces.timeline.ops if op.backward is (phase == "backward")}
+    pairs = zip(traces.lines, traces.timeline.ops, strict=True)
+    ops = {lines[0]: op for lines, op in pairs if op.backward is (phase == "backward")}
     for position, line in enumerate(trace.bound_symbols[:-1]):
-        if position in ops and ops[position].kind is Kind.COMPUTE and line.flat_outs and not line.sym.is_fusion:
+        if position in ops and isinstance(ops[position], Compute) and line.flat_outs and not line.sym.is_fusion:
             yield position, line
 
 

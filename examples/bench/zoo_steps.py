@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import thunder_zero as tz  # before thunder
 from examples.bench.families import Family
-from thunder_zero.schedule.timeline import Kind
+from thunder_zero.schedule.ops import Gather
 
 import thunder
 
@@ -158,7 +158,7 @@ def train(family: Family, stage: int, rank: int, right: Sequence[Right]) -> dict
     return {
         "error": error,
         "graphs": len(programs),
-        "scheduled": sum(op.kind is Kind.GATHER for program in programs for op in program.timeline.ops),
+        "scheduled": sum(isinstance(op, Gather) for program in programs for op in program.timeline.ops),
         "launched": len(launched),
         "seconds": seconds,
     }

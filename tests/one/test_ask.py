@@ -19,8 +19,8 @@ from tests.harness.errors import fails
 from thunder_zero.capture import compilations
 from thunder_zero.comm.handle import Handle
 from thunder_zero.schedule.lifetimes import gathered_bytes
+from thunder_zero.schedule.ops import Gather, Op, Wait
 from thunder_zero.schedule.prefetch import Bound, bounds
-from thunder_zero.schedule.timeline import Kind, Op
 from thunder_zero.sharded.waits import Labels, label_launch
 from thunder_zero.tools import Device, Link, cli, diff, doctor, estimate
 
@@ -67,10 +67,11 @@ def in_words(shown: object) -> str:
 
 
 def op_at(line: Any, program: tz.tools.Traces) -> Op:
+    """Return the operation that a line runs. A line that frees a gathered parameter runs a FREE."""
     (op,) = (
         op
-        for op in program.timeline.ops
-        if op.backward is (line.phase == "backward") and op.source[0] == line.position and op.kind is not Kind.FREE
+        for op, lines in zip(program.timeline.ops, program.lines, strict=True)
+        if op.backward is (line.phase == "backward") and lines[0] == line.position
     )
     return op
 
@@ -91,7 +92,7 @@ def test_explain_names_each_line_of_a_zero3_parameter() -> None:
         assert gather.free.phase == gather.launch.phase
         assert (gather.nbytes, gather.sent_bytes, gather.received_bytes) == (MATRIX, MATRIX // 2, MATRIX // 2)
         assert 2 * MATRIX <= gather.gathered_at_most <= max(gathered_bytes(program.timeline))
-    assert op_at(shown.gradient.wait, program).kind is Kind.WAIT
+    assert isinstance(op_at(shown.gradient.wait, program), Wait)
     assert op_at(shown.gradient.made, program).writes == op_at(shown.gradient.launch, program).reads
     assert (shown.sent_bytes, shown.received_bytes) == (3 * MATRIX // 2, 3 * MATRIX // 2)
     assert shown.exposed_seconds is None
@@ -147,13 +148,13 @@ def test_nothing_computes_between_the_bound_of_a_gather_and_its_launch() -> None
         traces(3, bucket_bytes=0, reshard_after_forward=None),
     ):
         ops, result = program.timeline.ops, bounds(program.timeline)
-        launches = {op.writes[0]: index for index, op in enumerate(ops) if op.kind is Kind.GATHER}
+        launches = {op.writes[0]: index for index, op in enumerate(ops) if isinstance(op, Gather)}
         assert result.keys() == launches.keys()
         assert {bound for _, bound in result.values()} - {Bound.PHASE}
         for handle, (after, bound) in result.items():
-            between = {op.kind for op in ops[after + 1 : launches[handle]] if op.writes or op.kind is not Kind.COMPUTE}
+            between = {op.kind for op in ops[after + 1 : launches[handle]]}
             assert bound is not Bound.EARLIER
-            assert not between & {Kind.COMPUTE, Kind.WAIT}
+            assert not between & {"compute", "wait"}
 
 
 def test_each_stage_gathers_and_frees_as_it_promises() -> None:
@@ -206,9 +207,9 @@ def test_diff_compares_zero2_and_zero3_unit_by_unit() -> None:
         assert (zero2.sent_bytes, zero3.sent_bytes) == (MATRIX, MATRIX + regathers * MATRIX // 2)
         assert (zero2.gathered_at_most, zero3.gathered_at_most) == (MATRIX, MATRIX)
     for program, total in zip((first, second), shown.total, strict=True):
-        assert total.sent_bytes == sum(map(program.timeline.bytes_sent, program.timeline.ops))
+        assert total.sent_bytes == sum(program.timeline.traffic(op).sent for op in program.timeline.ops)
         assert total.gathered_at_most == max(gathered_bytes(program.timeline))
-        assert total.gathers == sum(op.kind is Kind.GATHER for op in program.timeline.ops)
+        assert total.gathers == sum(isinstance(op, Gather) for op in program.timeline.ops)
         assert (total.recomputed, total.recomputed_flops) == (0, 0)
     assert shown.peaks == (tz.tools.memory(first).peak, tz.tools.memory(second).peak)
     assert "layers.1 .. 4, each 1 -> 2 1 64 -> 96 B 64 B 0 0" in in_words(shown)
@@ -327,8 +328,8 @@ def test_a_label_ends_with_backward(tmp_path: Path) -> None:
 
 def test_without_a_profiler_nothing_is_labelled() -> None:
     handle = Handle((), (), set())
-    assert Labels(traces(3).plan).watch(handle, Kind.GATHER, (weight(0),)) is handle
-    assert label_launch(Kind.GATHER, (weight(0),)) is label_launch(Kind.REDUCE, (weight(1),))
+    assert Labels(traces(3).plan).watch(handle, "gather", (weight(0),)) is handle
+    assert label_launch("gather", (weight(0),)) is label_launch("reduce", (weight(1),))
 
 
 MODEL = """

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.traced import Chain, traced
-from thunder_zero.schedule.timeline import Work
+from thunder_zero.schedule.ops import Work
 from thunder_zero.tools.devices.calibrated import Calibrated, Curve
 
 pytestmark = pytest.mark.slow

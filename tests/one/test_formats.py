@@ -17,7 +17,7 @@ from thunder_zero.encodings.encoding import PIECE, Encoding
 from thunder_zero.encodings.int8 import Int8
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
-from thunder_zero.schedule import Kind
+from thunder_zero.schedule import Reduce
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -152,7 +152,7 @@ def test_a_bucket_has_one_format_and_the_bytes_of_the_plan() -> None:
     # Each of 4 ranks has 16 elements of the weight and 2 of the bias, which is exact and travels alone.
     policy = replace(tz.ZERO3, gather_format=Int8(), reduce_format=Int8(), reshard_after_forward=True)
     timeline = traced(lambda: nn.Sequential(nn.Linear(8, 8)), (2, 8), policy, world_size=4).timeline
-    sent = {op.params: timeline.bytes_sent(op) for op in timeline.ops if timeline.bytes_sent(op)}
+    sent = {op.params: timeline.traffic(op).sent for op in timeline.ops if timeline.traffic(op).sent}
     assert sent == {("0.weight",): 3 * (4 + 16), ("0.bias",): 3 * 2 * 4}
     text = str(tz.explain(traced(lambda: nn.Sequential(nn.Linear(8, 8)), (2, 8), policy, world_size=4), "0.weight"))
     assert "as int8/128: rounded to nearest, off" in text
@@ -162,5 +162,5 @@ def test_a_bucket_has_one_format_and_the_bytes_of_the_plan() -> None:
 def test_a_bucket_has_one_format_on_each_axis() -> None:
     policy = replace(tz.ZERO3, reduce_format=Int8())
     timeline = traced(lambda: nn.Sequential(nn.Linear(8, 8)), (2, 8), policy, replicas=2).timeline
-    reduced = [(op.params, op.over) for op in timeline.ops if op.kind is Kind.REDUCE]
+    reduced = [(op.params, op.over) for op in timeline.ops if isinstance(op, Reduce)]
     assert sorted(reduced) == [((f"0.{name}",), over) for name in ("bias", "weight") for over in ("replicate", "shard")]

@@ -19,7 +19,7 @@ from thunder_zero.encodings.nf4 import LEVELS
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan
-from thunder_zero.schedule import Kind
+from thunder_zero.schedule import Gather
 from thunder_zero.tools.cost.costs import costs_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -132,7 +132,7 @@ def test_the_plan_has_the_bytes_of_rows() -> None:
     assert (param.rest_shape, param.rest_dtype, param.rest_bytes) == ((8, 8), torch.uint8, 64)
     assert (param.shape, param.dtype, param.full_bytes) == ((8, 8), torch.float32, 256)
     assert result.shard_shape(param) == (3, 8)
-    assert (result.gather_bytes(param), result.gather_receives(param)) == (2 * 3 * 8, 5 * 8)
+    assert (result.gather_traffic(param).sent, result.gather_traffic(param).received) == (2 * 3 * 8, 5 * 8)
     assert plan().state_bytes - result.state_bytes == 2 * 3 * (32 - 8)
 
 
@@ -169,7 +169,7 @@ def test_traces_and_reports_have_the_format() -> None:
     policy = replace(tz.ZERO3, frozen_format=tz.NF4(), reshard_after_forward=True)
     traces = traced(Frozen, (2, 128), policy, world_size=4)
     timeline, exact = traces.timeline, traced(Frozen, (2, 128), replace(policy, frozen_format=None), world_size=4)
-    gathers = {op.params: timeline.bytes_sent(op) for op in timeline.ops if op.kind is Kind.GATHER}
+    gathers = {op.params: timeline.traffic(op).sent for op in timeline.ops if isinstance(op, Gather)}
     assert gathers == {("0.weight",): 3 * 32 * 72, ("1.weight",): 3 * 32 * 512}
     costs = costs_of(timeline, tz.tools.DEVICES["h100"])
     (cost,) = [cost for op, cost in zip(timeline.ops, costs, strict=True) if op.reads == ("t_0_weight",)]

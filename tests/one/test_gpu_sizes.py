@@ -16,7 +16,8 @@ from examples.bench.model import Size, make_model
 from tests.harness.tiers import slow
 from thunder_zero.plan.sizes import Sizes
 from thunder_zero.schedule import Mesh, make_plan
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
+from thunder_zero.schedule.ops import LAUNCHES, Compute, Wait
+from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.forecast.figures import Holds
 
 # A GPT with the width and the vocabulary of Llama-3 8B; its blocks, 384 MiB in bfloat16, are about as large.
@@ -32,13 +33,14 @@ def schedule(policy: tz.Policy) -> Timeline:
     return tz.trace(module, tokens, policy=policy, world_size=8, device="h100").timeline
 
 
-def hidden_behind(timeline: Timeline, kind: Kind, *, backward: bool) -> Iterator[tuple[str, int]]:
+def hidden_behind(timeline: Timeline, kind: str, *, backward: bool) -> Iterator[tuple[str, int]]:
     """Yield the unit of each launch of a kind in a phase, and the FLOPs between the launch and its wait."""
-    waits = {op.reads[0]: index for index, op in enumerate(timeline.ops) if op.kind is Kind.WAIT}
+    waits = {op.reads[0]: index for index, op in enumerate(timeline.ops) if isinstance(op, Wait)}
     for index, op in enumerate(timeline.ops):
-        if op.kind is kind and op.backward is backward:
+        if op.kind == kind and op.backward is backward:
             unit = timeline.plan.by_name[op.params[0]].unit or op.params[0].rpartition(".")[0]
-            yield unit, sum(other.flops for other in timeline.ops[index : waits[op.writes[0]]])
+            between = timeline.ops[index : waits[op.writes[0]]]
+            yield unit, sum(other.flops for other in between if isinstance(other, Compute))
 
 
 def flops_of_a_block(timeline: Timeline, *, backward: bool, size: Size = SIZE) -> int:
@@ -54,13 +56,13 @@ def test_each_collective_has_the_compute_of_a_unit_to_hide_behind(stage: int, dt
     """But for what a phase begins with, and for the last reductions, behind which no unit computes."""
     timeline = schedule(tz.Policy(stage, mixed_precision=tz.MixedPrecision(dtype, dtype)))
     least = {backward: flops_of_a_block(timeline, backward=backward) for backward in (False, True)}
-    gathers = list(hidden_behind(timeline, Kind.GATHER, backward=False))
+    gathers = list(hidden_behind(timeline, "gather", backward=False))
     assert [unit for unit, _ in gathers] == [*BEFORE, *BLOCKS, *AFTER]
     assert all(flops >= least[False] for _, flops in gathers[3:])
-    again = list(hidden_behind(timeline, Kind.GATHER, backward=True))
+    again = list(hidden_behind(timeline, "gather", backward=True))
     assert len(again) >= (SIZE.blocks - 2 if stage == 3 else 0)
     assert [unit for unit, _ in again] == BLOCKS[: len(again)][::-1]
-    reductions = list(hidden_behind(timeline, Kind.REDUCE, backward=True))
+    reductions = list(hidden_behind(timeline, "reduce", backward=True))
     assert [unit for unit, _ in reductions] == [*AFTER[::-1], *BLOCKS[::-1], *BEFORE[::-1]]
     assert all(flops >= least[True] for _, flops in again + reductions[:-3])
 
@@ -81,8 +83,8 @@ def test_backward_that_keeps_nothing_unsharded_holds_three_blocks(buckets: int, 
     assert 2.9 * block < most <= 3 * block
     timeline, inner = traces.timeline, [f"blocks.{number}" for number in range(1, SMALL.blocks)]
     least = flops_of_a_block(timeline, backward=True, size=SMALL)
-    reductions = [flops for unit, flops in hidden_behind(timeline, Kind.REDUCE, backward=True) if unit in inner]
-    gathers = [flops for unit, flops in hidden_behind(timeline, Kind.GATHER, backward=True) if unit in inner[:-1]]
+    reductions = [flops for unit, flops in hidden_behind(timeline, "reduce", backward=True) if unit in inner]
+    gathers = [flops for unit, flops in hidden_behind(timeline, "gather", backward=True) if unit in inner[:-1]]
     assert len(reductions) >= len(inner)
     assert len(gathers) >= len(inner) - 1
     assert min(reductions + gathers) >= least
@@ -92,10 +94,10 @@ def test_backward_that_keeps_nothing_unsharded_holds_three_blocks(buckets: int, 
 def test_a_unit_with_norms_in_another_dtype_travels_in_two_buckets() -> None:
     precision = tz.MixedPrecision(torch.bfloat16, overrides={"*.norm_?": tz.MixedPrecision()})
     timeline = schedule(tz.Policy(3, mixed_precision=precision))
-    buckets = [op.params for op in timeline.ops if op.kind in LAUNCHES and "blocks.1.down.weight" in op.params]
+    buckets = [op.params for op in timeline.ops if isinstance(op, LAUNCHES) and "blocks.1.down.weight" in op.params]
     assert [len(params) for params in buckets] == [8, 4, 8], "backward reads no biases"
     least = flops_of_a_block(timeline, backward=False)
-    inner = list(hidden_behind(timeline, Kind.GATHER, backward=False))[4:-2]
+    inner = list(hidden_behind(timeline, "gather", backward=False))[4:-2]
     assert len(inner) == 2 * SIZE.blocks - 2
     assert all(flops >= least for _, flops in inner)
 

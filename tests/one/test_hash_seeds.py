@@ -20,7 +20,7 @@ def test_a_forward_lists_its_parameters_in_the_modules_order() -> None:
     # Thunder alone lists them in the order of a set, which depends on the hash seed.
     policy = tz.Policy(stage=3, bucket_bytes=1)
     traces = tz.trace(Loop(), torch.ones(4), policy=policy)
-    waits = [op.params[0] for op in traces.forward_timeline.ops if op.kind is tz.schedule.Kind.WAIT]
+    waits = [op.params[0] for op in traces.forward_timeline.ops if isinstance(op, tz.schedule.Wait)]
     assert waits == ["b.weight", "a.weight", "a.bias", "b.bias", "c.weight", "c.bias"]
 
 

@@ -24,7 +24,7 @@ from thunder_zero.comm.native import PerTensor
 from thunder_zero.comm.transport import SingleRank, Transport
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
-from thunder_zero.schedule import Kind, Op, Timeline
+from thunder_zero.schedule import Compute, Gather, Op, Reduce, Timeline, Wait, ends
 from thunder_zero.sharded.sharded_model import sharded_model
 from thunder_zero.tools import Traces
 
@@ -150,13 +150,13 @@ def traces(policy: Policy, make: Callable[[], nn.Module] = Net) -> Traces:
     return traced(make, (2, 7), policy, world_size=4)
 
 
-def launches(policy: Policy, kind: Kind, backward: bool = False) -> list[Op]:
-    return [op for op in traces(policy).timeline.ops if op.kind is kind and op.backward is backward]
+def launches(policy: Policy, kind: type[Op], backward: bool = False) -> list[Op]:
+    return [op for op in traces(policy).timeline.ops if isinstance(op, kind) and op.backward is backward]
 
 
 def gathers(policy: Policy, backward: bool = False) -> list[tuple[str, ...]]:
     """Return the parameters of each gather of a phase."""
-    return [op.params for op in launches(policy, Kind.GATHER, backward)]
+    return [op.params for op in launches(policy, Gather, backward)]
 
 
 regathers = partial(gathers, backward=True)
@@ -171,7 +171,7 @@ def gathered_and_reduced(policy: Policy) -> tuple[int, int, bool, bool]:
 
 def travelling(policy: Policy) -> list[set[str]]:
     """Return the parameters gathered in forward, and the parameters whose gradients are reduced."""
-    ops = launches(policy, Kind.GATHER), launches(policy, Kind.REDUCE, backward=True)
+    ops = launches(policy, Gather), launches(policy, Reduce, backward=True)
     return [{path for op in phase for path in op.params} for phase in ops]
 
 
@@ -183,17 +183,17 @@ def most_ahead(policy: Policy) -> int:
     """Return the largest number of gathers in flight while forward computes."""
     flying, most = 0, 0
     for op in traces(policy).forward_timeline.ops:
-        flying += (op.kind is Kind.GATHER) - (op.kind is Kind.WAIT)
-        if op.kind is Kind.COMPUTE:
+        flying += isinstance(op, Gather) - isinstance(op, Wait)
+        if isinstance(op, Compute):
             most = max(most, flying)
     return most
 
 
 def bytes_of_layer_1(policy: Policy) -> list[int]:
     """Return the bytes that rank 0, with two of seven rows, sends to gather and to reduce the second layer."""
-    ops = launches(policy, Kind.GATHER), launches(policy, Kind.REDUCE, backward=True)
+    ops = launches(policy, Gather), launches(policy, Reduce, backward=True)
     return [
-        sum(traces(policy).timeline.bytes_sent(op) for op in phase if "layers.1.bias" in op.params) for phase in ops
+        sum(traces(policy).timeline.traffic(op).sent for op in phase if "layers.1.bias" in op.params) for phase in ops
     ]
 
 
@@ -203,7 +203,7 @@ def bytes_of_weights(policy: Policy) -> list[int]:
     Rank 0 has two of seven rows. Encoded, 14 elements take 16 bytes, and 4 bytes for their scale.
     """
     param = traces(policy).plan.by_name["layers.1.weight"]
-    return [traces(policy).plan.gather_bytes(param), traces(policy).plan.reduce_bytes(param)]
+    return [traces(policy).plan.gather_traffic(param).sent, traces(policy).plan.reduce_traffic(param).sent]
 
 
 def bytes_of_frozen_weight(policy: Policy) -> int:
@@ -212,7 +212,7 @@ def bytes_of_frozen_weight(policy: Policy) -> int:
     Encoded, a row has 4 bytes for its scale and 4 for its seven elements of 4 bits.
     """
     plan = make_plan(Net().requires_grad_(False), policy, Mesh.of(4))
-    return plan.gather_bytes(plan.by_name["layers.1.weight"])
+    return plan.gather_traffic(plan.by_name["layers.1.weight"]).sent
 
 
 def count_recomputed(policy: Policy) -> list[int]:
@@ -231,14 +231,14 @@ def checked(policy: Policy) -> set[str]:
 
 def ended_at_once(timeline: Timeline) -> Timeline:
     """Wait for each reduction right after its launch. A pass."""
-    waits = {op.reads[0]: op for op in timeline.ops if timeline.ends(op, Kind.REDUCE)}
-    pairs = [(op, waits[op.writes[0]]) if op.kind is Kind.REDUCE else (op,) for op in timeline.ops]
+    waits = {op.launch.handle: op for op in timeline.ops if ends(op, Reduce)}
+    pairs = [(op, waits[op.handle]) if isinstance(op, Reduce) else (op,) for op in timeline.ops]
     return timeline.with_ops(op for pair in pairs for op in pair if len(pair) > 1 or op not in waits.values())
 
 
 def without_first_wait(timeline: Timeline) -> Timeline:
     """Drop the first wait for a reduction. A wrong pass."""
-    lost = next(op for op in timeline.ops if timeline.ends(op, Kind.REDUCE))
+    lost = next(op for op in timeline.ops if ends(op, Reduce))
     return timeline.with_ops(op for op in timeline.ops if op is not lost)
 
 
@@ -246,8 +246,8 @@ def reductions_at_once(policy: Policy) -> int:
     """Return the largest number of reductions in flight."""
     flying, most = set[str](), 0
     for op in traces(policy).timeline.ops:
-        flying |= set(op.writes) if op.kind is Kind.REDUCE else set()
-        flying -= set(op.reads) if op.kind is Kind.WAIT else set()
+        flying |= set(op.writes) if isinstance(op, Reduce) else set()
+        flying -= set(op.reads) if isinstance(op, Wait) else set()
         most = max(most, len(flying))
     return most
 

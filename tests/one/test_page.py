@@ -21,7 +21,7 @@ from tests.harness.errors import fails
 from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.schedule.names import launch_label, wait_label
-from thunder_zero.schedule.timeline import LAUNCHES, Kind
+from thunder_zero.schedule.ops import LAUNCHES, Gather, Wait, ends
 from thunder_zero.tools import Device, Link, cli
 from thunder_zero.tools.ask.print_trace import code_of
 from thunder_zero.tools.forecast.rehearsal import Rehearsal
@@ -87,8 +87,8 @@ def test_figures_are_those_of_estimate_and_memory_and_counted_bytes(stage: int) 
     assert figures["mfu"] == time.mfu
     peaks = [figures[f"{name}_bytes"] for name in ("peak", "at_rest", "optimizer_step")]
     assert peaks == [memory.peak, memory.at_rest, memory.optimizer_step]
-    assert figures["sent_bytes"] == sum(map(timeline.bytes_sent, timeline.ops))
-    assert figures["gathers"] == sum(op.kind is Kind.GATHER for op in timeline.ops)
+    assert figures["sent_bytes"] == sum(timeline.traffic(op).sent for op in timeline.ops)
+    assert figures["gathers"] == sum(isinstance(op, Gather) for op in timeline.ops)
     shares = sum(int(share) for share in re.findall(r"(\d+)%", page["programs"][0]["bound"]))
     assert shares == pytest.approx(100, abs=2)
     assert "\\u003c" not in json.dumps(page)
@@ -119,7 +119,7 @@ def test_each_operation_is_on_its_line_of_the_trace(stage: int) -> None:
     program = make_program(stage)
     for index, op in enumerate(program.traces.timeline.ops):
         line = program.lines[program.line_of[index]]
-        assert " ".join(line.code.partition("  #")[0].split()).startswith(code_of(op, program.traces)[:40])
+        assert " ".join(line.code.partition("  #")[0].split()).startswith(code_of(index, program.traces)[:40])
         assert line.phase == ("backward" if op.backward else "forward")
     phases = list(dict.fromkeys(line.phase for line in program.lines))
     digests = ["digests"] if stage == 1 else []
@@ -199,13 +199,13 @@ def test_collectives_and_parameters_are_described_as_in_the_trace_and_in_explain
     assert [param["path"] for param in data["parameters"]] == paths
     for param in data["parameters"]:
         assert param["explained"] == str(tz.explain(program.traces, param["path"], device=DEVICE))
-    launches = [op for op in program.traces.timeline.ops if op.kind in LAUNCHES]
+    launches = [op for op in program.traces.timeline.ops if isinstance(op, LAUNCHES)]
     assert [item.params for item in program.collectives] == [op.params for op in launches]
     for item in program.collectives:
         launch, wait = program.lines[item.launch], program.lines[item.wait]
         assert launch.row is not None
         assert wait.row is not None
-        assert (launch.row.kind, wait.row.kind, launch.row.params) == (item.kind, Kind.WAIT, item.params)
+        assert (launch.row.kind, wait.row.kind, launch.row.params) == (item.kind, "wait", item.params)
         assert item.sent_bytes == launch.row.sent
         assert item.waited >= item.launched
         assert (item.why_exposed == "") == (item.exposed_seconds == 0) == (item.hidden_share == 1)
@@ -253,14 +253,14 @@ def test_two_stages_are_compared_as_in_diff() -> None:
 def make_times(program: PageProgram, slower: float) -> tz.schedule.Times:
     """Return times ``slower`` times the forecast's between waits for gathers. Gathers are as fast as forecast."""
     timeline, costs = program.estimate.timeline, program.estimate.costs
-    waits = [index for index, op in enumerate(timeline.ops) if timeline.ends(op, Kind.GATHER)]
+    waits = [index for index, op in enumerate(timeline.ops) if ends(op, Gather)]
     phases: tuple[dict[str, float], dict[str, float]] = ({}, {})
     for index, next_index in pairwise(waits):
         if timeline.ops[index].backward is timeline.ops[next_index].backward:
             seconds = sum(cost.seconds for cost in costs[index:next_index])
             phases[timeline.ops[index].backward][timeline.ops[index].params[0]] = seconds * slower
-    gathers = [index for index, op in enumerate(timeline.ops) if op.kind is Kind.GATHER]
-    nbytes = sum(timeline.wire_bytes(timeline.ops[index]) for index in gathers)
+    gathers = [index for index, op in enumerate(timeline.ops) if isinstance(op, Gather)]
+    nbytes = sum(timeline.traffic(timeline.ops[index]).busiest for index in gathers)
     return tz.schedule.Times(*phases, nbytes / sum(wire[1] for index in gathers if (wire := costs[index].wire)))
 
 
@@ -284,9 +284,9 @@ def make_profile(program: PageProgram, steps: int, gap: float) -> list[dict[str,
     for _ in range(steps):
         for op, cost in zip(timeline.ops, program.estimate.costs, strict=True):
             now += cost.seconds
-            if op.kind in LAUNCHES or op.kind is Kind.WAIT:
-                launch = timeline.launches[op.reads[0]] if op.kind is Kind.WAIT else op
-                label = (wait_label if op.kind is Kind.WAIT else launch_label)(launch.kind, launch.params)
+            if isinstance(op, (*LAUNCHES, Wait)):
+                launch = op.launch if isinstance(op, Wait) else op
+                label = (wait_label if isinstance(op, Wait) else launch_label)(launch.kind, launch.params)
                 events.append({"name": label, "ph": "X", "ts": now * 1e6, "dur": gap * 1e6, "cat": "user_annotation"})
                 now += gap
     return events
@@ -296,9 +296,9 @@ def test_a_profile_puts_launches_and_waits_where_they_ran(tmp_path: Path) -> Non
     program = make_program(with_training=False)
     profile = [{"name": "other", "ph": "X", "ts": 1.0}, *make_profile(program, 2, 0.001)]
     profiled = PageProgram("profile", program.traces, by_profile(program.estimate, profile), None)
-    labelled_ops = sum(op.kind in LAUNCHES or op.kind is Kind.WAIT for op in program.traces.timeline.ops)
+    labelled_ops = sum(isinstance(op, (*LAUNCHES, Wait)) for op in program.traces.timeline.ops)
     assert profiled.estimate.seconds == pytest.approx(program.estimate.compute_seconds + 0.001 * labelled_ops)
-    waits = sum(op.kind is Kind.WAIT for op in program.traces.timeline.ops)
+    waits = sum(isinstance(op, Wait) for op in program.traces.timeline.ops)
     assert profiled.estimate.exposed_seconds == pytest.approx(0.001 * waits)
     assert all(collective.wire_seconds > 0 for collective in profiled.collectives)
     path = tmp_path / "profile.json"

@@ -19,7 +19,6 @@ from tests.harness.errors import error_of
 from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.plan.amounts import size
-from thunder_zero.schedule import Kind
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.tools.ask.print_trace import rows_of
 
@@ -77,8 +76,8 @@ def numbers_in(total: str) -> list[int]:
 
 def totals_of(timeline: tz.schedule.Timeline) -> list[int]:
     """Return the numbers of collectives, gathers and reductions, the bytes sent, and the peak of gathered bytes."""
-    counts = [sum(op.kind is kind for op in timeline.ops) for kind in (Kind.GATHER, Kind.REDUCE)]
-    return [sum(counts), *counts, sum(map(timeline.bytes_sent, timeline.ops)), max(gathered_bytes(timeline))]
+    counts = [sum(op.kind == kind for op in timeline.ops) for kind in ("gather", "reduce")]
+    return [sum(counts), *counts, sum(timeline.traffic(op).sent for op in timeline.ops), max(gathered_bytes(timeline))]
 
 
 @pytest.mark.parametrize("stage", [1, 3, *slow(0, 2)])

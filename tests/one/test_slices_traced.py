@@ -23,7 +23,8 @@ from tests.harness.errors import refused
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.schedule.names import label_of
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
+from thunder_zero.schedule.ops import LAUNCHES, Compute, Gather, Reduce, Wait, ends
+from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.cost.costs import Lane, ring
 from thunder_zero.tools.page.measured import by_profile, by_times
 from thunder_zero.tools.page.report import page_of
@@ -61,7 +62,8 @@ def test_a_rank_of_many_is_traced_in_one_process() -> None:
     assert shapes["up.weight"] == ((32, 64), (8, 64))
     assert shapes["down.weight"] == ((64, 32), (16, 32))
     assert shapes["first.weight"] == ((64, 64), (16, 64))
-    sent = [op.sends for op in traces.timeline.ops if op.sends]
+    exchanges = [op.exchange for op in traces.timeline.ops if isinstance(op, Compute) and op.exchange]
+    sent = [exchange.traffic.sent for exchange in exchanges if exchange.moves]
     assert sent == [2 * 7 * (8 * 64 * 4 // 8)] * 2  # the activation behind down, the gradient in front of up
     assert not dist.is_initialized()
 
@@ -110,7 +112,7 @@ def test_times_of_slices_are_closed_forms() -> None:
 def test_data_parallel_rings_skip_the_other_slices() -> None:
     def rings(mesh: Mesh, stage: int) -> set[tuple[str, int, int]]:
         plan = make_plan(Pair(), tz.Policy(stage), mesh, {"up.weight": 0, "up.bias": 0, "down.weight": 1})
-        ops = (Op(Kind.REDUCE, ("g",), ("h",), ("up.weight",), over=over) for over in plan.reduced_over(plan.params[2]))
+        ops = (Reduce(("g",), "h", ("up.weight",), over) for over in plan.reduced_over(plan.params[2]))
         all_rings = (ring(op, Timeline((op,), {}, plan)) for op in ops)
         return {(hop.lane, hop.ranks, hop.stride) for hop in all_rings if hop}
 
@@ -151,7 +153,8 @@ def make_forecast() -> tuple[tz.tools.Estimate, dict[int, float]]:
     estimate = tz.tools.estimate(trace_pair(2, 2, tz.Policy(3, bucket_bytes=1, prefetch=1)), SLOW)
     waits: defaultdict[int, float] = defaultdict(float)
     for span in estimate.spans:
-        if span.waits and estimate.timeline.ops[span.op].is_torchs:
+        op = estimate.timeline.ops[span.op]
+        if span.waits and isinstance(op, Compute) and op.exchange is not None:
             waits[span.op] += span.seconds
     assert len(waits) == 2
     return estimate, waits
@@ -160,20 +163,20 @@ def make_forecast() -> tuple[tz.tools.Estimate, dict[int, float]]:
 def test_measured_times_include_waits_for_slices() -> None:
     estimate, waits = make_forecast()
     timeline = estimate.timeline
-    gathers = [op for op in timeline.ops if op.kind is Kind.GATHER]
+    gathers = [op for op in timeline.ops if isinstance(op, Gather)]
     pairs = zip(timeline.ops, estimate.costs, strict=True)
     wire_seconds = sum(cost.wire[1] for op, cost in pairs if op in gathers and cost.wire)
     for slower in (1.0, 3.0):
         times: tuple[dict[str, float], dict[str, float]] = {}, {}
-        ends = [index for index, op in enumerate(timeline.ops) if timeline.ends(op, Kind.GATHER)]
-        for index, following in pairwise(ends):
+        waits_for_gathers = [index for index, op in enumerate(timeline.ops) if ends(op, Gather)]
+        for index, following in pairwise(waits_for_gathers):
             op = timeline.ops[index]
             if op.backward is timeline.ops[following].backward:
                 stretch = range(index + 1, following)
                 times[op.backward][op.params[0]] = slower * sum(
                     estimate.costs[inner].seconds + waits[inner] for inner in stretch
                 )
-        speed = sum(map(timeline.wire_bytes, gathers)) / wire_seconds
+        speed = sum(timeline.traffic(op).busiest for op in gathers) / wire_seconds
         measured = by_times(estimate, tz.schedule.Times(*times, speed))
         assert measured.compute_seconds == pytest.approx(slower * estimate.compute_seconds)
         assert measured.exposed_on[Lane.TENSOR] == pytest.approx(slower * estimate.exposed_on[Lane.TENSOR])
@@ -184,16 +187,16 @@ def test_a_profile_includes_waits_for_slices() -> None:
     events, now, gap = [], 1.0, 1e-3
     for index, (op, cost) in enumerate(zip(estimate.timeline.ops, estimate.costs, strict=True)):
         now += 2 * (cost.seconds + waits[index])
-        if op.kind in LAUNCHES or op.kind is Kind.WAIT:
+        if isinstance(op, (*LAUNCHES, Wait)):
             events.append({"name": label_of(op, estimate.timeline), "ts": now * 1e6, "dur": gap * 1e6})
             now += gap
     measured = by_profile(estimate, events)
-    assert measured.compute_seconds - gap * sum(op.kind in LAUNCHES for op in estimate.timeline.ops) == pytest.approx(
-        2 * estimate.compute_seconds
-    )
+    launching = gap * sum(isinstance(op, LAUNCHES) for op in estimate.timeline.ops)
+    assert measured.compute_seconds - launching == pytest.approx(2 * estimate.compute_seconds)
     assert measured.exposed_on[Lane.TENSOR] == pytest.approx(2 * estimate.exposed_on[Lane.TENSOR])
     rings = [span for span in measured.spans if span.lane is Lane.TENSOR]
-    assert [estimate.timeline.ops[span.op].moves for span in rings] == ["all_reduce"] * 2
+    ops = [estimate.timeline.ops[span.op] for span in rings]
+    assert [op.exchange.moves for op in ops if isinstance(op, Compute) and op.exchange] == ["all_reduce"] * 2
 
 
 @pytest.mark.slow

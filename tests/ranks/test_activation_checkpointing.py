@@ -33,7 +33,7 @@ from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.plan.policy import RECOMPUTE
 from thunder_zero.schedule.lifetimes import gathered_bytes
-from thunder_zero.schedule.timeline import Kind
+from thunder_zero.schedule.ops import Gather, Reduce
 from thunder_zero.sharded.dtensors import local
 
 BLOCKS, STEPS = 2, 3
@@ -61,11 +61,11 @@ def make_batch(rows: int = 2) -> Tensor:
 
 
 def count_collectives(traces: tz.tools.Traces) -> Counter[tuple[str, bool]]:
-    return Counter((op.kind, op.backward) for op in traces.timeline.ops if op.kind in (Kind.GATHER, Kind.REDUCE))
+    return Counter((op.kind, op.backward) for op in traces.timeline.ops if isinstance(op, Gather | Reduce))
 
 
 def gathered_again(traces: tz.tools.Traces) -> set[str]:
-    return {path for op in traces.backward_timeline.ops if op.kind is Kind.GATHER for path in op.params}
+    return {path for op in traces.backward_timeline.ops if isinstance(op, Gather) for path in op.params}
 
 
 def saved_activations(traces: tz.tools.Traces) -> set[str]:
@@ -110,7 +110,7 @@ def train_with_checkpoints(rank: int, world_size: int, policy: tz.Policy) -> Non
         model(make_batch()).square().mean().backward()
     timeline = tz.traces_of(model).timeline
     ops = [op for op in timeline.ops if policy.stage != 1 or op.backward]
-    assert sum(sent) == sum(map(timeline.bytes_sent, ops)), sum(sent)
+    assert sum(sent) == sum(timeline.traffic(op).sent for op in ops), sum(sent)
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def train_in_modes(rank: int, world_size: int) -> None:
     for mode in RECOMPUTE:
         model = sharded(fresh(Net, False), replace(NOTHING_KEPT, recompute=mode))
         list(train(Side([model], rank, world_size)))
-        gathers = [op for op in tz.traces_of(model).timeline.ops if op.kind is Kind.GATHER]
+        gathers = [op for op in tz.traces_of(model).timeline.ops if isinstance(op, Gather)]
         results[mode] = sum(len(op.params) for op in gathers), tz.full_state_dict(model)
     plain, expected = results.pop("none")
     for mode, (gathered, weights) in results.items():

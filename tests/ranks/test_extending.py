@@ -17,7 +17,7 @@ from tests.harness.errors import error_of
 from tests.harness.examples import program_of, run_main
 from tests.harness.models import Mlp, fresh, full
 from tests.harness.ranks import RanksPool
-from thunder_zero.schedule import Kind, Timeline
+from thunder_zero.schedule import Gather, Timeline
 
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
 
@@ -36,7 +36,7 @@ def run_page(rank: int, world_size: int) -> None:
             assert expected.grad is not None
             assert torch.equal(full(param.grad), full(expected.grad))
     timeline = tz.traces_of(names["model"]).timeline
-    sent = [param for op in timeline.ops if op.kind is Kind.GATHER for param in timeline.params_of(op)]
+    sent = [param for op in timeline.ops if isinstance(op, Gather) for param in timeline.params_of(op)]
     assert names["Counting"].gathered == sum(4 * prod(timeline.plan.shard_shape(param)) for param in sent)
 
 
@@ -71,7 +71,7 @@ def fail_in_a_pass(rank: int, world_size: int) -> None:
 
     def swap(timeline: Timeline, earlier: int = 0) -> Timeline:
         """Swap two gathers on rank 1: the first has ended before the second starts."""
-        first, second = [index for index, op in enumerate(timeline.ops) if op.kind is Kind.GATHER][earlier:][:2]
+        first, second = [index for index, op in enumerate(timeline.ops) if isinstance(op, Gather)][earlier:][:2]
         ops = list(timeline.ops)
         ops[first], ops[second] = ops[second], ops[first]
         return timeline.with_ops(ops) if rank else timeline

@@ -23,7 +23,7 @@ from tests.harness.tiers import slow
 from thunder_zero.comm import pairwise
 from thunder_zero.comm.handle import AVERAGER, in_background
 from thunder_zero.plan import layout
-from thunder_zero.schedule import Kind
+from thunder_zero.schedule import Gather, Reduce
 
 BLOCK = 16
 WIDTH = 21
@@ -82,7 +82,7 @@ def train_in_bytes(rank: int, world_size: int, stage: int) -> None:
         expected = loss_of(lambda x, arrived=arrived: functional_call(make_mlp(), arrived, x), make_inputs(rank))
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-7)
         timeline = tz.traces_of(model).timeline
-        assert sum(sent) == sum(map(timeline.bytes_sent, timeline.ops))
+        assert sum(sent) == sum(timeline.traffic(op).sent for op in timeline.ops)
         assert_within_steps(gradients(model), exact_gradients(arrived, world_size))
         after = tz.full_state_dict(model)
         assert all(torch.equal(after[name], value) for name, value in weights.items()), "shards stay exact"
@@ -90,7 +90,7 @@ def train_in_bytes(rank: int, world_size: int, stage: int) -> None:
             assert torch.equal(module.get_parameter("layers.0.weight"), weights["layers.0.weight"])
         optimizer.step()
         optimizer.zero_grad()
-    gathers = [op for op in timeline.ops if op.kind is Kind.GATHER]
+    gathers = [op for op in timeline.ops if isinstance(op, Gather)]
     assert len({op.backward for op in gathers}) == (2 if stage == 3 else 1)
 
 
@@ -183,12 +183,12 @@ def average_copies(rank: int, world_size: int) -> None:
         loss_of(model, make_inputs(rank)).backward()
     timeline = tz.traces_of(model).timeline
     assert sum(gather_objects(sum(sent))) == pytest.approx(
-        sum(gather_objects(sum(map(timeline.bytes_sent, timeline.ops)))), rel=0.01
+        sum(gather_objects(sum(timeline.traffic(op).sent for op in timeline.ops))), rel=0.01
     )
     grads = gradients(model)
     assert_within_steps(grads, exact_gradients(arrived, world_size), steps=1.5)
-    across = [op for op in timeline.ops if op.kind is Kind.REDUCE and op.over == "replicate"]
-    sends = {timeline.plan.reduce_sends(param, "replicate", 0) for op in across for param in timeline.params_of(op)}
+    across = [op for op in timeline.ops if isinstance(op, Reduce) and op.over == "replicate"]
+    sends = {timeline.plan.reduce_traffic(param, "replicate").sent for op in across for param in timeline.params_of(op)}
     assert sends == {2 * tz.Int8(BLOCK).nbytes(231 // 2 + 1), 2 * 12}
     weight_grads = gather_objects(grads["layers.0.weight"])
     assert all(torch.equal(grad, weight_grads[0]) for grad in weight_grads)
@@ -216,7 +216,7 @@ def mix_exact_and_bytes(rank: int, world_size: int) -> None:
     model = tz.compile(fresh(make_mlp), stage=2, mesh=alone, **FORMATS)
     with count_sends() as sent:
         loss_of(model, make_inputs(rank)).backward()
-    assert sum(sent) == sum(map(tz.traces_of(model).timeline.bytes_sent, tz.traces_of(model).timeline.ops))
+    assert sum(sent) == sum(tz.traces_of(model).timeline.traffic(op).sent for op in tz.traces_of(model).timeline.ops)
     assert_within_steps(gradients(model), exact_gradients(tz.full_state_dict(model), world_size), steps=1.5)
 
 

@@ -21,7 +21,7 @@ from tests.harness.loops import WIDTH, batch
 from tests.harness.models import count_sends, fresh
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
-from thunder_zero.schedule.timeline import Kind
+from thunder_zero.schedule.ops import Reduce
 
 POLICIES = {f"stage {stage}": tz.Policy(stage=stage) for stage in range(4)}
 POLICIES["holding"] = replace(tz.ZERO2, reshard_after_backward=False)
@@ -170,7 +170,7 @@ def alternate(rank: int, world_size: int, stage: int) -> None:
         assert (model.b.weight.grad is None) is not trains
         model.zero_grad()
     timeline = tz.traces_of(model).timeline
-    reduced = {path for op in timeline.ops if op.kind is Kind.REDUCE for path in op.params}
+    reduced = {path for op in timeline.ops if isinstance(op, Reduce) for path in op.params}
     assert reduced == {name for name, _ in model.named_parameters() if not name.startswith("b.")}, reduced
     assert len(tz.tools.programs(model)) == 2
     assert sends[4:] == sends[2:4]

@@ -20,7 +20,7 @@ from tests.harness.errors import fails
 from tests.harness.models import count_sends, fresh, full
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
-from thunder_zero.schedule import Kind
+from thunder_zero.schedule import Gather
 from thunder_zero.sharded.dtensors import local
 
 PAGE = Path(__file__).parents[2] / "docs/formats.md"
@@ -107,8 +107,8 @@ def train_beside_one_process(rank: int, world_size: int, stage: int) -> None:
         actual = means_over_ranks(train(model, rank, world_size, world_size))
     assert_close(actual, torch.tensor(expected), rtol=1e-5, atol=1e-7)
     timeline = tz.traces_of(model).timeline
-    assert sum(sent) == 5 * sum(map(timeline.bytes_sent, timeline.ops))
-    gathers = [op for op in timeline.ops if op.kind is Kind.GATHER and FROZEN.intersection(op.params)]
+    assert sum(sent) == 5 * sum(timeline.traffic(op).sent for op in timeline.ops)
+    gathers = [op for op in timeline.ops if isinstance(op, Gather) and FROZEN.intersection(op.params)]
     assert all(FROZEN.issuperset(op.params) for op in gathers), "a bucket mixes bytes and values"
     at_rest = bytes_of(model)
     rows = len(at_rest["layers.0.base.weight"])
@@ -209,7 +209,7 @@ def train_in_other_modes(rank: int, world_size: int) -> None:
     with count_sends() as sent:
         keeping(x).square().mean().backward()
     plan = tz.traces_of(keeping).plan
-    assert sum(sent) == sum(plan.reduce_bytes(param) for param in plan.params if param.requires_grad)
+    assert sum(sent) == sum(plan.reduce_traffic(param).sent for param in plan.params if param.requires_grad)
 
 
 def write_lightning_checkpoint(rank: int, world_size: int) -> None:
@@ -300,10 +300,10 @@ def check_held_and_sent_bytes(model: Any, world_size: int) -> None:
     full_bytes = sum(param.full_bytes for param in params)
     assert held * world_size / full_bytes == 72 / 256 == 108 / 384
     ops = tz.traces_of(model).timeline.ops
-    gathered = [path for op in ops if op.kind is Kind.GATHER for path in op.params]
+    gathered = [path for op in ops if isinstance(op, Gather) for path in op.params]
     assert {param.path for param in params} <= set(gathered)
     plan = tz.traces_of(model).plan
-    assert sum(map(plan.gather_bytes, params)) == held * (world_size - 1)
+    assert sum(plan.gather_traffic(param).sent for param in params) == held * (world_size - 1)
     assert all(full(model.get_parameter(param.path)).dtype is torch.uint8 for param in params)
 
 

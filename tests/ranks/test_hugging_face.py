@@ -445,7 +445,7 @@ def train_adapters(rank: int, world_size: int, folder: Path) -> Tensor:
     shapes = [tuple(plain.get_parameter(name).shape) for name in trained]
     assert sorted(tuple(call.args[0].shape) for call in gather.call_args_list) == sorted(shapes)
     ops = tz.traces_of(model).timeline.ops
-    assert {path for op in ops if op.kind is tz.schedule.Kind.REDUCE for path in op.params} == set(trained)
+    assert {path for op in ops if isinstance(op, tz.schedule.Reduce) for path in op.params} == set(trained)
     state = [value for entry in optimizer.state.values() for key, value in entry.items() if key != "step"]
     assert sum(local(value).numel() for value in state) == sum(plain.get_parameter(name).numel() for name in trained)
     frozen = model.get_parameter("base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight")

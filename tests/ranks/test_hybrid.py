@@ -76,11 +76,11 @@ def check_bytes(rank: int, timeline: tz.schedule.Timeline, reduced: list[int], d
     assert rest == [0, of_gradients, 0], "the first of two micro-batches reduces nothing"
     trained = [param for param in plan.params if param.requires_grad and param.path != "unused"]
     close = 4 * 4 * len(trained)  # an all-reduce of few elements is cut unevenly
-    assert abs(sum(map(timeline.bytes_sent, timeline.ops)) - reduced[0]) <= close
+    assert abs(sum(timeline.traffic(op).sent for op in timeline.ops) - reduced[0]) <= close
     by_hand = 0.0
     for param in trained:  # rows inside and across copies; or twice 3/4 in an all-reduce
         by_hand += param.full_bytes if param.sharded else param.full_bytes * 6 / 4
-    forecast = sum(map(plan.reduce_bytes, trained))
+    forecast = sum(plan.reduce_traffic(param).sent for param in trained)
     sent, forecast, by_hand = (sum(gather_objects(nbytes)) for nbytes in (of_gradients, forecast, by_hand))
     assert sent == pytest.approx(by_hand)
     assert 0 <= forecast - sent <= close, (forecast, sent)
@@ -170,7 +170,9 @@ def test_a_bad_mesh_gets_one_sentence(ranks_pool: RanksPool) -> None:
 def test_a_trace_of_a_hybrid_shows_copies_and_counts_all_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     x = torch.zeros(2, 7)
     traces = [tz.trace(fresh(Mlp), x, policy=tz.ZERO2, world_size=2, replicas=replicas) for replicas in (1, 4)]
-    of_one_copy, of_four_copies = (sum(map(result.timeline.bytes_sent, result.timeline.ops)) for result in traces)
+    of_one_copy, of_four_copies = (
+        sum(result.timeline.traffic(op).sent for op in result.timeline.ops) for result in traces
+    )
     assert of_four_copies - of_one_copy == sum(2 * 3 * rows * 4 // 4 for rows in 3 * (4 * 7, 4))  # 4 rows on rank 0
     tz.print_trace(traces[1])
     assert "# backward, ZeRO-2, rank 0 of 2, one of 4 copies" in capsys.readouterr().out

@@ -18,7 +18,7 @@ from tests.harness.errors import error_of, fails
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
-from thunder_zero.schedule.timeline import Kind
+from thunder_zero.schedule.ops import Gather
 from thunder_zero.sharded.waits import Clock, Moment, Waited
 from thunder_zero.tools import measure_times
 from thunder_zero.tools.measure import computed
@@ -49,7 +49,7 @@ def check_times(times: tz.schedule.Times, model: Any) -> None:
     of_ranks = gather_objects(repr(times))
     assert set(of_ranks) == {repr(times)}, of_ranks
     traces = tz.traces_of(model)
-    gathers = [op for op in traces.timeline.ops if op.kind is Kind.GATHER]
+    gathers = [op for op in traces.timeline.ops if isinstance(op, Gather)]
     for seconds, is_backward in ((times.forward, False), (times.backward, True)):
         paths = [op.params[0] for op in gathers if op.backward is is_backward]
         assert list(seconds) == sorted(paths[:-1]), "the last bucket of a phase needs no time"

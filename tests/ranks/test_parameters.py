@@ -17,15 +17,15 @@ from tests.harness.models import ZOO_WITHOUT_GRAD, Zoo, count_sends, fresh, shar
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.plan.amounts import size
-from thunder_zero.schedule.timeline import Kind
+from thunder_zero.schedule.ops import Gather, Op, Reduce
 
 POLICIES = {f"stage {stage}": tz.Policy(stage=stage) for stage in range(4)}
 POLICIES["each unit"] = replace(tz.ZERO3, gather_per_unit=True, bucket_bytes=0)
 ROWS = 4  # rows of each rank's batch
 
 
-def paths_of(timeline: tz.schedule.Timeline, kind: Kind) -> list[str]:
-    return [path for op in timeline.ops if op.kind is kind for path in op.params]
+def paths_of(timeline: tz.schedule.Timeline, kind: type[Op]) -> list[str]:
+    return [path for op in timeline.ops if isinstance(op, kind) for path in op.params]
 
 
 def train_every_kind(rank: int, world_size: int, policy: tz.Policy) -> None:
@@ -52,10 +52,10 @@ def train_every_kind(rank: int, world_size: int, policy: tz.Policy) -> None:
     assert all(torch.equal(full[name], param) for name, param in plain.named_parameters()), "there was no step"
     timeline = tz.traces_of(model).timeline
     trained = {name for name, _ in plain.named_parameters()} - ZOO_WITHOUT_GRAD
-    assert sorted(paths_of(timeline, Kind.REDUCE)) == sorted(trained)
+    assert sorted(paths_of(timeline, Reduce)) == sorted(trained)
     # Gathers of both phases. By default ZeRO-3 keeps this unit gathered for backward, as it is one of the last.
     gathers = 0 if policy.stage == 0 else 3 if policy.gather_per_unit else 1
-    assert paths_of(timeline, Kind.GATHER).count("layers.0.weight") == gathers
+    assert paths_of(timeline, Gather).count("layers.0.weight") == gathers
 
 
 @pytest.mark.parametrize("name", ["each unit", *slow("stage 0", "stage 1")])
@@ -79,10 +79,10 @@ def train_with_left_out(rank: int, world_size: int, stage: int) -> None:
     traces = tz.traces_of(model)
     assert {param.path for param in traces.plan.params if param.sharded} == (LARGE if stage else set())
     assert {path for path in traces.plan.by_name if "router" in path} == set()
-    assert set(paths_of(traces.timeline, Kind.GATHER)) == (LARGE - {"experts.1.weight"} if stage else set())
+    assert set(paths_of(traces.timeline, Gather)) == (LARGE - {"experts.1.weight"} if stage else set())
     reduced = {"down", "up", "experts.0.weight", "experts.0.bias"}
-    assert set(paths_of(traces.timeline, Kind.REDUCE)) == reduced, "neither the base, which is frozen, nor the router"
-    forecast = sum(map(traces.timeline.bytes_sent, traces.timeline.ops))
+    assert set(paths_of(traces.timeline, Reduce)) == reduced, "neither the base, which is frozen, nor the router"
+    forecast = sum(traces.timeline.traffic(op).sent for op in traces.timeline.ops)
     assert stage == 1 or sum(sent) == pytest.approx(forecast, abs=64), (sum(sent), forecast)
     bias = model.get_parameter("router.bias")
     assert bias.shape == (7,), bias.shape

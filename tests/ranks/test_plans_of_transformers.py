@@ -138,7 +138,7 @@ def train_with_plan(rank: int, world_size: int, kind: str, stage: int, plan: dic
     norms = {name for name, _ in plain.named_parameters() if "q_norm" in name or "k_norm" in name}
     assert {path for op in summed for path in op.params} == norms
     rows = 1 if not stage or dp == 1 else dp  # in an all-reduce of two ranks, each sends its rows once
-    assert sum(map(timeline.bytes_sent, summed)) == len(norms) * 4 // rows * 8
+    assert sum(timeline.traffic(op).sent for op in summed) == len(norms) * 4 // rows * 8
     tz.print_trace(model, file=(text := StringIO()))
     if rank == 0:  # which alone prints
         assert ("over='tensor'" in text.getvalue()) is bool(norms)

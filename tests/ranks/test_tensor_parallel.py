@@ -48,6 +48,7 @@ from tests.harness.errors import fails, refused
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.comm.small_collectives import all_gather_tensor
+from thunder_zero.schedule.ops import Compute, ends_collective, starts_collective
 from thunder_zero.sharded import unsliced
 
 HEADS, WORDS, LENGTH, ROWS, STEPS = 4, 10, 6, 4, 3
@@ -431,6 +432,11 @@ def test_slices_load_on_other_meshes(ranks_pool: RanksPool, tmp_path: Path, stag
 # Traces and forecasts
 
 
+def exchanging(timeline: tz.schedule.Timeline) -> list[Compute]:
+    """Return the collectives of torch's tensor parallelism, and the waits for them."""
+    return [op for op in timeline.ops if isinstance(op, Compute) and op.exchange is not None]
+
+
 def read_traces(rank: int, world_size: int) -> None:
     """Compare bytes with closed forms: of two ranks, each sends an activation in an all-reduce, half in a gather."""
     mesh, module = mesh_of(2, 2), build_plain(Transformer)
@@ -448,9 +454,11 @@ def read_traces(rank: int, world_size: int) -> None:
             part = parallelize_module(Transformer().double(), mesh["tp"], dict(styles))
         x = make_batch(module, 0).chunk(2)[rank // 2]
         assert tz.trace(part, x, policy=tz.ZERO3, mesh=mesh).timeline == timeline
-        tensor_ops = [op for op in timeline.ops if op.over == "tensor"]
-        launches, waits = [op for op in tensor_ops if op.sends], [op for op in tensor_ops if not op.sends]
-        assert Counter(op.sends for op in launches) == expected, Counter(op.sends for op in launches)
+        launches, waits = (
+            [op for op in exchanging(timeline) if starts_collective(op) is start] for start in (True, False)
+        )
+        sent = Counter(timeline.traffic(op).sent for op in launches)
+        assert sent == expected, sent
         assert {op.writes for op in launches} == {op.reads for op in waits}
         tz.print_trace(model, file=text)
         total = sum(size * count for size, count in expected.items())
@@ -487,11 +495,14 @@ def label_collectives(rank: int, world_size: int) -> None:
     for model in models:
         model(torch.ones(ROWS, 6, dtype=torch.float64)).sum().backward()
         timelines.append(tz.traces_of(model).timeline)
-    slices, users = ([op for op in timeline.ops if op.is_torchs] for timeline in timelines)
-    assert [(op.moves, op.sends) for op in slices] == [(op.moves, op.sends) for op in users]
+    slices, users = ([op.exchange for op in exchanging(timeline)] for timeline in timelines)
+    assert slices == users
     if rank == 0:  # which alone prints
         tz.print_trace(models[1], file=(text := StringIO()))
-        assert text.getvalue().count("_c10d_functional.all_reduce") == sum(bool(op.moves) for op in users) + 1
+        assert (
+            text.getvalue().count("_c10d_functional.all_reduce")
+            == sum(exchange is not None and exchange.moves != "" for exchange in users) + 1
+        )
 
 
 @pytest.mark.slow

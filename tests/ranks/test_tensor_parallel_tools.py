@@ -42,6 +42,7 @@ from examples.bench.slices import (
 from examples.sent_bytes import bytes_on_sockets, counted_lines
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
+from thunder_zero.schedule.ops import Compute
 
 DOUBLE = torch.float64
 PLAIN_MODULE = "of plain modules"
@@ -222,7 +223,7 @@ def use_formats(rank: int, world_size: int) -> None:
             model = in_slices(PLAIN_MODULE, mesh, 3, False, torch.float32, **{field: {"*": tz.Int8(32)}})
             loss_of(model, tokens_of(0).chunk(2)[rank // (world_size // 2)]).backward()
         timeline = tz.traces_of(model).timeline
-        assert [line.nbytes for line in lines] == [timeline.bytes_sent(op) for op in timeline.launches.values()]
+        assert [line.nbytes for line in lines] == [timeline.traffic(op).sent for op in timeline.launches.values()]
         errors = {}
         for name, param in model.named_parameters():
             value = expected.grads[name]
@@ -252,7 +253,8 @@ def count_bytes(rank: int, world_size: int) -> None:
     x = tokens_of(0).chunk(mesh["dp"].size())[rank // 2]
     loss_of(model, x).backward()
     timeline = tz.traces_of(model).timeline
-    torchs = [op.sends for op in timeline.ops if op.sends]
+    exchanges = [op.exchange for op in timeline.ops if isinstance(op, Compute) and op.exchange]
+    torchs = [exchange.traffic.sent for exchange in exchanges if exchange.moves]
     activation = x.numel() * 32 * 8
     # forward: embed, then o and down of two blocks, and half of the logits; backward: q, k, v, up of two blocks, head
     assert Counter(torchs) == {activation: 1 + 4 + 8 + 1, activation // 2: 1}, torchs

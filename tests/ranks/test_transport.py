@@ -154,8 +154,8 @@ def assert_least(sent: list[int], case: Case) -> None:
         dist.all_reduce(total)
         assert total == 2 * peers * sum(map(prod, shapes)) * dtype.itemsize, (case, total)
     if kind != "all_reduce" or shapes == EVEN:
-        bytes_of = plan.gather_bytes if kind == "all_gather" else plan.reduce_bytes
-        assert sum(sent) == sum(map(bytes_of, plan.params)), (case, sent)
+        traffic = plan.gather_traffic if kind == "all_gather" else plan.reduce_traffic
+        assert sum(sent) == sum(traffic(param).sent for param in plan.params), (case, sent)
     if shapes == MIXED:  # small tensors share a message; means need a second one, except on two ranks
         assert len(sent) == 3 * peers * (2 if kind == "all_reduce" and peers > 1 else 1), (case, sent)
 

@@ -80,7 +80,7 @@ def test_scripts_run_unchanged_and_rank_0_prints_measured_beside_forecast(
     module, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), torch.ones(6, 8)
     traces = [tz.trace(module, x, world_size=2, synced=synced) for synced in (True, False)]
     assert rows["sent by this rank"] == [
-        size(sum(each.timeline.bytes_sent(op) for each in traces for op in each.timeline.ops))
+        size(sum(each.timeline.traffic(op).sent for each in traces for op in each.timeline.ops))
     ]
     states = 2 * 4 * (8 * 16 + 16 + 16 * 8 + 8) // 2 + 4 * 4  # AdamW's averages of this rank's rows, and counts
     assert rows["most memory of tensors"][0] == size(tz.tools.memory(traces[0]).peak + states)

@@ -112,7 +112,7 @@ def compare_lines_with_plan(rank: int, world_size: int, name: str, copies: int) 
     timeline, lines = lines_of(fresh(Net), policy, copies, Size(vocabulary=ROWS[-1], tokens=8))
     assert [line.params for line in lines] == [op.params for op in timeline.launches.values()]
     for op, line in zip(timeline.launches.values(), lines, strict=True):
-        foreseen, param = timeline.bytes_sent(op), timeline.params_of(op)[0]
+        foreseen, param = timeline.traffic(op).sent, timeline.params_of(op)[0]
         # In an all-reduce the last rank's part may have up to ranks - 1 elements fewer than the plan counts.
         ranks = copies if param.sharded else world_size
         rounding = len(op.params) * (ranks - 1) * (ranks - 2) * param.reduce_dtype.itemsize
