@@ -78,7 +78,8 @@ def counted(step: Callable[[], object]) -> int:
 
 
 def flops(timeline: tz.schedule.Timeline, *works: Work) -> int:
-    return sum(op.flops for op in timeline.ops if not works or op.work in works)
+    computations = [op for op in timeline.ops if isinstance(op, tz.schedule.Compute)]
+    return sum(op.flops for op in computations if not works or op.work in works)
 
 
 def trace(module: nn.Module, *args: Tensor, **options: Any) -> tz.tools.Traces:

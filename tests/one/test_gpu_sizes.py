@@ -45,7 +45,7 @@ def hidden_behind(timeline: Timeline, kind: str, *, backward: bool) -> Iterator[
 
 def flops_of_a_block(timeline: Timeline, *, backward: bool, size: Size = SIZE) -> int:
     """Those of attention and of the four matrices."""
-    every = sum(op.flops for op in timeline.ops if op.backward is backward)
+    every = sum(op.flops for op in timeline.ops if isinstance(op, Compute) and op.backward is backward)
     head = 2 * size.tokens * size.width * size.vocabulary * (1 + backward)
     return (every - head) // size.blocks
 

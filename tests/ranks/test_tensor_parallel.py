@@ -454,9 +454,8 @@ def read_traces(rank: int, world_size: int) -> None:
             part = parallelize_module(Transformer().double(), mesh["tp"], dict(styles))
         x = make_batch(module, 0).chunk(2)[rank // 2]
         assert tz.trace(part, x, policy=tz.ZERO3, mesh=mesh).timeline == timeline
-        launches, waits = (
-            [op for op in exchanging(timeline) if starts_collective(op) is start] for start in (True, False)
-        )
+        ops = exchanging(timeline)
+        launches, waits = list(filter(starts_collective, ops)), list(filter(ends_collective, ops))
         sent = Counter(timeline.traffic(op).sent for op in launches)
         assert sent == expected, sent
         assert {op.writes for op in launches} == {op.reads for op in waits}
@@ -499,10 +498,8 @@ def label_collectives(rank: int, world_size: int) -> None:
     assert slices == users
     if rank == 0:  # which alone prints
         tz.print_trace(models[1], file=(text := StringIO()))
-        assert (
-            text.getvalue().count("_c10d_functional.all_reduce")
-            == sum(exchange is not None and exchange.moves != "" for exchange in users) + 1
-        )
+        launches = sum(exchange is not None and exchange.moves != "" for exchange in users)
+        assert text.getvalue().count("_c10d_functional.all_reduce") == launches + 1
 
 
 @pytest.mark.slow
