@@ -19,53 +19,48 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from thunder_zero.comm.pairwise import PairwiseGloo
-from thunder_zero.schedule import Kind, Op, Timeline
+from thunder_zero.schedule import Op, Reduce, Timeline, Wait
 
 BYTES = 1 << 20  # of gradients in a launch, at most
 
 
 def merged(timeline: Timeline) -> Timeline:
     """Start reductions of one dtype together, in the place of the last, and end them in the place of the last wait."""
-    ops, values, dropped = list(timeline.ops), dict(timeline.values), set[int]()
-    wait_of = {op.reads[0]: index for index, op in enumerate(ops) if op.kind is Kind.WAIT}
-    for members in _groups(timeline, wait_of):
-        waits = [wait_of[ops[index].writes[0]] for index in members]
-        handle = ops[members[0]].writes[0]
-        nbytes = sum(values[ops[index].writes[0]].nbytes for index in members)
-        values[handle] = replace(values[handle], nbytes=nbytes)
-        launch = replace(_joined([ops[index] for index in members]), writes=(handle,))
-        wait = replace(_joined([ops[index] for index in waits]), reads=(handle,))
-        dropped |= {*members, *waits} - {members[-1], max(waits)}
-        ops[members[-1]], ops[max(waits)] = launch, wait
-    return timeline.with_ops([op for index, op in enumerate(ops) if index not in dropped], values)
+    ops, values = list[Op | None](timeline.ops), dict(timeline.values)
+    wait_of = {op.launch.handle: index for index, op in enumerate(timeline.ops) if isinstance(op, Wait)}
+    for group in _groups(timeline, wait_of):
+        first, *_ = reductions = list(group.values())
+        launch = replace(
+            first,
+            reads=tuple(grad for op in reductions for grad in op.reads),
+            params=tuple(path for op in reductions for path in op.params),
+        )
+        waits = [wait_of[op.handle] for op in reductions]
+        means = tuple(mean for index in waits for mean in timeline.ops[index].writes)
+        nbytes = sum(values[op.handle].nbytes for op in reductions)
+        values[launch.handle] = replace(values[launch.handle], nbytes=nbytes)
+        for index in (*group, *waits):
+            ops[index] = None
+        ops[max(group)], ops[max(waits)] = launch, Wait(launch, means)
+    return timeline.with_ops((op for op in ops if op is not None), values)
 
 
-def _groups(timeline: Timeline, wait_of: dict[str, int]) -> list[list[int]]:
+def _groups(timeline: Timeline, wait_of: dict[str, int]) -> list[dict[int, Reduce]]:
     """Return the reductions to merge, by index: one kind, dtype and format, no wait between them, ``BYTES`` at most."""
-    groups: list[list[int]] = []
-    kind, nbytes, ends = None, 0, 0
+    groups: list[dict[int, Reduce]] = []
+    kind, nbytes, end = None, 0, 0
     for index, op in enumerate(timeline.ops):
-        if op.kind is not Kind.REDUCE:
+        if not isinstance(op, Reduce):
             continue
-        (first, *_), size = timeline.params_of(op), timeline.full_bytes(op)
-        this = first.sharded, first.resident, timeline.values[op.reads[0]].dtype, timeline.travels_as(op, first)
-        end = wait_of[op.writes[0]]
-        if this == kind and nbytes + size <= BYTES and index < ends:
-            groups[-1].append(index)
-            nbytes, ends = nbytes + size, min(ends, end)
-        else:
-            groups.append([index])
-            kind, nbytes, ends = this, size, end
+        (first, *_), size = timeline.params_of(op), timeline.traffic(op).full
+        dtype, form = timeline.values[op.reads[0]].dtype, timeline.travels_as(op, first)
+        this = op.over, first.sharded, first.resident, dtype, form
+        if this != kind or nbytes + size > BYTES or index > end:
+            groups.append({})
+            kind, nbytes, end = this, 0, wait_of[op.handle]
+        groups[-1][index] = op
+        nbytes, end = nbytes + size, min(end, wait_of[op.handle])
     return [group for group in groups if len(group) > 1]
-
-
-def _joined(ops: Sequence[Op]) -> Op:
-    """Return one operation with the values, parameters and lines of several."""
-    parts: dict[str, Any] = {
-        name: tuple(each for op in ops for each in getattr(op, name))
-        for name in ("reads", "writes", "params", "source")
-    }
-    return replace(ops[0], **parts)
 
 
 class Counting(PairwiseGloo):
@@ -98,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             optimizer.step()
             optimizer.zero_grad()
         if ranks.rank == 0:
-            reductions = [op for op in tz.traces_of(model).timeline.ops if op.kind is Kind.REDUCE]
+            reductions = [op for op in tz.traces_of(model).timeline.ops if isinstance(op, Reduce)]
             print(f"{len(reductions)} launches a step instead of {len(blocks)}, loss {loss.item():.4f}")
             print(f"{Counting.launches} launches in all, of {Counting.reduced >> 10} KiB of gradients")
 

@@ -26,8 +26,8 @@ def print_life(traces: tz.tools.Traces, console: Console) -> None:
 
 
 def _lines(traces: tz.tools.Traces) -> Iterator[str]:
-    plan, kinds = traces.plan, tz.schedule.Kind
-    gathers = [path for op in traces.timeline.ops if op.kind is kinds.GATHER for path in op.params]
+    plan = traces.plan
+    gathers = [path for op in traces.timeline.ops if isinstance(op, tz.schedule.Gather) for path in op.params]
     inside = [param for param in plan.params if param.unit]
     param = max(inside, key=lambda one: (gathers.count(one.path), one.full_bytes))
     life = tz.explain(traces, param.path)
