@@ -273,8 +273,8 @@ class TracedPhases:
         self._plain_outputs, self._gradients = converted.outputs, converted.gradients  # counts for AOTAutograd
         self._outputs = len(result[0]["output"]) if backward is not None else 0
         self.ran, self._program, self._fuses, self._module = program, program, fuses, module
-        self._fakes = Fakes(values, converted.parameters, program.facts.executor) if fuses else None
-        forward, computed = self._compile_regions(forward, {})
+        self._values, self._parameters = values, converted.parameters
+        forward, computed = self._compile_regions(forward, program, {})
         names = (proxy.name for part in self._saved for proxy in part)
         self._saved_values = {name: computed[name] for name in names if name in computed}
         self._transforms = transforms
@@ -316,7 +316,7 @@ class TracedPhases:
             names = [self._tangents[position][1] for position in missing]
             program = program_without(self._program, names, fuses=self._fuses) if missing else self._program
             assert program.backward is not None, "it returns the remaining gradients"
-            trace, _ = self._compile_regions(program.backward, self._saved_values)
+            trace, _ = self._compile_regions(program.backward, program, self._saved_values)
             traces = self._transformed(trace, program)
             backward = _Backward(program, function_of(traces[-1]), traces)
         self.spent += spent()
@@ -333,10 +333,13 @@ class TracedPhases:
         return traces
 
     def _compile_regions(
-        self, trace: TraceCtx, forward_values: Mapping[str, Any]
+        self, trace: TraceCtx, program: pipeline.Program, forward_values: Mapping[str, Any]
     ) -> tuple[TraceCtx, Mapping[str, Any]]:
         """Return a phase with compiled regions, and its fake values. If nothing is fused, there are no fake values."""
-        return (trace, {}) if self._fakes is None else with_kernels(trace, self._fakes, forward_values, self._module)
+        if not self._fuses:
+            return trace, {}
+        full = {name: self._parameters[path] for name, path in program.timeline.full_parameters.items()}
+        return with_kernels(trace, Fakes(self._values, full), forward_values, self._module)
 
 
 def fake_values(converted: Converted, program: pipeline.Program) -> dict[str, Any]:

@@ -148,6 +148,13 @@ class Timeline:
             for name, param in zip(op.writes, self.params_of(op), strict=True)
         )
 
+    @property
+    def full_parameters(self) -> dict[str, str]:
+        """A mapping from values that are full parameters, gathered or cast, to their paths."""
+        casts = (op for op in self.ops if isinstance(op, Compute) and not self.cast.isdisjoint(op.reads))
+        paths = {op.writes[0]: self.inputs[op.reads[0]] or "" for op in casts}
+        return paths | {name: param.path for _, name, param in self.gathered}
+
     @cached_property
     def backward_start(self) -> int:
         """The index of backward's first operation; the number of operations if there is no backward."""

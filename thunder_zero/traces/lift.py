@@ -72,7 +72,7 @@ def _deferring(timeline: Timeline) -> Timeline:
     ops: list[Op] = []
     for op in timeline.ops:
         if isinstance(op, Reduce) and not timeline.continues(op):
-            ops += [Defer(grad, mean_of[path], path) for grad, path in zip(op.reads, op.params, strict=True)]
+            ops += [Defer((grad,), (mean_of[path],), (path,)) for grad, path in zip(op.reads, op.params, strict=True)]
         elif not isinstance(op, Reduce) and not ends(op, Reduce):
             ops.append(op)
     return timeline.with_ops(ops)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from itertools import count
 from keyword import iskeyword
 from math import prod
@@ -254,23 +254,6 @@ class ZeroExecutor(OperatorExecutor):
         """Return the trailing arguments of a launch: its axis, or no argument if the axis is the only data axis."""
         return (name,) if self.plan.mesh.replicate.size > 1 or name == TENSOR else ()
 
-    @cached_property
-    def launches(self) -> dict[str, Symbol]:
-        """A mapping from names of launches, coalesced or not, to the symbols for one tensor."""
-        singles = (self.all_gather, self.all_reduce, self.reduce_scatter)
-        return {variant.name: symbol for symbol in singles for variant in (symbol, self.coalesced[symbol])}
-
-    @cached_property
-    def codes(self) -> dict[str, Symbol]:
-        """A mapping from names of encoders and decoders, coalesced or not, to the symbols for one tensor."""
-        singles = (self.encode, self.decode, self.encode_grad, self.decode_grad)
-        return {variant.name: symbol for symbol in singles for variant in (symbol, self.coalesced[symbol])}
-
-    @cached_property
-    def waits(self) -> frozenset[str]:
-        """The names of the symbols that wait for a launch."""
-        return frozenset((self.wait.name, self.coalesced[self.wait].name))
-
     # Shapes, dtypes and devices, for tracing.
 
     def _gather_meta(self, shard: TensorProxy, path: str, *axis: str) -> FutureTensorProxy:
@@ -409,11 +392,6 @@ def _wait_meta(handle: FutureTensorProxy) -> TensorProxy:
 
 def _no_meta(*args: Any) -> None:
     return None
-
-
-def paths_of(line: BoundSymbol) -> tuple[str, ...]:
-    """Return the paths of the parameters in the arguments of one of our lines."""
-    return (line.args[1],) if isinstance(line.args[1], str) else tuple(line.args[1])
 
 
 @cache
