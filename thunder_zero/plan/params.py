@@ -363,26 +363,29 @@ class Plan:
 
     def gather_traffic(self, param: Param) -> Traffic:
         """Return the bytes to gather the parameter once."""
-        if (traffic := self._traffic.get((param.path, ""))) is None:
-            sent, received = self._gathered(param, self.mesh.shard.place)
-            traffic = Traffic(sent, received, self._gathered(param, 0)[0], param.full_bytes)
-            self._traffic[param.path, ""] = traffic
-        return traffic
+        sent, received = self._gathered(param, self.mesh.shard.place)
+        return Traffic(sent, received, self._gathered(param, 0)[0], param.full_bytes)
 
     def reduce_traffic(self, param: Param, *axes: str) -> Traffic:
         """Return the bytes to reduce the parameter's gradient once, over the given axes or by default over all."""
         total = Traffic()
         for axis in axes or self.reduced_over(param):
-            if (traffic := self._traffic.get((param.path, axis))) is None:
-                sent, received = self._reduced(param, axis, self.mesh.shard.place)
-                traffic = Traffic(sent, received, max(self._reduced(param, axis, 0)), param.grad_bytes)
-                self._traffic[param.path, axis] = traffic
-            total += traffic
+            sent, received = self._reduced(param, axis, self.mesh.shard.place)
+            total += Traffic(sent, received, max(self._reduced(param, axis, 0)), param.grad_bytes)
+        return total
+
+    def traffic(self, paths: tuple[str, ...], axis: str | None) -> Traffic:
+        """Return the bytes to reduce a bucket over an axis, or to gather it (None). Kept, since passes ask often."""
+        if (total := self._traffic.get((paths, axis))) is None:
+            params = [self.by_name[path] for path in paths]
+            each = (
+                self.gather_traffic(param) if axis is None else self.reduce_traffic(param, axis) for param in params
+            )
+            total = self._traffic[paths, axis] = sum(each, Traffic())
         return total
 
     @cached_property
-    def _traffic(self) -> dict[tuple[str, str], Traffic]:
-        """A cache, since passes ask often: a parameter and the axis of a reduction, "" for a gather."""
+    def _traffic(self) -> dict[tuple[tuple[str, ...], str | None], Traffic]:
         return {}
 
     def _gathered(self, param: Param, rank: int) -> tuple[int, int]:

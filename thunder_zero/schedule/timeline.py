@@ -33,7 +33,6 @@ from thunder_zero.schedule.ops import (
     LAUNCHES,
     Compute,
     Defer,
-    Exchange,
     Gather,
     Launch,
     Op,
@@ -45,6 +44,7 @@ from thunder_zero.schedule.ops import (
 )
 
 NUMBER = "number"  # the dtype of a Python number
+NO_TRAFFIC = Traffic()
 MOST_NAMES = 8  # an error shows at most this many names of an operation
 
 
@@ -202,16 +202,12 @@ class Timeline:
 
     def traffic(self, op: Op) -> Traffic:
         """Return the bytes of an operation: on the wire if it is a launch, and of full parameters or gradients."""
-        params = self.params_of(op)
-        match op:
-            case Gather():
-                return sum(map(self.plan.gather_traffic, params), Traffic())
-            case Reduce(over=over):
-                return sum((self.plan.reduce_traffic(param, over) for param in params), Traffic())
-            case Compute(exchange=Exchange(traffic=traffic)):
-                return traffic
-        moves_gradients = isinstance(op, Defer) or ends(op, Reduce)
-        return Traffic(full=sum(param.grad_bytes if moves_gradients else param.full_bytes for param in params))
+        if isinstance(op, Compute):
+            return op.exchange.traffic if op.exchange else NO_TRAFFIC
+        if isinstance(op, LAUNCHES):
+            return self.plan.traffic(op.params, op.over if isinstance(op, Reduce) else None)
+        of_gradients, params = isinstance(op, Defer) or ends(op, Reduce), self.params_of(op)
+        return Traffic(full=sum(param.grad_bytes if of_gradients else param.full_bytes for param in params))
 
     def travels_as(self, op: Launch, param: Param) -> Encoding:
         """Return the encoding in which a launch sends a parameter, or its gradient."""

@@ -45,7 +45,7 @@ def format_timeline(timeline: Timeline, *, numbered: bool = False) -> str:
     """Return a line for each operation, in order, with its kind, writes, reads and parameters.
 
     FREEs of other values than gathered parameters are left out. Lines of recomputed operations end with "again". A
-    border separates the phases. Lines may be long. A numbered line begins with the operation's number, as errors name it: "op 22".
+    border separates the phases. Lines may be long. A numbered line begins with "op 22", as errors name it.
     """
     lines: list[str] = []
     for index, op in enumerate(timeline.ops):
