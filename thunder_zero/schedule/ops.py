@@ -22,7 +22,7 @@ from enum import StrEnum
 from typing import ClassVar, TypeAlias, TypeGuard
 
 from thunder_zero.plan.mesh import SHARD
-from thunder_zero.plan.params import Traffic
+from thunder_zero.plan.traffic import Traffic
 
 
 class Work(StrEnum):

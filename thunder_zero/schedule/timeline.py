@@ -28,7 +28,8 @@ from functools import cached_property
 
 from thunder_zero.encodings.encoding import Encoding
 from thunder_zero.plan.amounts import size
-from thunder_zero.plan.params import Param, Plan, Traffic
+from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.traffic import Traffic, bucket_traffic
 from thunder_zero.schedule.ops import (
     LAUNCHES,
     Compute,
@@ -205,7 +206,7 @@ class Timeline:
         if isinstance(op, Compute):
             return op.exchange.traffic if op.exchange else NO_TRAFFIC
         if isinstance(op, LAUNCHES):
-            return self.plan.traffic(op.params, op.over if isinstance(op, Reduce) else None)
+            return bucket_traffic(self.plan, op.params, op.over if isinstance(op, Reduce) else None)
         of_gradients, params = isinstance(op, Defer) or ends(op, Reduce), self.params_of(op)
         return Traffic(full=sum(param.grad_bytes if of_gradients else param.full_bytes for param in params))
 

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, TypeVar
 from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.geometry import cut_rows
-from thunder_zero.plan.params import Param, Plan, Traffic
+from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import STAGES
+from thunder_zero.plan.traffic import Traffic
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Op, Reduce, Return, Wait
 from thunder_zero.schedule.prefetch import Bound, bounds

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR, Mesh
+from thunder_zero.plan.traffic import gather_work, reduce_work
 from thunder_zero.schedule.ops import LAUNCHES, Compute, Gather, Launch, Op, Work
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Device
@@ -106,7 +107,7 @@ def _coding(op: Launch, timeline: Timeline) -> tuple[int, int]:
     """Return the bytes of memory traffic to encode a launch's payload, and to decode the launch's result."""
     plan = timeline.plan
     work = [
-        plan.gather_work(param) if isinstance(op, Gather) else plan.reduce_work(param, op.over)
+        gather_work(plan, param) if isinstance(op, Gather) else reduce_work(plan, param, op.over)
         for param in timeline.params_of(op)
     ]
     return sum(encoded for encoded, _ in work), sum(decoded for _, decoded in work)
