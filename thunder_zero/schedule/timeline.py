@@ -51,17 +51,11 @@ MOST_NAMES = 8  # an error shows at most this many names of an operation
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The size and dtype of a value.
+    """The size and dtype of a value."""
 
-    Attributes:
-        nbytes: bytes of the value's elements; for a handle, of the result in flight.
-        dtype: name of the dtype, ``"float32"``; NUMBER for a Python number.
-        base: the value whose memory this value views; "" if this value is not known to be a view.
-    """
-
-    nbytes: int
-    dtype: str
-    base: str = ""
+    nbytes: int  # bytes of the value's elements; for a handle, of the result in flight
+    dtype: str  # name of the dtype, ``"float32"``; NUMBER for a Python number
+    base: str = ""  # the value whose memory this value views; "" if this value is not known to be a view
 
     def copied(self, names: Mapping[str, str]) -> Value:
         """Return the size, dtype and base of a copy. A copied view is a view of its base's copy in ``names``."""

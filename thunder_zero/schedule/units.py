@@ -94,15 +94,10 @@ def backward_ends(timeline: Timeline) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Segments:
-    """The segments of forward, cut between the runs of units.
+    """The segments of forward, cut between the runs of units."""
 
-    Attributes:
-        unit_at: the unit of each operation of forward, or the root if the unit is not recomputed whole.
-        saved: the memory that recomputed units compute and that is alive at a cut.
-    """
-
-    unit_at: tuple[str, ...]
-    saved: frozenset[str]
+    unit_at: tuple[str, ...]  # the unit of each operation of forward, or the root if the unit is not recomputed whole
+    saved: frozenset[str]  # the memory that recomputed units compute and that is alive at a cut
 
 
 def segments(timeline: Timeline) -> Segments:

@@ -63,24 +63,15 @@ FUNCTIONS = {"Max": max, "Min": min, "Mod": mod, "FloorDiv": floordiv, "PythonMo
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about the traces of one program that their lines do not contain.
+    """Facts about the traces of one program that their lines do not contain."""
 
-    Attributes:
-        executor: the symbols of our lines.
-        plan: the plan of each parameter; scheduling marks parameters as kept unsharded.
-        inputs: a mapping from inputs of the trace to the paths of parameters of the plan.
-        synced: True if gradients are reduced, False if they are deferred.
-        sizes: the shapes of all other inputs. A dynamic size is represented by the name of the input that holds its
-            value.
-        shapes: the shapes of values that have symbolic sizes.
-    """
-
-    executor: ZeroExecutor
-    plan: Plan
-    inputs: Mapping[str, str]
-    synced: bool
+    executor: ZeroExecutor  # the symbols of our lines
+    plan: Plan  # the plan of each parameter; scheduling marks parameters as kept unsharded
+    inputs: Mapping[str, str]  # a mapping from inputs of the trace to the paths of parameters of the plan
+    synced: bool  # True if gradients are reduced, False if they are deferred
+    # the shapes of all other inputs. A dynamic size is represented by the name of the input that holds its value
     sizes: Mapping[str, tuple[int | str, ...]]
-    shapes: Mapping[str, SymbolicShape]
+    shapes: Mapping[str, SymbolicShape]  # the shapes of values that have symbolic sizes
 
     def named(self, phase: str) -> str:
         """Return the name of a phase of the program. Ranks compare names, and may run different graphs."""
