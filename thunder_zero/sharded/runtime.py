@@ -31,9 +31,10 @@ from thunder_zero.sharded.resident import StayingParameters
 from thunder_zero.sharded.state import LocalState
 from thunder_zero.sharded.waits import label_launch
 from thunder_zero.sharded.wire import OnTheWire
+from thunder_zero.traces.symbols import Runtime
 
 
-class ModelRuntime:
+class ModelRuntime(Runtime):
     """The runtime of one model's traces (:class:`thunder_zero.traces.symbols.Runtime`)."""
 
     def __init__(self, state: LocalState) -> None:

@@ -33,7 +33,7 @@ from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.dry_capture import export
 from thunder_zero.traces.compiled import Traces
-from thunder_zero.traces.symbols import DryRuntime, ZeroExecutor
+from thunder_zero.traces.symbols import Runtime, ZeroExecutor
 
 from thunder.core.module import ThunderModule
 
@@ -172,7 +172,7 @@ class ProgramSource:
         """
         exported, fuses = self.exported, self._request.fuse is not None
         plan = replace(self._request, mesh=mesh or self._request.mesh).plan(policy)
-        executor = ZeroExecutor(plan, DryRuntime())
+        executor = ZeroExecutor(plan, Runtime())
         converted, program = program_of(exported.joint, exported.paths, executor, self._mode, fuses=fuses)
         names = [proxy.name for proxy in converted.trace.args]
         buffer_paths = {names[position]: path for position, path in exported.buffers.items()}

@@ -24,10 +24,9 @@ from itertools import count
 from keyword import iskeyword
 from math import prod
 from operator import floordiv, mod
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR
 from thunder_zero.plan.params import Param, Plan
@@ -86,60 +85,19 @@ class JointTrace:
     facts: Facts
 
 
-class Runtime(Protocol):
-    """The functions that the symbols call when a trace runs."""
+class Runtime:
+    """The functions that lines call. Here they refuse to run, and a model's runtime implements them.
 
-    def enter(self, phase: str, schedule: str) -> None:
-        """Begin a phase of a step. ``schedule`` is the digest of its launches."""
-
-    def encode(self, shards: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Any]:
-        """Return the payloads of a gather: rows that are cast, copied or encoded as bytes."""
-
-    def all_gather(self, sent: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Any:
-        """Launch a gather; return a handle whose ``wait()`` returns full parameters, or payloads for ``decode``."""
-
-    def decode(self, arrived: Sequence[Any], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
-        """Return the full parameters."""
-
-    def encode_grad(self, grads: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Any]:
-        """Return the payloads of a reduction: gradients, or means of an earlier reduction, cast or encoded as bytes."""
-
-    def reduce(self, sent: Sequence[Any], paths: Sequence[str], over: str = SHARD) -> Any:
-        """Launch a reduction over an axis; return a handle whose ``wait()`` returns means, or payloads for
-        ``decode_grad``."""
-
-    def decode_grad(self, arrived: Sequence[Any], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
-        """Return the means over an axis; after the last axis, in the dtype and on the device of the shard."""
+    ``over`` is the axis of a collective. A launch returns a handle whose ``wait()`` returns full parameters, means, or
+    payloads for ``decode`` and ``decode_grad``.
+    """
 
     @property
     def device(self) -> torch.device | None:
         """The device of compute; None if it is the parameters' device."""
+        return None
 
-    def defer(self, grad: Tensor, path: str) -> None:
-        """Hold a full gradient; the next reduction of the parameter adds it."""
-
-    def reduce_deferred(self, paths: Sequence[str]) -> None:
-        """Reduce deferred gradients at the end of backward. ``paths`` are the parameters that this graph misses."""
-
-    def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
-        """Raise on every rank if any gradient on any rank is not finite."""
-
-    def wait_offloaded(self, grads: Sequence[Tensor]) -> None:
-        """Wait until gradients have arrived in host memory."""
-
-    def note_launches(self, schedule: str, launches: Sequence[str]) -> None:
-        """Note the launches of a phase that is compiled now, by their digest, which ``enter`` takes."""
-
-    def tell_failure(self, error: Exception) -> None:
-        """Raise on every rank if a compilation failed on this rank alone."""
-
-
-class DryRuntime:
-    """The runtime of a trace that is only read. It has no process group."""
-
-    device = None
-
-    def _refuse(self, *args: Any) -> Any:
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             "cannot run this trace: thunder_zero.trace made it without a process group, only to be read; to run the "
             "model, jit the module with ZeroTransform and call it"
