@@ -24,8 +24,8 @@ from thunder_zero.plan.formats import Formats
 from thunder_zero.plan.from_fsdp2 import INSTEAD
 from thunder_zero.plan.policy import Policy, Times
 from thunder_zero.plan.precision import MixedPrecision
+from thunder_zero.safetensors_files import SafetensorsWeights
 from thunder_zero.sharded.initial_values import Sources
-from thunder_zero.sharded.initial_values.weights_folder import SafetensorsWeights
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -19,12 +19,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from thunder_zero.checkpoint import manifest, owner
 from thunder_zero.checkpoint.manifest import File, Manifest
+from thunder_zero.safetensors_files import Create
 
 LATEST = "latest"
 OWN_FOLDER = "end one of the two runs, or give each its own folder"
+FILES_UNCHANGED = "existing files are unchanged"
 CHECKPOINTS_UNCHANGED = "no part of this checkpoint is visible, earlier ones are unchanged"
 
 
@@ -83,6 +86,33 @@ def explain_write_error(name: str, unchanged: str = CHECKPOINTS_UNCHANGED) -> It
             raise
         reason = "the disk is full" if cause.errno == errno.ENOSPC else cause.strerror
         raise OSError(f"cannot write {name}: {reason}; {unchanged}") from error
+
+
+@contextmanager
+def create_together() -> Iterator[Create]:
+    """Yield a function that opens a temporary file to write. Rename all files at the end of the block.
+
+    If writing a file fails, existing files are unchanged.
+    """
+    written: list[tuple[Path, Path]] = []
+
+    @contextmanager
+    def create(path: Path) -> Iterator[BinaryIO]:
+        temporary = path.with_name(f".{path.name}.writing")
+        written.append((temporary, path))
+        with explain_write_error(str(path), FILES_UNCHANGED), temporary.open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    try:
+        yield create
+        for temporary, path in written:
+            with explain_write_error(str(path), FILES_UNCHANGED):
+                temporary.replace(path)
+    finally:
+        for temporary, _ in written:
+            temporary.unlink(missing_ok=True)
 
 
 def prepare(path: Path) -> None:

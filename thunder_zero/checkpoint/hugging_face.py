@@ -26,21 +26,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from thunder_zero.checkpoint.folder import explain_write_error
-from thunder_zero.checkpoint.whole_files import (
-    FILES_UNCHANGED,
+from thunder_zero.checkpoint.folder import FILES_UNCHANGED, create_together, explain_write_error
+from thunder_zero.comm.agree import all_alike_or_none, all_or_none, argument_facts
+from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0, full_tensor
+from thunder_zero.plan.amounts import bytes_of, float_dtype, name_of
+from thunder_zero.safetensors_files import (
     SUFFIX,
     TensorToWrite,
-    create_together,
     dtype_to_write,
     remove_older,
     require_storable,
     split_into_files,
     write_parts,
 )
-from thunder_zero.comm.agree import all_alike_or_none, all_or_none, argument_facts
-from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0, full_tensor
-from thunder_zero.plan.amounts import bytes_of, float_dtype, name_of
 from thunder_zero.sharded.attributes import parameter_like
 from thunder_zero.sharded.frozen import frozen_param, shape_and_dtype
 from thunder_zero.sharded.sharded_model import sharded_model, tagged

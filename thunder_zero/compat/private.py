@@ -54,7 +54,7 @@ ATTRIBUTES = {  # attributes of objects of torch or Lightning, with their purpos
     "_cdata": "whether two tensors share a storage, also without values; read in each forward",
     "_local_tensor": "the part of a DTensor without a history",
     **dict.fromkeys(("_schema", "_op"), "an operator's arguments, writes and inner operator"),
-    "_optimizer_state_dict_pre_hooks": "whether an optimizer has hooks of its own",
+    "_optimizer_load_state_dict_post_hooks": "whether an optimizer has hooks of its own",
     "_is_profiler_enabled": "whether a profiler runs; read at each launch",
     "_layer_sync": "Lightning's plugin for synchronised layers",
 }
