@@ -10,9 +10,9 @@ To save, :func:`optimizer_entries` takes optimizers, and returns entries by path
 :class:`SavedOptimizers` takes a checkpoint, and returns a state dict for each optimizer's ``load_state_dict``. Saving
 and loading begin with :func:`params_by_group`. No function here is a collective.
 
-torch's ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` are not used: both step an optimizer without states
-to create states, so that AdamW counts one step. The second raises where a parameter has no state: it was never used, or
-another rank owns it.
+torch's ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` do not serve. Both step an optimizer that has no
+states, so AdamW would count a step. The second raises if a parameter has no state: it was never used, or another rank
+owns it.
 """
 
 from __future__ import annotations

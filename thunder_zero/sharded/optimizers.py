@@ -116,8 +116,8 @@ def watch(state: State, module: nn.Module) -> None:
 def _hook_steps() -> None:
     """Register the hooks of all optimizers, once in the process.
 
-    No tensor sees a step: an optimizer is built on parameters without a call of theirs, and a DTensor's step bumps no
-    version, so that backward would silently use values of forward that are stale.
+    A model's own tensors do not see a step: torch.optim.AdamW steps DTensors without bumping a version, so backward
+    would silently use stale values of forward.
     """
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_note_step)
