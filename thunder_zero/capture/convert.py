@@ -78,14 +78,9 @@ class Converted:
 
 
 def convert(joint: Joint, paths: Sequence[str | None], *, backward: bool) -> Converted:
-    """Return the joint graph as a trace.
+    """Return the joint graph as a trace, or forward alone. Raise RuntimeError if it writes to or returns a parameter.
 
-    Args:
-        paths: for each input of dynamo's graph, the path of a parameter or None.
-        backward: False to convert forward alone.
-
-    Raises:
-        RuntimeError: forward writes to a parameter or returns one, or a gradient of a parameter is no plain tensor.
+    ``paths`` has, for each input of dynamo's graph, the path of a parameter or None.
     """
     return _Conversion(joint, paths, backward).run()
 

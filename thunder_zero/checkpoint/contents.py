@@ -73,12 +73,9 @@ class Contents:
     def entries_of(self, label: str, path: KeyPath, value: Any, turn: int | None) -> Entries:
         """Return the entry that this rank writes for a value, or {} if another rank writes the value.
 
-        Every rank writes its part of a sharded DTensor. Ranks take turns to write values that are equal on all ranks.
-
-        Args:
-            label: the value's name in error messages.
-            turn: the index of the value, which decides which rank writes it. None if ranks have different values: each
-                rank writes its value under its own prefix.
+        Every rank writes its part of a sharded DTensor. Ranks take turns to write values that are equal on all ranks:
+        ``turn`` is the index of the value. With None, ranks have different values, and each writes its value under its
+        own prefix.
         """
         if turn is None:
             return {(self.rank_prefix, *path): as_entry(label, value)}
@@ -99,11 +96,7 @@ class Contents:
         return entries
 
     def averages(self, name: str, ema: EMA) -> Contents:
-        """Return the averages of an EMA as contents of a model without buffers.
-
-        Args:
-            name: the EMA's name among the extras.
-        """
+        """Return the averages of an EMA, the extra ``name``, as contents of a model without buffers."""
 
         def averages_of(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
             averages = {name: ema.averages.get(self.paths[name]) for name in params}
@@ -158,12 +151,7 @@ def _extra_state(module: nn.Module) -> Stateful:
 
 
 def extra_entries(contents: Contents, extra: Mapping[str, Any]) -> Entries:
-    """Return the entries that this rank writes for extras: averages by rows, all other extras in one value.
-
-    Raises:
-        TypeError: an extra is a sharded model.
-        ValueError: an extra is an optimizer of a sharded model, or cannot be saved.
-    """
+    """Return the entries that this rank writes for extras: averages by rows, all other extras in one value."""
     entries, states = Entries(), dict[str, Any]()
     for name, value in extra.items():
         if isinstance(value, ShardedModel):
@@ -187,11 +175,7 @@ def as_entry(label: str, value: Any) -> Tensor | bytes:
 
 
 def pickle_value(label: str, value: Any) -> bytes:
-    """Return the bytes that ``torch.save`` writes for a value. ``label`` names the value in the error.
-
-    Raises:
-        ValueError: ``torch.load(weights_only=True)`` cannot read the bytes.
-    """
+    """Return the bytes of ``torch.save``. Raise ValueError if ``torch.load(weights_only=True)`` cannot read them."""
     stream = io.BytesIO()
     try:
         torch.save(value, stream)

@@ -178,12 +178,7 @@ def _tensors_of(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
 def _tensor_to_write(
     name: str, like: Tensor, key: str, tied: Sequence[str], names: Container[str], dtype: torch.dtype | None
 ) -> TensorToWrite:
-    """Return the description of a tensor in a file.
-
-    Args:
-        tied: all names of the tensor in the state dict. Names that the file does not have become aliases.
-        names: all names in the file.
-    """
+    """Describe a tensor in a file with ``names``. Those of the names ``tied`` that it lacks become aliases."""
     aliases = tuple(alias for alias in tied if alias not in names) if name in tied else ()
     return TensorToWrite(name, tuple(like.shape), dtype_to_write(like.dtype, dtype), key, aliases)
 
@@ -232,16 +227,9 @@ def _files_of_module(
 ) -> tuple[dict[Path, dict[str, str]], dict[Path, bytes]]:
     """Run a module's own ``save_pretrained`` on stand-ins, and return the files that it writes.
 
-    A module without ``save_pretrained`` has one file, with each tensor under its first name.
-
-    Args:
-        module: the plain module, which may have placeholders. It is not changed.
-        tensors: the tensors by name. A tied tensor is one object under each name.
-        dtype: the dtype of the weights, for ``config.json``.
-
-    Returns:
-        For each safetensors file, a mapping from names in the file to names in the state dict. For each other file,
-        its contents.
+    For each safetensors file, return a mapping from names in the file to names in the state dict. For each other file,
+    return its contents; ``config.json`` gets ``dtype``. A module without ``save_pretrained`` has one file, with each
+    tensor under its first name. A tied tensor is one object under each name of ``tensors``.
     """
     first_names: dict[int, str] = {}
     for name, tensor in tensors.items():

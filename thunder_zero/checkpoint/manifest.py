@@ -144,9 +144,7 @@ def require_no_faults(
 ) -> None:
     """Raise ValueError unless files still have the sizes and SHA-256 that their manifest lists.
 
-    Args:
-        contents: False compares sizes only, and reads no file.
-        done: a function that is called after each read, with the number of bytes.
+    ``contents=False`` compares sizes only, and reads no file. ``done`` gets the number of bytes of each read.
     """
     faults = [
         fault

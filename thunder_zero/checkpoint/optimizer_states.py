@@ -65,11 +65,7 @@ class SteppedParam:
 
 
 def params_by_group(contents: Contents, optimizers: Sequence[Optimizer]) -> list[list[SteppedParam]]:
-    """Return a list with the parameters of each group of all optimizers.
-
-    Raises:
-        ValueError: a parameter is not in the model or is in several optimizers, or a state belongs to no parameter.
-    """
+    """Return the parameters of each group. Raise ValueError if a parameter or a state has no name of its own."""
     known: dict[int, tuple[str, int | None]] = {id(tensor): (name, None) for name, tensor in contents.ignored.items()}
     known |= {id(tensor): (name, number) for number, (name, tensor) in enumerate(contents.params.items())}
     groups: list[list[SteppedParam]] = []
@@ -131,11 +127,7 @@ def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tu
 
 
 def _state_entry(contents: Contents, member: SteppedParam, key: str, value: Any) -> Entries:
-    """Return the entry that this rank writes for a state, or {} if another rank writes the state.
-
-    Raises:
-        ValueError: ``key`` is not a string without dots, or ``value`` cannot be merged across ranks.
-    """
+    """Return the entry that this rank writes for a state, or {} if another rank writes the state."""
     label, param = f"the optimizer's state {key!r} of parameter {member.name!r}", member.tensor
     path = (OPTIM, STATE, member.name, key)
     if not isinstance(key, str) or "." in key:
@@ -228,11 +220,7 @@ def _states_of(
 
 
 def _parts(states: Mapping[str, tuple[SteppedParam, str]], stored: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a mapping from state keys to parameters, for states that are sharded like their parameter.
-
-    Raises:
-        ValueError: a state of a sharded parameter has neither the parameter's shape nor one element.
-    """
+    """Return a mapping from state keys to parameters, for states that are sharded like their parameter."""
     param_shaped = {
         name for key, (member, name) in states.items() if _has_shape(stored[key], member) and member.tensor.ndim
     }

@@ -126,10 +126,6 @@ def ranks_of(group: object, mesh: object, dims: object = None) -> Ranks:
 def _data_dims(names: tuple[str, ...], dims: object) -> tuple[str, ...]:
     """Return the names of a mesh's data dimensions, with the sharding dimension last. Return an empty tuple if neither
     ``dims`` nor :data:`DATA_DIMS` names a dimension of the mesh.
-
-    Raises:
-        TypeError: ``dims`` is not a ``DataParallelMeshDims``.
-        ValueError: ``dims`` names too many dimensions, or dimensions that the mesh does not have.
     """
     if dims is None:
         return next((candidate for candidate in DATA_DIMS if {*candidate} <= {*names}), ())
@@ -274,13 +270,7 @@ def destroy_groups_after_error() -> None:
 
 
 def process_group(group: object) -> dist.ProcessGroup:
-    """Return the given group, or the default group if it is None.
-
-    Raises:
-        ValueError: this rank is not in the group.
-        TypeError: ``group`` is not a process group.
-        RuntimeError: there is no default group.
-    """
+    """Return the given group, or the default group if it is None. Raise if this rank is in no such group."""
     if group is not None:
         if group == dist.GroupMember.NON_GROUP_MEMBER:  # an int, which new_group returns on the other ranks
             raise ValueError(

@@ -71,11 +71,9 @@ class _ProbeParameter:
 
 
 def probe_optimizer(make_on: MakeOn, like: Optimizer, device: torch.device) -> ProbeResult:
-    """Probe an optimizer. Ranks with equal options get equal results. Random states are restored.
+    """Probe an optimizer like ``like``, which is not stepped. Ranks with equal options get equal results.
 
-    Args:
-        make_on: a function that builds an optimizer to probe.
-        like: the optimizer over parameters of whole shapes, which is not stepped.
+    Random states are restored.
     """
     groups, kinds = [_with_rate(hyper_parameters(group)) for group in like.param_groups], _kinds(like)
 

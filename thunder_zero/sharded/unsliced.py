@@ -27,9 +27,6 @@ def require_equal_gradients_once(state: State, stepped: Collection[int]) -> None
     """Compare gradients of unsliced parameters between tensor-parallel ranks, once for each parameter.
 
     This is a collective of one small message. It is skipped if all shards with an id in ``stepped`` were compared.
-
-    Raises:
-        RuntimeError: a gradient differs between ranks. The error names the first such parameter.
     """
     plan, shards = state.plan, state.shards
     params = [

@@ -95,11 +95,7 @@ class Joint:
         return any(map(is_part, self.described[: self.outputs]))
 
     def plain_outputs(self) -> Sequence[int]:
-        """Return the positions of the outputs of dynamo's graph among forward's outputs, in the order of the graph.
-
-        Raises:
-            RuntimeError: an output is a tensor subclass.
-        """
+        """Return the positions of the outputs of dynamo's graph among forward's outputs, in the order of the graph."""
         if self.returns_subclasses:
             raise RuntimeError(
                 "forward returns a tensor subclass, such as a DTensor, which a trace of a model that does not run "
