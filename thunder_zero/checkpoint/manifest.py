@@ -31,17 +31,11 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The manifest of a checkpoint.
+    """The manifest of a checkpoint."""
 
-    Attributes:
-        number: a number that is larger than the numbers of earlier checkpoints in the folder.
-        ranks: the number of ranks that saved.
-        files: all files except the manifest.
-    """
-
-    number: int
-    ranks: int
-    files: tuple[File, ...]
+    number: int  # a number that is larger than the numbers of earlier checkpoints in the folder
+    ranks: int  # the number of ranks that saved
+    files: tuple[File, ...]  # all files except the manifest
 
 
 def to_text(manifest: Manifest) -> str:

@@ -48,20 +48,13 @@ Optimizers = Optimizer | Iterable[Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class SteppedParam:
-    """A parameter that an optimizer steps.
+    """A parameter that an optimizer steps."""
 
-    Attributes:
-        name: the parameter's first name in the model's state dict.
-        number: the index among the model's parameters; None for an ignored parameter.
-        states: the states that this rank has, by name.
-        owner: the rank of a replica that has the whole states (``tz.whole``); None if each rank has its rows.
-    """
-
-    name: str
-    number: int | None
+    name: str  # the parameter's first name in the model's state dict
+    number: int | None  # the index among the model's parameters; None for an ignored parameter
     tensor: Tensor
-    states: Mapping[str, Any]
-    owner: int | None
+    states: Mapping[str, Any]  # the states that this rank has, by name
+    owner: int | None  # the rank of a replica that has the whole states (``tz.whole``); None if each rank has its rows
 
 
 def params_by_group(contents: Contents, optimizers: Sequence[Optimizer]) -> list[list[SteppedParam]]:

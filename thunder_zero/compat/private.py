@@ -31,17 +31,11 @@ if TYPE_CHECKING:
 
 
 class Private(NamedTuple):
-    """A private name of torch.
+    """A private name of torch."""
 
-    Attributes:
-        where: the module and, after a colon, the name in the module.
-        purpose: the purpose of the name in thunder_zero.
-        replacement: the public API that torch lacks.
-    """
-
-    where: str
-    purpose: str
-    replacement: str
+    where: str  # the module and, after a colon, the name in the module
+    purpose: str  # the purpose of the name in thunder_zero
+    replacement: str  # the public API that torch lacks
 
 
 ATTRIBUTES = {  # attributes of objects of torch or Lightning, with their purposes

@@ -122,17 +122,13 @@ def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[Shown
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    """The views of a trace.
+    """The views of a trace."""
 
-    Attributes:
-        chains: a mapping from names of views to chains.
-        folded: names of views that only one operator reads. These views are printed inside the operator's line.
-        appended: a mapping from each operator's result to the view that is its only reader. These views are printed at
-            the end of the operator's line.
-    """
-
-    chains: Mapping[str, _Chain]
+    chains: Mapping[str, _Chain]  # a mapping from names of views to chains
+    # names of views that only one operator reads. These views are printed inside the operator's line.
     folded: frozenset[str]
+    # a mapping from each operator's result to the view that is its only reader. These views are printed at the end of
+    # the operator's line.
     appended: Mapping[str, str]
 
 

@@ -25,17 +25,11 @@ TORCH = (".pt", ".pth", ".bin")
 
 @dataclass(frozen=True)
 class Optim:
-    """An optimizer in a checkpoint.
+    """An optimizer in a checkpoint."""
 
-    Attributes:
-        tensors: states that are tensors, named ``"parameter.state"``.
-        values: other states, keyed by ``"parameter.state"``.
-        groups: hyper-parameters, keyed by ``"<group>.<name>"``.
-    """
-
-    tensors: list[TensorToWrite]
-    values: dict[str, Any]
-    groups: dict[str, Any]
+    tensors: list[TensorToWrite]  # states that are tensors, named ``"parameter.state"``
+    values: dict[str, Any]  # other states, keyed by ``"parameter.state"``
+    groups: dict[str, Any]  # hyper-parameters, keyed by ``"<group>.<name>"``
 
 
 def consolidate(

@@ -60,21 +60,13 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCurves:
-    """The times of one kind of collective, as curves over the bytes that the busiest rank sends.
+    """The times of one kind of collective, as curves over the bytes that the busiest rank sends."""
 
-    Attributes:
-        launch: time that the launch takes from compute.
-        wire: a collective's time on the wire, within a burst of collectives.
-        finish: time that the wait takes from compute after all messages have arrived, for sums and copies.
-        taken: time that the collective takes from compute while it is in flight.
-        tensor_seconds: additional time of a launch for each further tensor in the bucket.
-    """
-
-    launch: Curve
-    wire: Curve
-    finish: Curve
-    taken: Curve
-    tensor_seconds: float = 0.0
+    launch: Curve  # time that the launch takes from compute
+    wire: Curve  # a collective's time on the wire, within a burst of collectives
+    finish: Curve  # time that the wait takes from compute after all messages have arrived, for sums and copies
+    taken: Curve  # time that the collective takes from compute while it is in flight
+    tensor_seconds: float = 0.0  # additional time of a launch for each further tensor in the bucket
 
 
 @dataclass(frozen=True, repr=False)

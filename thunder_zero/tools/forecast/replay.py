@@ -52,21 +52,13 @@ class _LossInput(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class RunLine:
-    """A line that ran.
+    """A line that ran."""
 
-    Attributes:
-        phase: "forward", "loss", "backward" or "optimizer step".
-        position: its position in the trace of its phase; -1 outside a trace.
-        code: its Python statement.
-        highest: the most bytes alive while the line ran.
-        events: the number of allocations and frees until the line ended.
-    """
-
-    phase: str
-    position: int
-    code: str
-    highest: int
-    events: int
+    phase: str  # "forward", "loss", "backward" or "optimizer step"
+    position: int  # its position in the trace of its phase; -1 outside a trace
+    code: str  # its Python statement
+    highest: int  # the most bytes alive while the line ran
+    events: int  # the number of allocations and frees until the line ended
 
 
 @dataclass

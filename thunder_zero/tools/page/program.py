@@ -63,23 +63,14 @@ class PageLine:
 
 @dataclass(frozen=True)
 class PageProgram:
-    """A program with its forecasts.
+    """A program with its forecasts."""
 
-    Attributes:
-        name: a name such as "ZeRO-3" or "measured times".
-        traces: the program.
-        estimate: the program's time, forecast or measured.
-        memory: the program's forecast of memory, if any.
-        no_memory: the reason why there is no forecast of memory; "" with a forecast.
-        note: the origin of measured times; "" for a forecast.
-    """
-
-    name: str
-    traces: Traces
-    estimate: Estimate
-    memory: Memory | None
-    no_memory: str = ""
-    note: str = ""
+    name: str  # a name such as "ZeRO-3" or "measured times"
+    traces: Traces  # the program
+    estimate: Estimate  # the program's time, forecast or measured
+    memory: Memory | None  # the program's forecast of memory, if any
+    no_memory: str = ""  # the reason why there is no forecast of memory; "" with a forecast
+    note: str = ""  # the origin of measured times; "" for a forecast
 
     @cached_property
     def lines(self) -> tuple[PageLine, ...]:
