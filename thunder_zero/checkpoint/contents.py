@@ -35,35 +35,27 @@ RANK_KEY = re.compile(r"rank(\d{1,6})\.(.*)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """One rank's values of a model, or of the averages of a model.
+    """One rank's values of a model, or of the averages of a model."""
 
-    Attributes:
-        params: the parameters by name: DTensors, or full tensors in stage 0. Tied parameters have their first name.
-        aliases: a mapping from further names of tied parameters to first names.
-        ignored: parameters that the policy ignores, by name. Values of ignored parameters may differ between ranks.
-        paths: a mapping from names to paths in the plain module. Only paths have the parts that torch's wrappers add.
-        buffers: the buffers of the state dict, by name. Rank 0 saves them.
-        states: the modules' extra states by name, each with an object that loads it. Rank 0 saves them.
-        rank, ranks: this rank's number among all ranks, and the number of ranks.
-        replica_rank, replica_size: this rank's number among the ranks of its replica, and the number of these ranks.
-        is_writer: True if this rank's replica writes the checkpoint. Hybrid sharding has several replicas.
-        root: the common first parts of the keys.
-        label: a noun for these values in error messages.
-    """
-
+    # the parameters by name: DTensors, or full tensors in stage 0. Tied parameters have their first name.
     params: Mapping[str, Tensor]
-    aliases: Mapping[str, str]
+    aliases: Mapping[str, str]  # a mapping from further names of tied parameters to first names
+    # parameters that the policy ignores, by name. Values of ignored parameters may differ between ranks.
     ignored: Mapping[str, Tensor]
+    # a mapping from names to paths in the plain module. Only paths have the parts that torch's wrappers add.
     paths: Mapping[str, str]
-    buffers: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]  # the buffers of the state dict, by name. Rank 0 saves them.
+    # the modules' extra states by name, each with an object that loads it. Rank 0 saves them.
     states: Mapping[str, tuple[Any, Stateful]]
+    # rank, ranks: this rank's number among all ranks, and the number of ranks
     rank: int
     ranks: int
+    # replica_rank, replica_size: this rank's number among the ranks of its replica, and the number of these ranks
     replica_rank: int
     replica_size: int
-    is_writer: bool = True
-    root: KeyPath = (MODEL,)
-    label: str = "model"
+    is_writer: bool = True  # True if this rank's replica writes the checkpoint. Hybrid sharding has several replicas.
+    root: KeyPath = (MODEL,)  # the common first parts of the keys
+    label: str = "model"  # a noun for these values in error messages
 
     @property
     def rank_prefix(self) -> str:

@@ -63,27 +63,21 @@ class RunLine:
 
 @dataclass
 class Replay:
-    """A step that runs line by line.
-
-    Attributes:
-        rehearsal: the model's state, on which the collectives of lines run.
-        optimizer: the optimizer that steps the shards after backward, if any.
-        around_loss, around_optimizer: contexts in which the loss and the optimizer run.
-        lines: the lines that ran.
-        gradients: the gradients that backward returned, keyed by path of the parameter.
-        caller_inputs: the inputs. Like a caller, the replay keeps the inputs alive until the optimizer's step.
-        buffers: the module's buffers. Like the module, the replay keeps the buffers alive.
-    """
+    """A step that runs line by line."""
 
     traces: Traces
     watch: Watch
-    rehearsal: Rehearsal
-    optimizer: torch.optim.Optimizer | None
+    rehearsal: Rehearsal  # the model's state, on which the collectives of lines run
+    optimizer: torch.optim.Optimizer | None  # the optimizer that steps the shards after backward, if any
+    # around_loss, around_optimizer: contexts in which the loss and the optimizer run
     around_loss: Context = field(default_factory=nullcontext)
     around_optimizer: Context = field(default_factory=nullcontext)
-    lines: list[RunLine] = field(default_factory=list)
+    lines: list[RunLine] = field(default_factory=list)  # the lines that ran
+    # the gradients that backward returned, keyed by path of the parameter
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    # the inputs. Like a caller, the replay keeps the inputs alive until the optimizer's step.
     caller_inputs: list[Tensor] = field(default_factory=list)
+    # the module's buffers. Like the module, the replay keeps the buffers alive.
     buffers: list[Tensor] = field(default_factory=list)
 
     def run_phases(self, loss: Loss | None) -> None:

@@ -38,26 +38,17 @@ AROUND = {
 
 @dataclass(frozen=True, slots=True)
 class PageLine:
-    """A line of the page.
+    """A line of the page."""
 
-    Attributes:
-        phase: "digests", "forward", "loss", "backward" or "optimizer step".
-        code: its Python statement.
-        row: the meaning of the line; None outside a trace.
-        unit: the unit of the line's parameters, or else the unit of the surrounding lines.
-        ops: positions of the line's operations in ``Traces.timeline``.
-        start, end: the times of the line on the compute lane, in seconds since the step began.
-        memory: the position in ``Memory.lines`` of this line, or else of the last line before it. None before the
-            first.
-    """
-
-    phase: str
-    code: str
-    row: Row | None
-    unit: str
-    ops: tuple[int, ...]
+    phase: str  # "digests", "forward", "loss", "backward" or "optimizer step"
+    code: str  # its Python statement
+    row: Row | None  # the meaning of the line; None outside a trace
+    unit: str  # the unit of the line's parameters, or else the unit of the surrounding lines
+    ops: tuple[int, ...]  # positions of the line's operations in ``Traces.timeline``
+    # start, end: the times of the line on the compute lane, in seconds since the step began
     start: float
     end: float
+    # the position in ``Memory.lines`` of this line, or else of the last line before it. None before the first.
     memory: int | None
 
 

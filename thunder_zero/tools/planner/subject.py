@@ -33,28 +33,18 @@ class AlikeBlocks:
 
 @dataclass(frozen=True)
 class Subject:
-    """A module to plan for.
+    """A module to plan for."""
 
-    Attributes:
-        name: the name in tables and messages.
-        module: the module. It may be on the meta device, since its values are never read.
-        args, kwargs: the arguments of forward, for one rank's share of a batch.
-        loss: a function from the outputs of forward to the loss, or None.
-        tokens: number of tokens of one rank in a step.
-        alike: the identical blocks with the most parameters. None if there are no identical blocks.
-        batch: number of rows of the inputs, or 1 if the caller cannot choose the number.
-        build: a line of Python that makes the module, for the plan's code to paste.
-    """
-
-    name: str
-    module: nn.Module
+    name: str  # the name in tables and messages
+    module: nn.Module  # the module. It may be on the meta device, since its values are never read.
+    # args, kwargs: the arguments of forward, for one rank's share of a batch
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    loss: Callable[[Any], Tensor] | None
-    tokens: int
-    alike: AlikeBlocks | None
-    batch: int
-    build: str
+    loss: Callable[[Any], Tensor] | None  # a function from the outputs of forward to the loss, or None
+    tokens: int  # number of tokens of one rank in a step
+    alike: AlikeBlocks | None  # the identical blocks with the most parameters. None if there are no identical blocks.
+    batch: int  # number of rows of the inputs, or 1 if the caller cannot choose the number
+    build: str  # a line of Python that makes the module, for the plan's code to paste
 
     @property
     def blocks(self) -> int:
