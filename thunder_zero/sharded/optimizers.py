@@ -142,9 +142,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _refuse_replaced(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
     """Raise RuntimeError if the optimizer has parameters that a transform replaced."""
-    replaced_ids = {number for state in sharded_model.states() for number in state.replaced}
+    if all(state.replaced.keys().isdisjoint(map(id, stepped)) for state in sharded_model.states()):
+        return
     for param in stepped:
-        if id(param) in replaced_ids and (owner := sharded_model.owner_of_replaced(param)) is not None:
+        if (owner := sharded_model.owner_of_replaced(param)) is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} holds the plain module's parameter {owner[1].path!r}, which the "
                 f"transform replaced, so its step would be lost; build the optimizer on model.parameters() of the "
