@@ -56,15 +56,10 @@ def export(
     for_gpu: bool = False,
     dynamic: bool = False,
 ) -> Exported:
-    """Capture a module's forward.
+    """Capture a module's forward. Raise RuntimeError if it is not one graph, or reads a number from a tensor.
 
-    Args:
-        args, kwargs: the arguments of forward.
-        for_gpu: True to use the GPU's attention kernels even if tensors are on the CPU.
-        dynamic: True to make the arguments' sizes symbols.
-
-    Raises:
-        RuntimeError: dynamo captures no graph or several graphs, or forward reads a number from a tensor.
+    With ``for_gpu``, the GPU's attention kernels are used even if tensors are on the CPU. With ``dynamic``, the
+    arguments' sizes are symbols.
     """
     name = type(module).__name__
     captures: list[tuple[aot.Joint, Sequence[Any], Sequence[str | None], Sequence[Any]]] = []

@@ -88,12 +88,7 @@ class _Chain:
 
 
 def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[ShownLine]:
-    """Yield the lines to show.
-
-    Args:
-        trace: the trace of a phase.
-        freed: a mapping from positions of ``del`` lines to the names of the gathered parameters that these lines free.
-    """
+    """Yield the lines to show. ``freed`` has the gathered parameters that the ``del`` line at a position frees."""
     views = _views(trace)
     folded = {name: views.chains[name].apply(views.chains[name].root.name) for name in views.folded}
     hidden = {*views.folded, *views.appended.values()}

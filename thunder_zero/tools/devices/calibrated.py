@@ -130,11 +130,7 @@ class Calibrated(Device):
         return self.traffic.get(work, self.traffic["pointwise"]).seconds(traffic_bytes)
 
     def collective(self, kind: str, ranks: int, stride: int, nbytes: float, steps: int, tensors: int) -> CollectiveTime:
-        """Return the time of a collective.
-
-        Raises:
-            ValueError: collectives of this number of ranks were not measured.
-        """
+        """Return the time of a collective. Raise ValueError if this number of ranks was not measured."""
         if ranks != self.ranks or stride != 1 or kind not in self.collectives:
             raise ValueError(
                 f"{self.name} was calibrated with collectives of {_ranks(self.ranks)}, but the step has one of "

@@ -297,12 +297,7 @@ def _returned_values(trace: TraceCtx) -> dict[str, Any]:
 
 @torch.enable_grad()
 def call_loss(loss: Loss, output: Any) -> Tensor:
-    """Return the loss of a model's result.
-
-    Raises:
-        NoForecast: the loss reads a tensor's value.
-        TypeError: ``loss`` takes other arguments, or its result is not a tensor of one number with a gradient.
-    """
+    """Return the loss of a model's result, one number with a gradient. Raise if the loss reads a tensor's value."""
     action = "give one that reads no value (.item(), if, a boolean mask), or none"
     try:
         with needs_no_values("the loss: it", action):

@@ -34,12 +34,7 @@ class NoForecast(RuntimeError):
 def needs_no_values(subject: str, action: str) -> Iterator[None]:
     """Convert torch's errors on meta tensors inside the block to ``NoForecast``.
 
-    Args:
-        subject: the subject of the message, such as "the loss: it".
-        action: the advice at the end of the message.
-
-    Raises:
-        NoForecast: the block does not run on meta tensors.
+    The message begins with ``subject``, such as "the loss: it", and ends with ``action``.
     """
     try:
         yield

@@ -75,12 +75,8 @@ def why_there(op: Op, explanations: Mapping[str, Explanation]) -> str:
 def why_exposed(wire: float, exposed: float, ahead: float, queued: float, earlier: str) -> str:
     """Return the reason why compute waits for a collective; "" if compute does not wait.
 
-    Args:
-        wire: seconds of the collective on the wires.
-        exposed: seconds that compute waits for the collective.
-        ahead: seconds of compute between the launch and the wait.
-        queued: seconds after the launch in which the wire carries an earlier collective.
-        earlier: the parameters of the earlier collective.
+    Seconds: ``wire`` on the wires, ``exposed`` of waiting, ``ahead`` of compute between launch and wait, ``queued``
+    behind the ``earlier`` collective on the wire.
     """
     if not exposed:
         return ""

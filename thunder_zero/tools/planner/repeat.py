@@ -83,11 +83,7 @@ class NotPeriodic(Exception):
 
 
 def lengthen(keys: Sequence[Hashable], marks: Sequence[int], copies: int) -> tuple[list[int], Period | None]:
-    """Return the :func:`positions` of a sequence with ``copies`` more periods, and the period.
-
-    Raises:
-        NotPeriodic: ``copies`` is above 0, and there is no period.
-    """
+    """Return the :func:`positions` of a sequence with ``copies`` more periods, and the period."""
     period = find_period(keys, marks) if copies else None
     if copies and period is None:
         raise NotPeriodic
@@ -124,11 +120,7 @@ def _phases(timeline: Timeline, units: Sequence[str]) -> Iterator[tuple[range, l
 
 
 def estimate_whole(traces: Traces, device: Device, units: Sequence[str], copies: int) -> Estimate:
-    """Return the estimate of a step with ``copies`` blocks in addition to the traced ``units``.
-
-    Raises:
-        NotPeriodic: the units do not repeat.
-    """
+    """Return the estimate of a step with ``copies`` blocks in addition to the traced ``units``."""
     timeline, lifted = traces.timeline, traces.lifted
     traced = step_time(timeline, device, model=lifted)
     if not copies:
@@ -213,9 +205,6 @@ def memory_whole(memory: Memory, traces: Traces, units: Sequence[str], copies: i
     """Return the memory of a step with ``copies`` blocks in addition to the traced ``units``.
 
     ``memory`` is the forecast of the traced step, including the optimizer.
-
-    Raises:
-        NotPeriodic: the units do not repeat.
     """
     changes = _changes(memory)
     order = _order(memory, traces, units, changes, copies)

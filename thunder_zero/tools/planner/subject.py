@@ -82,16 +82,8 @@ def subject_of(
 ) -> Subject:
     """Return the subject that the arguments describe.
 
-    Args:
-        model: a module, a named model or its key in ``MODELS``, or ``FILE.py:function``.
-        args, kwargs: the arguments of a module's forward.
-        loss: a function from outputs to the loss, for a module or a file.
-        length: tokens of a sequence, for a named model (default: the model's).
-        micro_batch: sequences of one rank in a step, for a named model.
-
-    Raises:
-        ValueError: an option does not fit this kind of model, or no parameter is trained.
-        TypeError: ``model`` has a wrong type.
+    ``model`` is a module, a named model or its key in ``MODELS``, or ``FILE.py:function``. ``length`` and
+    ``micro_batch`` are options of a named model, and the other arguments those of a module or a file.
     """
     if isinstance(model, nn.Module):
         if length is not None or micro_batch != 1:

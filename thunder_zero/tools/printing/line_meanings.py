@@ -100,11 +100,7 @@ class Gap:
 
 
 def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> tuple[Row, ...]:
-    """Return the rows of one phase: the lines with their meanings.
-
-    Raises:
-        ValueError: the timeline has an operation whose line is missing.
-    """
+    """Return the rows of one phase: the lines with their meanings."""
     alive = gathered_bytes(timeline)
     params_of_value, params_of_gradient = _parameters_in(timeline), _gradients(timeline)
     ops_of_line: dict[int, list[int]] = {}
