@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -80,7 +79,7 @@ def test_the_thread_of_asynchronous_saves_chooses_its_device(
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append((threading.current_thread().name, device)))
     monkeypatch.setattr(background, "group_like", lambda group, device: group)
     device = torch.device("cuda:1")
-    background.BackgroundSaves(two_fake_ranks, device).start({}, lambda entries, group: Path("x")).result(timeout=10)
+    background.BackgroundSaves(two_fake_ranks, device).thread.submit(lambda: None).result(timeout=10)
     ((thread, chosen),) = seen
     assert thread.startswith("thunder_zero-save")
     assert chosen == device

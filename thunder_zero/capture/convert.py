@@ -42,29 +42,20 @@ COPYING: dict[Any, Any] = {torch.ops.aten.view.default: torch.ops.aten.reshape.d
 
 @dataclass(frozen=True)
 class Converted:
-    """A joint graph after conversion: a joint trace, or a trace of forward alone.
+    """A joint graph after conversion: a joint trace, or a trace of forward alone."""
 
-    Attributes:
-        trace: the trace of the plain module.
-        paths: a mapping from inputs of the trace that are parameters to their paths.
-        values: fake values of the trace's values, keyed by name.
-        tangents: (position of an output, name of its tangent) pairs, in the order of backward's inputs.
-        constants: the graph's constant tensors, keyed by the names of the trace's inputs for them.
-        outputs: the number of outputs that AOTAutograd takes. The trace's forward returns these outputs first.
-        gradients: the number of gradients that AOTAutograd takes. The trace's backward returns these gradients first.
-        sizes: the shapes of inputs that are no parameters. A symbolic size is the name of the input that is its number.
-        shapes: the shapes of values that have symbolic sizes.
-    """
-
-    trace: TraceCtx
-    paths: Mapping[str, str]
-    values: Mapping[str, Any]
+    trace: TraceCtx  # the trace of the plain module
+    paths: Mapping[str, str]  # a mapping from inputs of the trace that are parameters to their paths
+    values: Mapping[str, Any]  # fake values of the trace's values, keyed by name
+    # (position of an output, name of its tangent) pairs, in the order of backward's inputs
     tangents: Sequence[tuple[int, str]]
-    constants: Mapping[str, Tensor]
-    outputs: int
+    constants: Mapping[str, Tensor]  # the graph's constant tensors, keyed by the names of the trace's inputs for them
+    outputs: int  # the number of outputs that AOTAutograd takes. The trace's forward returns these outputs first.
+    # the number of gradients that AOTAutograd takes. The trace's backward returns these gradients first.
     gradients: int
+    # the shapes of inputs that are no parameters. A symbolic size is the name of the input that is its number.
     sizes: Mapping[str, tuple[int | str, ...]]
-    shapes: Mapping[str, SymbolicShape]
+    shapes: Mapping[str, SymbolicShape]  # the shapes of values that have symbolic sizes
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -78,14 +69,9 @@ class Converted:
 
 
 def convert(joint: Joint, paths: Sequence[str | None], *, backward: bool) -> Converted:
-    """Return the joint graph as a trace.
+    """Return the joint graph as a trace, or forward alone. Raise RuntimeError if it writes to or returns a parameter.
 
-    Args:
-        paths: for each input of dynamo's graph, the path of a parameter or None.
-        backward: False to convert forward alone.
-
-    Raises:
-        RuntimeError: forward writes to a parameter or returns one, or a gradient of a parameter is no plain tensor.
+    ``paths`` has, for each input of dynamo's graph, the path of a parameter or None.
     """
     return _Conversion(joint, paths, backward).run()
 

@@ -53,23 +53,15 @@ class Mode:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A compiled program of a graph.
+    """A compiled program of a graph."""
 
-    Attributes:
-        synced: True if the program reduces gradients.
-        computation_fn: the function of forward.
-        traces: a function that returns the traces of the last run.
-        run: a function of a list of inputs, with rows in place of parameters.
-        spent: a function that returns the cost of compiling the program so far.
-        forward_traces, backward_traces: what ``thunder.last_traces`` and ``thunder.last_backward_traces`` return. The
-            last trace of each is the one that runs.
-    """
-
-    synced: bool
-    computation_fn: Callable[..., Any]
-    traces: Callable[[], Traces]
-    run: Callable[[list[Any]], Sequence[Any]]
-    spent: Callable[[], Spent]
+    synced: bool  # True if the program reduces gradients
+    computation_fn: Callable[..., Any]  # the function of forward
+    traces: Callable[[], Traces]  # a function that returns the traces of the last run
+    run: Callable[[list[Any]], Sequence[Any]]  # a function of a list of inputs, with rows in place of parameters
+    spent: Callable[[], Spent]  # a function that returns the cost of compiling the program so far
+    # forward_traces, backward_traces: what ``thunder.last_traces`` and ``thunder.last_backward_traces`` return. The
+    # last trace of each is the one that runs.
     forward_traces: Sequence[TraceCtx]
     backward_traces: Sequence[TraceCtx]
 

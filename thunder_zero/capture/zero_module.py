@@ -253,12 +253,7 @@ class ZeroModule(ShardedModel, ThunderModule):
         return copied
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the plain module.
-
-        Raises:
-            AttributeError: the attribute does not exist, is a method of FSDP2, or is a function that needs full
-                parameters.
-        """
+        """Return an attribute of the plain module. Raise for names of FSDP2 and functions that need full values."""
         class_name = type(self._modules["_model"]).__name__
         if name in INSTEAD and not hasattr(self._modules["_model"], name):
             raise AttributeError(f"{class_name} has no {name}, which is a name of FSDP2; here: {INSTEAD[name]}")
@@ -315,11 +310,7 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """True in a sharded accelerator. Accelerate asks before it would wrap the model.
-
-        Raises:
-            RuntimeError: another accelerator was given the model, as by a plain Trainer.
-        """
+        """True in a sharded accelerator. Accelerate asks before it would wrap the model."""
         if self._wrapper is None:
             raise RuntimeError(
                 f"Accelerate, or a Trainer, was given a {type(self.plain).__name__} that thunder_zero trains, of which "

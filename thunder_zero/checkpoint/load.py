@@ -194,9 +194,6 @@ def extras_to_load(extra: Mapping[str, Any], loaded: Loaded, ranks: int) -> Stat
     """Return (extra, call that loads its state) tuples for the extras that load a state.
 
     EMAs are left out, since averages are loaded by rows.
-
-    Raises:
-        ValueError: an extra is not in the checkpoint, or differs between the ranks that saved.
     """
     names = [name for name, value in extra.items() if not isinstance(value, EMA)]
     for name in names:

@@ -369,23 +369,14 @@ def _end(work: dist.Work, group: ProcessGroup, rank: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackedMessage:
-    """Parameters that share a message.
+    """Parameters that share a message."""
 
-    Attributes:
-        members: the indices of the parameters in the bucket.
-        shapes: the shapes of the parameters.
-        shard_shapes: the shapes of the message's tensors: a rank's rows with padding, or all rows.
-        sizes: the number of elements of each shape in ``shard_shapes``.
-        elements: the sum of the sizes.
-        is_even: True if there are several members, and the number of ranks divides the rows of each member.
-    """
-
-    members: tuple[int, ...]
-    shapes: tuple[Shape, ...]
-    shard_shapes: tuple[Shape, ...]
-    sizes: tuple[int, ...]
-    elements: int
-    is_even: bool
+    members: tuple[int, ...]  # the indices of the parameters in the bucket
+    shapes: tuple[Shape, ...]  # the shapes of the parameters
+    shard_shapes: tuple[Shape, ...]  # the shapes of the message's tensors: a rank's rows with padding, or all rows
+    sizes: tuple[int, ...]  # the number of elements of each shape in ``shard_shapes``
+    elements: int  # the sum of the sizes
+    is_even: bool  # True if there are several members, and the number of ranks divides the rows of each member
 
 
 @cache

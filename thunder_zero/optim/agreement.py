@@ -22,19 +22,10 @@ LATER = (
 def agree_on_step(
     kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], state: State, *, known: bool
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Compare the next step between ranks, in one small collective if all ranks agree.
+    """Compare the next step between ranks, in one small collective if all agree. All ranks raise if they differ.
 
-    Args:
-        kind: the name of the optimizer's class.
-        members: the parameters, in the order in which they are sent.
-        known: True if an earlier step compared members and groups.
-
-    Returns:
-        The paths of the parameters with a gradient, and the paths of the parameters that every rank has in full.
-        Each set is equal on all ranks.
-
-    Raises:
-        RuntimeError: ranks differ. All ranks raise.
+    Return the paths of the parameters with a gradient, and of those that every rank has in full. Each set is equal on
+    all ranks. With ``known``, an earlier step compared members and groups.
     """
     facts = _facts(kind, () if known else members, groups, LATER if known else FIRST)
     if not known:

@@ -23,9 +23,6 @@ def follow_requires_grad(state: State, runtime: ModelRuntime) -> bool:
 
     This is a collective only if ``no_sync`` holds gradients of a parameter that was frozen. Ranks that freeze different
     parameters learn of it by the tags of their next launches.
-
-    Raises:
-        ValueError: the backend cannot reduce the gradient of a parameter that was unfrozen.
     """
     plan, shards = state.plan, state.shards
     changed = [param for param in plan.params if shards[param.path].requires_grad is not param.requires_grad]

@@ -118,11 +118,7 @@ def _unsharded(state: State, module: nn.Module, full: dict[str, nn.Parameter]) -
 
 
 def _value(module: nn.Module, param: Param, original: Tensor) -> Tensor:
-    """Return a parameter's value at the end of the block.
-
-    Raises:
-        ValueError: the parameter was replaced by a tensor of another shape or dtype.
-    """
+    """Return a parameter's value at the end of the block. Raise ValueError if its shape or dtype has changed."""
     value = module.get_parameter(param.path).detach()
     if local(value).shape != local(original).shape or value.dtype is not original.dtype:
         raise ValueError(

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from traceback import walk_tb
 from typing import Any
-from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
@@ -105,21 +105,24 @@ def load_exactly(optimizer: Optimizer, saved: dict[str, Any]) -> None:
         optimizer.state[params[number]] = with_saved_dtypes(optimizer.state[params[number]], values)
 
 
-_hooked = False
-_checked: WeakSet[Optimizer] = WeakSet()  # optimizers of shards that have stepped
-
-
 def watch(state: State, module: nn.Module) -> None:
     """Register a model, so that the hooks around steps know its shards and the parameters that they replaced."""
-    global _hooked
     sharded_model.register(state, module)
     guard_files(_refuse_model_file, _refuse_optimizer_files)
-    if not _hooked:
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_note_step)
-        on_failed_steps(_explain)
-        share_found_inf(_has_gradient_of_shard)
-        _hooked = True
+    _hook_steps()
+
+
+@cache
+def _hook_steps() -> None:
+    """Register the hooks of all optimizers, once in the process.
+
+    A model's own tensors do not see a step: torch.optim.AdamW steps DTensors without bumping a version, so backward
+    would silently use stale values of forward.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_note_step)
+    on_failed_steps(_explain)
+    share_found_inf(_has_gradient_of_shard)
 
 
 def _has_gradient_of_shard(grads: Iterable[Tensor]) -> bool:
@@ -139,7 +142,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _refuse_replaced(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
     """Raise RuntimeError if the optimizer has parameters that a transform replaced."""
-    for param in stepped if sharded_model.has_replaced(stepped) else ():
+    if all(state.replaced.keys().isdisjoint(map(id, stepped)) for state in sharded_model.states()):
+        return
+    for param in stepped:
         if (owner := sharded_model.owner_of_replaced(param)) is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} holds the plain module's parameter {owner[1].path!r}, which the "
@@ -159,15 +164,16 @@ def _refuse_early(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
 
 def _check_first_step(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
     """Check an optimizer before its first step of shards. Register a hook that checks its states after each load."""
-    if optimizer not in _checked and any(sharded_model.owners_of(stepped)):
-        _checked.add(optimizer)
-        for state in sharded_model.states():
-            ids = {id(shard) for shard in stepped} & set(map(id, state.shards.values()))
-            if state.plan.mesh.is_sliced and ids:
-                require_equal_gradients_once(state, ids)
-        _take_own_states(optimizer)
-        if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # a wrapper may lack the attribute
-            optimizer.register_load_state_dict_post_hook(_take_own_states)
+    hooks = getattr(optimizer, "_optimizer_load_state_dict_post_hooks", None)  # a wrapper may lack the attribute
+    if (hooks and _take_own_states in hooks.values()) or not any(map(sharded_model.owner_of, stepped)):
+        return
+    for state in sharded_model.states():
+        ids = {id(shard) for shard in stepped} & set(map(id, state.shards.values()))
+        if state.plan.mesh.is_sliced and ids:
+            require_equal_gradients_once(state, ids)
+    _take_own_states(optimizer)
+    if hooks is not None:
+        optimizer.register_load_state_dict_post_hook(_take_own_states)
 
 
 def _refuse_model_file(model: object) -> None:

@@ -77,16 +77,11 @@ class Slice:
 
     torch redistributes the DTensor's gradient to the parameter's placements. This also reduces partial gradients, such
     as those of sequence parallelism.
-
-    Attributes:
-        taken: the new input of the graph, a placeholder with the shape of this rank's slice.
-        whole: a function that builds the DTensor from the slice and ``args``.
-        args: the placements and the shape. A graph is specialised on both.
     """
 
-    taken: Placeholder
-    whole: Callable[..., DTensor]
-    args: tuple[Any, ...]
+    taken: Placeholder  # the new input of the graph, a placeholder with the shape of this rank's slice
+    whole: Callable[..., DTensor]  # a function that builds the DTensor from the slice and ``args``
+    args: tuple[Any, ...]  # the placements and the shape. A graph is specialised on both.
 
 
 def slice_of(value: object) -> Slice | None:

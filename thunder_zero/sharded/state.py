@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -140,6 +142,9 @@ class State(LocalState):
         unsharded: True inside ``full_parameters``, where the model cannot be called.
         same_batch: the comparison of inputs between tensor-parallel ranks.
         averaged: the ids of the parameters that currently hold their averages (``EMA.applied``).
+        same_gradients: paths whose gradients tensor-parallel ranks have compared (``unsliced.py``).
+        saves: the thread of asynchronous saves (``checkpoint/background.py``); None before the first.
+        replaced: weak references to the parameters that the shards replace, with their paths, by id.
     """
 
     def __init__(
@@ -149,11 +154,14 @@ class State(LocalState):
         self.ranks, self.group = ranks, ranks.world
         self.unsharded = False
         self.averaged: frozenset[int] = frozenset()
+        self.same_gradients: set[str] = set()
+        self.saves: Any = None
         name = f"model {next_number(self.group)} ({type(module).__name__})"
         self.same_batch = SameBatch(plan, ranks, device, name)
         wire = Wire(model_transport(ranks, device, name, plan.policy.transport), plan, device)
         super().__init__(plan, device, name, wire, at_rest, specs_of(plan, ranks, device))
         plain = {param.path: module.get_parameter(param.path) for param in plan.params}
+        self.replaced = {id(original): (ref(original), path) for path, original in plain.items()}
         for path, original in plain.items():
             with_attributes_of(self.shards[path], original)
         self.placeholders = {

@@ -10,7 +10,6 @@ gradient of its local slice, nothing sums these gradients, and ranks drift apart
 from __future__ import annotations
 
 from collections.abc import Collection
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,22 +21,18 @@ from thunder_zero.sharded.state import State
 
 SAME = 0.05  # relative to a gradient's norm: far above rounding, far below differences between heads
 NOISE = 1e-6  # relative to the largest norm, for gradients that are zero in exact arithmetic
-_compared: WeakKeyDictionary[State, set[str]] = WeakKeyDictionary()  # the compared paths of each model
 
 
 def require_equal_gradients_once(state: State, stepped: Collection[int]) -> None:
     """Compare gradients of unsliced parameters between tensor-parallel ranks, once for each parameter.
 
     This is a collective of one small message. It is skipped if all shards with an id in ``stepped`` were compared.
-
-    Raises:
-        RuntimeError: a gradient differs between ranks. The error names the first such parameter.
     """
-    plan, shards, compared = state.plan, state.shards, _compared.setdefault(state, set())
+    plan, shards = state.plan, state.shards
     params = [
         param
         for param in plan.params
-        if param.sliced is None and param.path not in compared and id(shards[param.path]) in stepped
+        if param.sliced is None and param.path not in state.same_gradients and id(shards[param.path]) in stepped
     ]
     if not params:
         return
@@ -59,7 +54,7 @@ def require_equal_gradients_once(state: State, stepped: Collection[int]) -> None
                 f"SequenceParallel, along the dimension of the slices"
             )
     if norms.any():  # otherwise no backward has run yet
-        compared.update(param.path for param in params)
+        state.same_gradients.update(param.path for param in params)
 
 
 def _summary(grad: Tensor) -> Tensor:

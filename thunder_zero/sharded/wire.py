@@ -76,15 +76,10 @@ def is_staged(param: Param, plan: Plan, device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientParts:
-    """The parts of a gradient before they are added in float32, on an axis of W ranks.
+    """The parts of a gradient before they are added in float32, on an axis of W ranks."""
 
-    Attributes:
-        own: this rank's part, not encoded, (n,).
-        others: the encoded parts to or from the other ranks, in rank order: (W - 1, nbytes), uint8.
-    """
-
-    own: Tensor
-    others: Tensor
+    own: Tensor  # this rank's part, not encoded, (n,)
+    others: Tensor  # the encoded parts to or from the other ranks, in rank order: (W - 1, nbytes), uint8
 
 
 OnTheWire = Tensor | GradientParts

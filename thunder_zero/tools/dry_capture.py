@@ -34,21 +34,13 @@ HALF, WIDEST = (torch.float16, torch.bfloat16), 256
 
 @dataclass(frozen=True)
 class Exported:
-    """A module's graph, captured once.
+    """A module's graph, captured once."""
 
-    Attributes:
-        joint: the graph, with its backward.
-        paths: for each input, the path of a parameter or None.
-        buffers: a mapping from positions of inputs to paths, for buffers and unplanned parameters.
-        markers: an object for each output of the graph.
-        returned: the result of forward, with markers in place of the graph's outputs.
-    """
-
-    joint: aot.Joint
-    paths: Sequence[str | None]
-    buffers: Mapping[int, str]
-    markers: Sequence[Any]
-    returned: Any
+    joint: aot.Joint  # the graph, with its backward
+    paths: Sequence[str | None]  # for each input, the path of a parameter or None
+    buffers: Mapping[int, str]  # a mapping from positions of inputs to paths, for buffers and unplanned parameters
+    markers: Sequence[Any]  # an object for each output of the graph
+    returned: Any  # the result of forward, with markers in place of the graph's outputs
 
     def restored(self, outputs: Sequence[Any]) -> Any:
         """Build the result of the module's forward from the outputs of the forward trace."""
@@ -64,15 +56,10 @@ def export(
     for_gpu: bool = False,
     dynamic: bool = False,
 ) -> Exported:
-    """Capture a module's forward.
+    """Capture a module's forward. Raise RuntimeError if it is not one graph, or reads a number from a tensor.
 
-    Args:
-        args, kwargs: the arguments of forward.
-        for_gpu: True to use the GPU's attention kernels even if tensors are on the CPU.
-        dynamic: True to make the arguments' sizes symbols.
-
-    Raises:
-        RuntimeError: dynamo captures no graph or several graphs, or forward reads a number from a tensor.
+    With ``for_gpu``, the GPU's attention kernels are used even if tensors are on the CPU. With ``dynamic``, the
+    arguments' sizes are symbols.
     """
     name = type(module).__name__
     captures: list[tuple[aot.Joint, Sequence[Any], Sequence[str | None], Sequence[Any]]] = []

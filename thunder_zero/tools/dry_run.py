@@ -108,25 +108,20 @@ def trace(
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """What is traced.
+    """What is traced."""
 
-    Attributes:
-        module, args, kwargs, policy, synced, fuse, device, dynamic: as for :func:`trace`.
-        mesh: the mesh of the rank.
-        slices: a mapping from paths of sliced parameters to the sliced dimension.
-        partial: paths of parameters whose gradients are summed over tensor-parallel ranks.
-    """
-
+    # module, args, kwargs, policy, synced, fuse, device, dynamic: as for :func:`trace`
     module: nn.Module
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     policy: Policy | int
-    mesh: Mesh
+    mesh: Mesh  # the mesh of the rank
     synced: bool = True
     fuse: Fuser | None = None
     device: Device | str | None = None
+    # a mapping from paths of sliced parameters to the sliced dimension
     slices: Mapping[str, int] = field(default_factory=dict)
-    partial: Container[str] = ()
+    partial: Container[str] = ()  # paths of parameters whose gradients are summed over tensor-parallel ranks
     dynamic: bool = False
 
     @property

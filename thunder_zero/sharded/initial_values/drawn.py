@@ -185,19 +185,14 @@ def find_written(
     stand_ins: Mapping[Tensor, Tensor],
     meta_names: Mapping[int, str],
 ) -> dict[Tensor, Any]:
-    """Call a function on a module. Return the new values of the tensors that the function wrote to or replaced.
+    """Call a function on its module ``owner``. Return the new values of the tensors that it wrote to or replaced.
 
     During the call, stand-ins replace the module's tensors. A write to a meta tensor of another module raises.
 
     Args:
-        function: ``reset_parameters`` or ``init``.
         who: the function's name in an error.
-        owner: the module.
         stand_ins: the stand-ins, by the tensors that they replace.
         meta_names: the names of all tensors on the meta device, by the addresses of their storages.
-
-    Raises:
-        ValueError: the function wrote to another module's tensor.
     """
     slots = list(direct_tensors(owner))
     versions = {tensor: stand_in._version for tensor, stand_in in stand_ins.items()}

@@ -27,21 +27,14 @@ FINEST = 500  # the relative precision of the least bytes is 1 / FINEST
 
 @dataclass(frozen=True)
 class Search:
-    """The candidates for one program.
+    """The candidates for one program."""
 
-    Attributes:
-        lifted: the program's timeline before any pass.
-        asked: the requested policy.
-        prices: the prices of recomputed work and of launches.
-        tell: a function that is called with the number of candidates before each evaluation.
-        evaluated: a mapping from policies to candidates.
-    """
-
-    lifted: Timeline
-    asked: Policy
-    prices: Prices = USUAL_PRICES
+    lifted: Timeline  # the program's timeline before any pass
+    asked: Policy  # the requested policy
+    prices: Prices = USUAL_PRICES  # the prices of recomputed work and of launches
+    # a function that is called with the number of candidates before each evaluation
     tell: Callable[[int], None] = lambda count: None
-    evaluated: dict[Policy, Candidate] = field(default_factory=dict)
+    evaluated: dict[Policy, Candidate] = field(default_factory=dict)  # a mapping from policies to candidates
 
     def candidate(self, policy: Policy) -> Candidate:
         """Return the candidate of a policy. Each policy is evaluated once."""

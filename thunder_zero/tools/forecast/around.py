@@ -36,14 +36,7 @@ ALLOCATORS = ("empty", "new_empty")  # prefixes of operators that do not touch m
 def memory_and_timeline(
     traces: Traces, *, loss: Loss | None = None, optimizer: MakeOptimizer | None = None
 ) -> tuple[Memory, Timeline]:
-    """Return the results of ``memory`` and ``whole_step`` from one rehearsal.
-
-    Raise the errors of :func:`thunder_zero.tools.memory`.
-
-    Args:
-        traces: the result of :func:`for_loss`.
-        loss, optimizer: as for :func:`thunder_zero.tools.memory`.
-    """
+    """Return the results of :func:`thunder_zero.tools.memory` and ``whole_step`` from one rehearsal."""
     backend, operators = backend_of(traces), _Around()
     with Watch(Holds.PARAMETER) as watch:
         replay = begin_replay(traces, backend, optimizer, watch, contexts=(operators.loss, operators.optimizer))

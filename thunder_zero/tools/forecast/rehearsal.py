@@ -28,17 +28,9 @@ MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 def optimizer_at_rest(
     make: MakeOptimizer, shards: Mapping[str, nn.Parameter], watch: Watch, *, foreach: bool
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of meta shards. A first step has allocated the optimizer's state.
+    """Return an optimizer of meta shards. A first step has allocated the optimizer's state, which ``watch`` counts.
 
-    Args:
-        make: a class of optimizers, or a function from parameters to an optimizer.
-        shards: the sharded parameters, keyed by path.
-        watch: the watch that counts the optimizer's state.
-        foreach: True if torch chooses foreach by default for the model's shards: plain tensors on CUDA, not DTensors.
-
-    Raises:
-        TypeError: ``make`` is not a function from parameters to an optimizer.
-        NoForecast: the optimizer reads a tensor's value, or its step needs a closure.
+    ``foreach`` is True if torch chooses foreach by default for the shards: plain tensors on CUDA, not DTensors.
     """
     if isinstance(make, torch.optim.Optimizer) or not callable(make):
         raise TypeError(

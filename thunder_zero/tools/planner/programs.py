@@ -41,30 +41,19 @@ class StepForecast:
 
 @dataclass(frozen=True)
 class SubjectPrograms:
-    """The compiled programs of a subject.
+    """The compiled programs of a subject."""
 
-    Attributes:
-        subject: the module to plan for.
-        asked: a policy with the user's precision and formats.
-        shards: number of ranks of a replica at compilation. Schedules do not depend on this number.
-        device: the device of the estimates.
-        tell: a function that shows the current work.
-        slices: number of tensor-parallel ranks.
-        how: the tensor-parallel plan.
-        captured: captured modules, keyed by number of blocks.
-        compiled: traces, keyed by policy, presence of replicas, and number of blocks.
-        enough: a mapping from policies to the number of blocks to trace until their work repeats.
-    """
-
-    subject: Subject
-    asked: Policy
-    shards: int
-    device: Device
-    tell: Callable[[str], None]
-    slices: int = 1
-    how: Slicing = field(default_factory=dict)
-    captured: dict[int, ProgramSource] = field(default_factory=dict)
+    subject: Subject  # the module to plan for
+    asked: Policy  # a policy with the user's precision and formats
+    shards: int  # number of ranks of a replica at compilation. Schedules do not depend on this number.
+    device: Device  # the device of the estimates
+    tell: Callable[[str], None]  # a function that shows the current work
+    slices: int = 1  # number of tensor-parallel ranks
+    how: Slicing = field(default_factory=dict)  # the tensor-parallel plan
+    captured: dict[int, ProgramSource] = field(default_factory=dict)  # captured modules, keyed by number of blocks
+    # traces, keyed by policy, presence of replicas, and number of blocks
     compiled: dict[tuple[Policy, bool, int], Traces] = field(default_factory=dict)
+    # a mapping from policies to the number of blocks to trace until their work repeats
     enough: dict[Policy, int] = field(default_factory=dict)
 
     @cached_property

@@ -67,49 +67,31 @@ PHASES = {"forward": ("forward",), "backward": ("backward",), "both": ("forward"
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """A line of a trace.
+    """A line of a trace."""
 
-    Attributes:
-        code: its Python statement.
-        position: the line's position in its phase's trace, as in ``Traces.lines``.
-        origin: the corresponding line of the user's program; "" if unknown.
-        alive: forecast bytes of all tensors alive after the line; None without a forecast.
-        peak: the most bytes alive while the line runs; None for all lines except the line of the step's peak.
-    """
-
-    code: str
-    position: int
-    origin: str = ""
-    alive: int | None = None
+    code: str  # its Python statement
+    position: int  # the line's position in its phase's trace, as in ``Traces.lines``
+    origin: str = ""  # the corresponding line of the user's program; "" if unknown
+    alive: int | None = None  # forecast bytes of all tensors alive after the line; None without a forecast
+    # the most bytes alive while the line runs; None for all lines except the line of the step's peak
     peak: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line and its meaning.
+    """A line and its meaning."""
 
-    Attributes:
-        line: the line.
-        kind: the kind of the line's operation. None without an operation: unpacking, encoding, or the ``del`` of an
-            activation.
-        does: the kind as text, "encode", "decode", or "tensor" for torch's tensor parallelism. "" outside the schedule.
-        params: paths of the line's parameters, including parameters whose gradients the line computes.
-        gradients: True if the line handles gradients of the parameters.
-        sent: bytes that this rank sends; None if the line launches no collective.
-        deferred: bytes of full gradients that the line keeps for the reduction in a later backward.
-        gathered: bytes of gathered parameters alive after the line.
-        form: the encoding of a collective's messages, such as "int8/128"; "" without an encoding.
-    """
-
-    line: SourceLine
+    line: SourceLine  # the line
+    # the kind of the line's operation. None without an operation: unpacking, encoding, or the ``del`` of an activation.
     kind: str | None
+    # the kind as text, "encode", "decode", or "tensor" for torch's tensor parallelism. "" outside the schedule.
     does: str
-    params: tuple[str, ...]
-    gradients: bool
-    sent: int | None
-    deferred: int
-    gathered: int
-    form: str = ""
+    params: tuple[str, ...]  # paths of the line's parameters, including parameters whose gradients the line computes
+    gradients: bool  # True if the line handles gradients of the parameters
+    sent: int | None  # bytes that this rank sends; None if the line launches no collective
+    deferred: int  # bytes of full gradients that the line keeps for the reduction in a later backward
+    gathered: int  # bytes of gathered parameters alive after the line
+    form: str = ""  # the encoding of a collective's messages, such as "int8/128"; "" without an encoding
 
     def label(self, plan: Plan) -> str:
         """Return a short name of the parameters, and the encoding of the messages."""
@@ -135,11 +117,7 @@ class Gap:
 def rows(
     lines: Iterable[SourceLine], timeline: Timeline, positions: Sequence[Sequence[int]], *, backward: bool
 ) -> tuple[Row, ...]:
-    """Return the rows of one phase: the lines with their meanings. ``positions`` are :attr:`Traces.lines`.
-
-    Raises:
-        ValueError: the timeline has an operation whose line is missing.
-    """
+    """Return the rows of one phase: the lines with their meanings. ``positions`` are :attr:`Traces.lines`."""
     alive, read, made = gathered_bytes(timeline), _parameters_in(timeline), _gradients(timeline)
     index_of = {
         position: index
