@@ -41,7 +41,7 @@ from thunder_zero.checkpoint.whole_files import (
 from thunder_zero.comm.agree import all_alike_or_none, all_or_none, argument_facts
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0, full_tensor
 from thunder_zero.plan.amounts import bytes_of, float_dtype, name_of
-from thunder_zero.sharded.attributes import parameter_like
+from thunder_zero.sharded.dtensors import parameter_like
 from thunder_zero.sharded.frozen import frozen_param, shape_and_dtype
 from thunder_zero.sharded.sharded_model import sharded_model, tagged
 from thunder_zero.sharded.state import State

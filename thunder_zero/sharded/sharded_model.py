@@ -65,7 +65,7 @@ class ShardedModel(nn.Module):
         ...         loss(model(x)).backward()
         >>> loss(model(micro_batches[-1])).backward()
         """
-        with self.state.accumulation.unsynced():
+        with self.state.unsynced():
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -115,13 +115,13 @@ _replaced_ids: set[int] = set()  # ids of replaced parameters; after one is free
 def register(state: State, module: nn.Module) -> None:
     """Register a model's shards, and the parameters that they will replace in the plain module."""
     _states.add(state)
-    for path, shard in state.shards.items():
+    for path, param in state.params.items():
         original = module.get_parameter(path)
         _entries[original] = ShardEntry(weakref.ref(state), path, is_shard=False)
         if original.requires_grad:
             original.register_post_accumulate_grad_hook(_refuse_gradient(path, state.name))
         _replaced_ids.add(id(original))
-        _entries[shard] = ShardEntry(weakref.ref(state), path, is_shard=True)
+        _entries[param.shard] = ShardEntry(weakref.ref(state), path, is_shard=True)
 
 
 def _refuse_gradient(path: str, name: str) -> Callable[[Tensor], None]:
