@@ -4,9 +4,9 @@
 state dict come from the plain module, whose parameters are the shards. A call has these steps::
 
     model(x)    _before_forward                    check that nothing was changed, cast inputs
-                State.tracing                      replace shards by placeholders
+                State.holding                      replace shards by placeholders
                 CapturedForward (forward.py)       let dynamo look up or capture graphs, and run their programs
-                State.tracing                      put the shards back
+                State.holding                      put the shards back
 
 Calls raise if they would move, cast, wrap or pickle the model, or compute with shards as full values. The errors name
 an alternative. :func:`traces_of` returns the program that ran last.
@@ -214,7 +214,7 @@ class ZeroModule(ShardedModel, ThunderModule):
     def _call_programs(self, *args: Any, **kwargs: Any) -> Any:
         graphs = self._forward_fn.graphs
         watched = self._compilations.watched(lambda: graphs.program_count, graphs.shapes_by_kind, args, kwargs)
-        with self._state.tracing(), watched:
+        with self._state.holding(), watched:
             try:
                 return self._forward_fn(*args, **kwargs)
             except Exception as error:

@@ -65,7 +65,7 @@ def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bo
     values: dict[str, Tensor] = {}
     failure: Exception | None = None
     try:
-        with _unsharded(state, module, full):
+        with without_casts(module), state.holding(full):
             yield module
             if writeback and full:
                 values = {param.path: _value(module, param, full[param.path]) for param in state.plan.params}
@@ -101,17 +101,6 @@ def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.P
             if not rank0_only or group.rank() == 0:
                 full[param.path] = parameter_like(state.params[param.path].shard, value)
     return full
-
-
-@contextmanager
-def _unsharded(state: State, module: nn.Module, full: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Temporarily replace the plain module's shards by full parameters, or by placeholders if ``full`` is empty."""
-    state.unsharded = True
-    try:
-        with without_casts(module), state.holding(full):
-            yield
-    finally:
-        state.unsharded = False
 
 
 def _value(module: nn.Module, param: Param, original: Tensor) -> Tensor:

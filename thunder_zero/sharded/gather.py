@@ -14,7 +14,7 @@ stale parameters would not take part in the gather.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.sharded.digests import digests_of
 from thunder_zero.sharded.param import ShardedParam, changed_digests, note_digests
 from thunder_zero.sharded.state import LocalState
+
+Full = TypeVar("Full", bound=Sequence[Tensor])
 
 
 class GatherBucket:
@@ -45,17 +47,15 @@ class GatherBucket:
         """Launch the gather of the parameters that are due. The handle returns all parameters of the bucket."""
         if not self._keeps:
             return self._wire.gather(sent, self._plans)
-        due, is_last = self._due(), self._state.synced
+        due = self._due()
         full = {index: param.full_value() for index, param in enumerate(self._params) if index not in due}
         handle = self._wire.gather(*self._select(due, sent)) if due else None
-        self._note_launch([self._params[index] for index in due], is_last=is_last)  # if it fails, rows are still stale
+        self._note_launch([self._params[index] for index in due])  # after it, since rows are still stale if it fails
 
         def wait() -> tuple[Tensor, ...]:
             arrived = full | dict(zip(due, handle.wait() if handle else (), strict=True))
             results = tuple(arrived[index] for index in range(len(self._params)))
-            if not self._decodes:
-                self._note_arrival(results, is_last=is_last)
-            return results
+            return results if self._decodes else self._note_arrival(results)
 
         return WaitsBy(wait)
 
@@ -64,9 +64,7 @@ class GatherBucket:
         if not self._keeps:
             return self._wire.decode(arrived, self._plans)
         due = [index for index, tensor in enumerate(arrived) if tensor.dtype is torch.uint8]
-        results = self._replace(self._wire.decode, due, arrived)
-        self._note_arrival(results, is_last=self._state.synced)
-        return results
+        return self._note_arrival(self._replace(self._wire.decode, due, arrived))
 
     def _due(self) -> list[int]:
         """Return the indices of the parameters that must be gathered."""
@@ -87,22 +85,22 @@ class GatherBucket:
             results[index] = result
         return results
 
-    def _note_launch(self, due: Sequence[ShardedParam], *, is_last: bool) -> None:
-        """Record the launch. In the last micro-batch, ZeRO-2's parameters are not kept any longer."""
-        if is_last and not self._is_resident:
-            for param in self._params:
-                param.expire()
-            return
+    def _note_launch(self, due: Sequence[ShardedParam]) -> None:
         for param in due:
             param.gather()
-        if not self._is_resident:
+        if self._is_resident:
+            return
+        if self._state.synced:  # the last micro-batch, whose results are not kept: they arrive after they have expired
+            for param in self._params:
+                param.expire()
+        else:
+            self._state.holds_gathered = True
             note_digests(due, digests_of(param.rows for param in due))
 
-    def _note_arrival(self, full: Sequence[Tensor], *, is_last: bool) -> None:
-        if self._is_resident or not is_last:
-            self._state.holds_gathered |= not self._is_resident
-            for param, tensor in zip(self._params, full, strict=True):
-                param.arrive(tensor)
+    def _note_arrival(self, full: Full) -> Full:
+        for param, tensor in zip(self._params, full, strict=True):
+            param.arrive(tensor)
+        return full
 
 
 def agree_on_stale(state: LocalState) -> None:

@@ -35,7 +35,7 @@ MOVES: Mapping[tuple[Status, Move], Status] = {
     ("gathering", "gather"): "gathering",  # the step that gathered it before has failed
     ("gathering", "arrive"): "full",
     ("full",      "arrive"): "full",       # in one bucket with a parameter that was gathered
-    ("sharded",   "arrive"): "sharded",    # it expired while it was in flight
+    ("sharded",   "arrive"): "sharded",    # it expired in flight
     ("full",      "expire"): "sharded",    # a rank changed its rows, or the accumulation ends
     ("gathering", "expire"): "sharded",
     ("sharded",   "expire"): "sharded",
@@ -68,7 +68,6 @@ class ShardedParam:
         shares_memory: True if ``rows`` are a view of ``full``.
         rows: the tensor that programs read: this rank's rows with padding, or the replicated parameter.
         shard: the optimizer's parameter: an alias of ``rows`` without padding, as a DTensor if there is a spec.
-        has_one_row: True if the parameter is sharded and has one row.
         status: the state of ``full``, as in :data:`MOVES`.
         grad_status: "deferred" if ``deferred`` has a gradient, otherwise "reduced".
         deferred: the full gradient that is not reduced yet.
@@ -101,7 +100,6 @@ class ShardedParam:
         unpadded = real_rows(self.rows.detach(), param, plan)
         self._count = len(unpadded) if plan.geometry(param).padding else None
         self.shard = parameter(unpadded, spec, requires_grad=param.requires_grad)
-        self.has_one_row = param.sharded and param.shape[0] == 1
         # The first forward, too, must compute with values that were encoded and decoded.
         is_full = param.resident and not plan.decodes(param)
         self.status: Status = "full" if is_full else "sharded" if param.sharded else "replicated"
@@ -117,10 +115,6 @@ class ShardedParam:
         self.placeholder = placeholder_of(self.path, original, self.plan.compute_dtype, device)
         parts = (name.rpartition(".") for name in self.plan.names)
         self.slots = tuple((module.get_submodule(parent)._parameters, name) for parent, _, name in parts)
-
-    def put(self, tensor: Tensor) -> None:
-        for holder, name in self.slots:
-            holder[name] = tensor
 
     def gradient(self, rows: Tensor) -> Tensor:
         """Return the gradient of the shard, from the gradient of its rows with their padding."""

@@ -15,7 +15,7 @@ The arguments of backward are known only while it runs, so :func:`refuse_wrong_b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
@@ -180,8 +180,9 @@ class Rows(torch.autograd.Function):
         for rows, param in zip(grads, params, strict=True):
             grad, shard = None if rows is None else param.gradient(rows), param.shard
             # Single rows are excluded: autograd may later add to .grad in place, and DTensor would broadcast the row.
+            is_single = param.plan.sharded and param.plan.shape[0] == 1
             trains = shard.requires_grad  # it may have been frozen since forward
-            writes = trains and writes_grads and not param.has_one_row and not state.outside.is_hooked(param.path)
+            writes = trains and writes_grads and not is_single and not state.outside.is_hooked(param.path)
             if grad is not None and writes and _write(grad, shard):
                 grad = None
             if grad is not None and trains:
@@ -228,7 +229,7 @@ def refuse_wrong_backward(
             f"needs): it is compiled without a graph, so this part of the gradient would be lost; leave create_graph "
             f"out, or call torch.func.grad inside of forward"
         )
-    if not (was_synced and not state.deferred) and not accumulates(_leaves_of(_inputs_of(node))):
+    if not (was_synced and not state.deferred) and not accumulates(_leaves_of(node)):
         raise RuntimeError(
             f"torch.autograd.grad, or backward(inputs=...), through {model} in the middle of an accumulation: no_sync "
             f"defers the gradients of all its parameters, so they would be added or lost; call it outside of no_sync "
@@ -251,13 +252,8 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(tree, field.name))
 
 
-def _inputs_of(node: Node) -> tuple[Node, ...]:
-    """Return the nodes of the compiled forward's inputs: one node for all rows, one for each input with a gradient."""
-    return tuple({source: None for source, _ in node.next_functions if source is not None})
-
-
-def _leaves_of(inputs: Iterable[Node]) -> Iterator[Node]:
+def _leaves_of(node: Node) -> Iterator[Node]:
     """Yield the leaf nodes of the forward's inputs. The node of the rows leads to the nodes of the parameters."""
-    for node in inputs:
-        candidates = (leaf for leaf, _ in node.next_functions) if isinstance(node, ROWS) else (node,)
+    for source in {source: None for source, _ in node.next_functions if source is not None}:
+        candidates = (leaf for leaf, _ in source.next_functions) if isinstance(source, ROWS) else (source,)
         yield from (leaf for leaf in candidates if leaf is not None and leaf.name() == LEAF)

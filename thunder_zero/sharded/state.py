@@ -1,4 +1,4 @@
-"""This rank's state of one model: parameters, process groups, and objects with the model's lifetime.
+"""One model on one rank: parameters, process groups, and objects with the lifetime of the model.
 
 Training code steps the shards. Compiled traces reach this state through ``runtime.py``::
 
@@ -8,9 +8,10 @@ Training code steps the shards. Compiled traces reach this state through ``runti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -155,8 +156,7 @@ class State(LocalState):
     Attributes:
         ranks: the process groups that train the model.
         group: the process group of all ranks.
-        traced: True while forward runs, and the plain module has placeholders.
-        unsharded: True inside ``full_parameters``, where the model cannot be called.
+        in_module: what the plain module has: "shards", "placeholders" while forward runs, or "full parameters".
         same_batch: the comparison of inputs between tensor-parallel ranks.
         averaged: the ids of the parameters that currently hold their averages (``EMA.applied``).
     """
@@ -166,7 +166,7 @@ class State(LocalState):
     ) -> None:
         """Build the parameters of a plain module. The module is not changed until :meth:`place`."""
         self.ranks, self.group = ranks, ranks.world
-        self.traced = self.unsharded = False
+        self.in_module: Literal["shards", "placeholders", "full parameters"] = "shards"
         self.averaged: frozenset[int] = frozenset()
         self._class_name = type(module).__name__
         name = f"model {next_number(self.group)} ({self._class_name})"
@@ -179,37 +179,34 @@ class State(LocalState):
 
     def place(self) -> None:
         """Put the shards into the plain module."""
-        self._put(lambda param: param.shard)
+        self._put(param.shard for param in self.params.values())
 
-    def _put(self, tensor_of: Callable[[ShardedParam], Tensor]) -> None:
-        for param in self.params.values():
-            param.put(tensor_of(param))
+    def _put(self, tensors: Iterable[Tensor]) -> None:
+        for param, tensor in zip(self.params.values(), tensors, strict=True):
+            for holder, name in param.slots:
+                holder[name] = tensor
         for part in self._recurrent:  # recurrent layers also have a list of their parameters
             part._flat_weights = [part._parameters.get(name) for name in part._flat_weights_names]
 
     @contextmanager
-    def holding(self, full: Mapping[str, Tensor]) -> Iterator[None]:
-        """Temporarily replace the module's shards by these tensors, and all other shards by placeholders."""
+    def holding(self, full: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """Temporarily replace the module's shards by full parameters, and all shards without one by placeholders.
+
+        Forward has placeholders in each call, also when nothing is captured, since dynamo guards the identity of the
+        module's parameters.
+        """
+        self.in_module = "placeholders" if full is None else "full parameters"
+        stand_ins: dict[str, Tensor] = {path: param.placeholder for path, param in self.params.items()}
         try:
-            self._put(lambda param: full.get(param.path, param.placeholder))
+            self._put((stand_ins | dict(full or {})).values())
             yield
         finally:
             self.place()
-
-    @contextmanager
-    def tracing(self) -> Iterator[None]:
-        """Temporarily replace the module's shards by placeholders, while forward runs."""
-        # Replaced in every call, not only during capture, since dynamo guards the identity of the module's parameters.
-        self.traced = True
-        try:
-            with self.holding({}):
-                yield
-        finally:
-            self.traced = False
+            self.in_module = "shards"
 
     def require_at_rest(self) -> None:
         """Raise RuntimeError while forward runs, and inside ``full_parameters``."""
-        if self.traced:
+        if self.in_module == "placeholders":
             raise RuntimeError(
                 f"{self._class_name} was called inside of its own forward, or from a second thread, after thunder_zero "
                 f"sharded it; call the sharded model once at a time"
@@ -218,7 +215,7 @@ class State(LocalState):
 
     def require_sharded(self) -> None:
         """Raise RuntimeError inside ``full_parameters``."""
-        if self.unsharded:
+        if self.in_module == "full parameters":
             raise RuntimeError(
                 f"{self.name} is inside full_parameters; leave that block first, or call the module that it gives"
             )
@@ -234,9 +231,8 @@ class State(LocalState):
     def leave_group(self) -> None:
         """Drop all references to the process groups. Afterwards the model cannot be called."""
         vars(self.transport).clear()  # cleared, since compiled programs also refer to the transport
-        for mesh in {
-            param.spec.mesh for param in self.params.values() if param.spec is not None
-        }:  # since shards also refer to the meshes
+        specs = [param.spec for param in self.params.values() if param.spec is not None]
+        for mesh in {spec.mesh for spec in specs}:  # since shards also refer to the meshes
             let_go_of_groups(mesh)
         del self.ranks, self.group, self.transport, self.same_batch
 
