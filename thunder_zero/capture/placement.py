@@ -119,21 +119,23 @@ def _memory_stays(params: Mapping[str, ShardedParam]) -> Check:
 
     A DTensor has a storage without memory. ``.data = ...`` replaces this storage, but not the local tensor.
     """
-    shards = [param.shard for param in params.values()]
-    known = [(shard.shape, shard.untyped_storage()._cdata) for shard in shards]
-    places = [(shard.dtype, shard.device) for shard in shards]
+
+    def memory() -> list[tuple[torch.Size, Any]]:
+        return [(param.shard.shape, param.shard.untyped_storage()._cdata) for param in params.values()]
+
+    expected, places = memory(), [(param.shard.dtype, param.shard.device) for param in params.values()]
 
     def check() -> str | None:
-        if [(shard.shape, shard.untyped_storage()._cdata) for shard in shards] == known:
+        if (found := memory()) == expected:
             return None
-        for path, shard, (shape, storage), place in zip(params, shards, known, places, strict=True):
-            if (shard.dtype, shard.device) != place:
-                return _moved(f"parameter {path!r}", shard, *place)
-            if (shard.shape, shard.untyped_storage()._cdata) != (shape, storage):
+        for (path, param), place, before, now in zip(params.items(), places, expected, found, strict=True):
+            if (param.shard.dtype, param.shard.device) != place:
+                return _moved(f"parameter {path!r}", param.shard, *place)
+            if now != before:
                 return (
-                    f"the memory of parameter {path!r} was replaced (.data = ...): its shape is now "
-                    f"{tuple(shard.shape)}, the shard's is {tuple(shape)}, and programs read what it had before; copy "
-                    f"new values into it in place"
+                    f"the memory of parameter {path!r} was replaced (.data = ...): its shape is now {tuple(now[0])}, "
+                    f"the shard's is {tuple(before[0])}, and programs read what it had before; copy new values into it "
+                    f"in place"
                 )
         return None
 

@@ -76,13 +76,16 @@ class ShardedParam:
             reports their steps.
         digest: the digest of ``rows`` at that time, (1,); None if no digest is compared.
         is_compared: True if tensor-parallel ranks have compared their gradients of it (``unsliced.py``).
+        has_own_hook: True if ``outside.py`` has the first hook on the shard's gradient.
+        given: the mean gradient that a program has passed to autograd, until this hook gets it.
         placeholder: the parameter that the plain module has while forward runs, with the full shape and no memory.
         slots: the entries of the plain module that hold the parameter: a module's dict, and the name.
     """
 
     placeholder: nn.Parameter
     slots: tuple[tuple[MutableMapping[str, Any], str], ...] = ()
-    is_compared = False
+    is_compared = has_own_hook = False
+    given: Tensor | None = None
 
     def __init__(self, param: Param, plan: Plan, device: torch.device, value: Tensor, spec: DTensorSpec | None) -> None:
         """Lay out the memory of ``value``: this rank's rows with padding, or the full value (ZeRO-1, replicated)."""
@@ -119,6 +122,17 @@ class ShardedParam:
     def gradient(self, rows: Tensor) -> Tensor:
         """Return the gradient of the shard, from the gradient of its rows with their padding."""
         return as_dtensor(rows if self._count is None else rows[: self._count], self.spec)
+
+    @property
+    def is_hooked(self) -> bool:
+        """True if the shard has hooks of the user, on its gradient or on its accumulation."""
+        hooks = self.shard._backward_hooks or ()
+        return len(hooks) > self.has_own_hook or bool(self.shard._post_accumulate_grad_hooks)
+
+    def give(self, mean: Tensor) -> None:
+        """Record that a program passes a mean gradient to autograd, so that the hook does not average it again."""
+        if self.has_own_hook:
+            self.given = mean
 
     def current_version(self) -> tuple[int, int]:
         return self.shard._version, local(self.shard)._version

@@ -86,9 +86,10 @@ def reduce_deferred(state: LocalState, paths: Sequence[str]) -> None:
     if means and state.plan.policy.check_gradients:
         check_finite(state, list(means.values()), list(means))
     for path, mean in means.items():
-        grad = state.params[path].gradient(mean)
-        state.outside.give(path, grad)
-        torch.autograd.backward(state.params[path].shard, grad)  # which calls the hooks of the shard with it
+        param = state.params[path]
+        grad = param.gradient(mean)
+        param.give(grad)
+        torch.autograd.backward(param.shard, grad)  # which calls the hooks of the shard with it
 
 
 def check_finite(state: LocalState, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
@@ -159,7 +160,7 @@ class Rows(torch.autograd.Function):
     def forward(ctx: Any, state: LocalState, params: Sequence[ShardedParam], *shards: Tensor) -> tuple[Tensor, ...]:
         """Return the padded rows. A tied parameter may occur twice in ``params``."""
         ctx.set_materialize_grads(False)  # grads of unused parameters stay None
-        ctx.state, ctx.params = state, params
+        ctx.params = params
         rows = tuple(param.rows.detach() for param in params)
         if state.plan.frozen:
             pairs = zip(rows, params, strict=True)
@@ -173,7 +174,6 @@ class Rows(torch.autograd.Function):
         A gradient is written to ``.grad`` here, as in FSDP2, since autograd would copy it or create another DTensor.
         Then the hooks of ``outside.py`` only get gradients from outside of programs.
         """
-        state: LocalState = ctx.state
         params: Sequence[ShardedParam] = ctx.params
         writes_grads = accumulates(leaf for leaf, _ in ctx.next_functions if leaf)
         shard_grads: list[Tensor | None] = []
@@ -182,11 +182,11 @@ class Rows(torch.autograd.Function):
             # Single rows are excluded: autograd may later add to .grad in place, and DTensor would broadcast the row.
             is_single = param.plan.sharded and param.plan.shape[0] == 1
             trains = shard.requires_grad  # it may have been frozen since forward
-            writes = trains and writes_grads and not is_single and not state.outside.is_hooked(param.path)
+            writes = trains and writes_grads and not is_single and not param.is_hooked
             if grad is not None and writes and _write(grad, shard):
                 grad = None
             if grad is not None and trains:
-                state.outside.give(param.path, grad)
+                param.give(grad)
             shard_grads.append(grad)
         return None, None, *shard_grads
 

@@ -70,9 +70,7 @@ class ModelRuntime:
         params = [self._state.params[path] for path in paths]
         shards: list[Tensor] = [param.shard for param in params]
         if not self._state.synced:
-            is_hooked = self._state.outside.is_hooked
-            pairs = zip(shards, paths, strict=True)
-            shards = [shard.detach().requires_grad_() if is_hooked(path) else shard for shard, path in pairs]
+            shards = [param.shard.detach().requires_grad_() if param.is_hooked else param.shard for param in params]
         rows: tuple[Tensor, ...] = Rows.apply(self._state, params, *shards)  # type: ignore[no-untyped-call]
         return rows
 

@@ -60,7 +60,6 @@ class LocalState:
         synced: True outside of ``no_sync``: the gradients of the current forward will be reduced.
         grew: True if a backward under ``no_sync`` has run since the deferred gradients were last reduced.
         refrozen: names parameters that were frozen or unfrozen since the model was sharded, for tags; "" if none.
-        outside: gradients of full parameters that programs do not reduce.
         clock: the recorder of waits while ``measure_times`` runs.
         labels: the labels of waits and units while a profiler runs.
         training_forwards: the number of forwards that have ended in training mode with gradients enabled.
@@ -88,7 +87,7 @@ class LocalState:
             param.path: ShardedParam(param, plan, device, at_rest.pop(param.path), specs.get(param.path))
             for param in plan.params
         }
-        self.outside = OutsideGradients(plan, wire, name, device, self.params)
+        self._outside = OutsideGradients(plan, wire, name, device, self.params)  # to which hooks refer weakly
         self.resident = {path: param for path, param in self.params.items() if param.plan.resident}
         is_copied = plan.mesh.shard.size > 1 or not all(param.shares_memory for param in self.resident.values())
         self.compares_digests = digests and is_copied
