@@ -31,7 +31,7 @@ Move = Literal["gather", "arrive", "expire", "defer", "take"]
 MOVES: Mapping[tuple[Status, Move], Status] = {
     # The full value that a rank keeps between forwards. A replicated parameter has no moves, and a parameter whose full
     # value is only a local of programs stays sharded.
-    ("sharded",   "gather"): "gathering",  # a program gathers it, since this rank has only up-to-date rows
+    ("sharded",   "gather"): "gathering",  # of this rank's memory only its rows are up to date
     ("gathering", "gather"): "gathering",  # the step that gathered it before has failed
     ("gathering", "arrive"): "full",
     ("full",      "arrive"): "full",       # in one bucket with a parameter that was gathered
@@ -75,7 +75,7 @@ class ShardedParam:
             bumps the first, a write to the local tensor the second. Fused optimizers bump neither, so ``optimizers.py``
             reports their steps.
         digest: the digest of ``rows`` at that time, (1,); None if no digest is compared.
-        is_compared: True if tensor-parallel ranks have compared their gradients of it (``unsliced.py``).
+        is_compared: True if tensor-parallel ranks have compared their gradients (``unsliced.py``).
         has_own_hook: True if ``outside.py`` has the first hook on the shard's gradient.
         given: the mean gradient that a program has passed to autograd, until this hook gets it.
         placeholder: the parameter that the plain module has while forward runs, with the full shape and no memory.

@@ -194,14 +194,14 @@ class State(LocalState):
         Forward has placeholders in each call, also when nothing is captured, since dynamo guards the identity of the
         module's parameters.
         """
-        self.in_module = "placeholders" if full is None else "full parameters"
+        before, self.in_module = self.in_module, "placeholders" if full is None else "full parameters"
         stand_ins: dict[str, Tensor] = {path: param.placeholder for path, param in self.params.items()}
         try:
             self._put((stand_ins | dict(full or {})).values())
             yield
         finally:
             self.place()
-            self.in_module = "shards"
+            self.in_module = before
 
     def require_at_rest(self) -> None:
         """Raise RuntimeError while forward runs, and inside ``full_parameters``."""
