@@ -270,8 +270,6 @@ class _Conversion:
             self._make_proxies(takers.get(position), names[position], item) for position, item in enumerate(value)
         )
 
-    # Results
-
     def _output(self, node: Any) -> Any:
         """Return the proxy of an output of forward, or the output itself if it is not a node."""
         proxy = self.proxy_of[node] if isinstance(node, fx.Node) else node

@@ -27,7 +27,7 @@ from thunder_zero.capture.compilations import Spent, metered, uncollected
 from thunder_zero.capture.convert import Converted, convert
 from thunder_zero.capture.joint import draws
 from thunder_zero.compat import aot
-from thunder_zero.sharded.accumulation import refuse_wrong_backward
+from thunder_zero.sharded.reduce import refuse_wrong_backward
 from thunder_zero.sharded.runtime import ModelRuntime
 from thunder_zero.sharded.state import State
 from thunder_zero.traces import pipeline
@@ -92,12 +92,11 @@ class Programs:
     def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """Run the program of this call's mode, compiled at its first use, and return the graph's outputs."""
         is_recording = torch.is_grad_enabled() or self.joint.turns_on
-        mode = Mode(self.joint.differentiates and is_recording, self.runtime.synced)
+        mode = Mode(self.joint.differentiates and is_recording, self.state.synced)
         entry = self.entries.pop(mode, None) or self._compile(mode)
         self.entries[mode] = entry
-        shards = [self.state.shards[path] for path in self._parameters]
         with torch.set_grad_enabled(is_recording):
-            rows = iter(self.runtime.take_rows(shards, self._parameters) if shards else ())
+            rows = iter(self.runtime.take_rows(self._parameters) if self._parameters else ())
             pairs = zip(inputs, self.paths, strict=True)
             outputs = entry.run([value if path is None else next(rows) for value, path in pairs])
         if detached := self.joint.without_history if is_recording else range(len(outputs)):
@@ -147,11 +146,11 @@ class Programs:
 
     def _check_backward(self, mode: Mode) -> Callable[[Node, Sequence[Any]], None]:
         """Return a check that runs at the start of each backward of a program."""
-        accumulation, takes_dtensors = self.state.accumulation, self.joint.returns_subclasses
+        state, takes_dtensors = self.state, self.joint.returns_subclasses
 
         def check(node: Node, tangents: Sequence[Any]) -> None:
             plain = () if takes_dtensors else tangents
-            refuse_wrong_backward(node, plain, self.name, accumulation, was_synced=mode.synced)
+            refuse_wrong_backward(node, plain, self.name, state, was_synced=mode.synced)
 
         return check
 

@@ -120,7 +120,7 @@ def contents_of(model: ShardedModel) -> Contents:
     unplanned, mesh = {name: state_dict[name] for name in paths if name not in planned}, state.plan.mesh
     extra_states = [name for name in state_dict if name.rpartition(".")[2] == EXTRA_STATE]
     return Contents(
-        params={name: state.shards[path] for path, name in first_names.items()},
+        params={name: state.params[path].shard for path, name in first_names.items()},
         aliases={name: first_names[path] for name, path in planned.items() if first_names[path] != name},
         ignored={name: value for name, value in unplanned.items() if isinstance(value, nn.Parameter)},
         paths=paths,

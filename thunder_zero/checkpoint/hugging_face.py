@@ -39,7 +39,7 @@ from thunder_zero.safetensors_files import (
     split_into_files,
     write_parts,
 )
-from thunder_zero.sharded.attributes import parameter_like
+from thunder_zero.sharded.dtensors import parameter_like
 from thunder_zero.sharded.frozen import frozen_param, shape_and_dtype
 from thunder_zero.sharded.sharded_model import sharded_model, tagged
 from thunder_zero.sharded.state import State

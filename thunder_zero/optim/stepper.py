@@ -18,7 +18,7 @@ from thunder_zero.compat.torch.optimizers import step_alone
 from thunder_zero.optim.options import attributes_of, describe_values, hyper_parameters
 from thunder_zero.optim.owners import Member, ParamAndGrad
 from thunder_zero.plan.params import Param
-from thunder_zero.sharded.attributes import parameter_like, with_attributes_of
+from thunder_zero.sharded.dtensors import parameter_like, with_attributes_of
 
 MakeOptimizer = Callable[..., Optimizer]  # takes parameters or groups, and options, as torch's classes do
 Groups = Sequence[Mapping[str, Any]]

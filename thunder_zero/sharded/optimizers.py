@@ -127,7 +127,7 @@ def _hook_steps() -> None:
 
 def _has_gradient_of_shard(grads: Iterable[Tensor]) -> bool:
     """Return whether any of these gradients belongs to a shard."""
-    ids = {id(shard.grad) for state in sharded_model.states() for shard in state.shards.values()}
+    ids = {id(param.shard.grad) for state in sharded_model.states() for param in state.params.values()}
     return not ids.isdisjoint(map(id, grads))
 
 
@@ -168,7 +168,7 @@ def _check_first_step(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
     if (hooks and _take_own_states in hooks.values()) or not any(map(sharded_model.owner_of, stepped)):
         return
     for state in sharded_model.states():
-        ids = {id(shard) for shard in stepped} & set(map(id, state.shards.values()))
+        ids = set(map(id, stepped)) & {id(param.shard) for param in state.params.values()}
         if state.plan.mesh.is_sliced and ids:
             require_equal_gradients_once(state, ids)
     _take_own_states(optimizer)
@@ -178,7 +178,7 @@ def _check_first_step(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
 
 def _refuse_model_file(model: object) -> None:
     """Raise RuntimeError if an accelerator that is not sharded collects the values of a sharded model."""
-    if isinstance(model, sharded_model.ShardedModel) and model.state.specs:  # else parameters are plain tensors
+    if isinstance(model, sharded_model.ShardedModel) and any(param.spec for param in model.state.params.values()):
         raise _written_by_accelerate(f"the state dict of {type(model.plain).__name__}")
 
 
@@ -216,9 +216,9 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Bump versions and mark stale rows, since a step of DTensors does neither. This is a hook after every step."""
     stepped_ids = set(map(id, parameters_of(optimizer)))
     for state in sharded_model.states():
-        paths = [path for path, shard in state.shards.items() if id(shard) in stepped_ids]
-        increment_version([state.rows[path] for path in paths])
-        state.mark_stale(paths)
+        stepped = [param for param in state.params.values() if id(param.shard) in stepped_ids]
+        increment_version([param.rows for param in stepped])
+        state.mark_stale(param.path for param in stepped)
 
 
 def _explain(optimizer: Optimizer, error: BaseException) -> None:

@@ -64,7 +64,7 @@ class ShardedModel(nn.Module):
         ...         loss(model(x)).backward()
         >>> loss(model(micro_batches[-1])).backward()
         """
-        with self.state.accumulation.unsynced():
+        with self.state.unsynced():
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -107,8 +107,8 @@ _shards = WeakTensorKeyDictionary()
 def register(state: State, module: nn.Module) -> None:
     """Register a model's shards. Refuse gradients of the parameters that they will replace in the plain module."""
     _states[state] = None
-    for path, shard in state.shards.items():
-        _shards[shard] = weakref.ref(state), path
+    for path, param in state.params.items():
+        _shards[param.shard] = weakref.ref(state), path
         if (original := module.get_parameter(path)).requires_grad:
             original.register_post_accumulate_grad_hook(_refuse_gradient(path, state.name))
 

@@ -23,8 +23,8 @@ from thunder_zero.capture.programs import restoring
 from thunder_zero.capture.proxies import source_of
 from thunder_zero.compat import aot, dynamo
 from thunder_zero.plan.params import Plan
-from thunder_zero.sharded.accumulation import tensors_in
 from thunder_zero.sharded.placeholders import Memoryless, Placeholder, shape_of
+from thunder_zero.sharded.reduce import tensors_in
 from thunder_zero.sharded.slices import path_of, require_unhooked
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -90,7 +90,7 @@ def export(
         returned = captured(*args, **kwargs)
     if not captures:
         raise RuntimeError(f"forward of {name} computes nothing with tensors, so there is no trace of it")
-    require_unhooked(dict(module.named_parameters()))
+    require_unhooked(module.parameters())
     for tensor in tensors_in(returned):
         if (path := path_of(tensor)) is not None:
             raise RuntimeError(returned_message(path))

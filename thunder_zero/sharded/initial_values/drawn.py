@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from thunder_zero.comm.backends import transport_for
 from thunder_zero.comm.small_collectives import full_tensor
 from thunder_zero.compat.private import DTensorSpec
-from thunder_zero.sharded.attributes import parameter_like
-from thunder_zero.sharded.dtensors import as_dtensor, contiguous
+from thunder_zero.sharded.dtensors import as_dtensor, contiguous, parameter_like
 from thunder_zero.sharded.initial_values.data import CPU, Failures, PlainModel, Sharder, fitted, whole_like
 from thunder_zero.sharded.wire import decode_frozen
 

@@ -116,7 +116,7 @@ class Replay:
         shards = self.rehearsal.trained_on_device()
         returned = self.gradients.items()
         with self.around_optimizer:
-            gradients = {path: self.rehearsal.gradient(grad, path) for path, grad in returned if path in shards}
+            gradients = {path: self.rehearsal.params[path].gradient(grad) for path, grad in returned if path in shards}
             take_step(self.optimizer, gradients, shards)
         self.gradients.clear()
         self._end_line(OPTIMIZER_STEP, -1, "optimizer.step()")
@@ -129,7 +129,7 @@ class Replay:
             if isinstance(proxy, NumberProxy):
                 values[proxy.name] = proxy.value
             elif path := timeline.inputs.get(proxy.name):
-                values[proxy.name] = self.rehearsal.rows[path]
+                values[proxy.name] = self.rehearsal.params[path].rows
             elif isinstance(proxy, TensorProxy):
                 is_buffer = proxy.name in buffer_paths
                 self.watch.kind = Holds.BUFFER if is_buffer else Holds.INPUT
