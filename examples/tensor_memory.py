@@ -36,7 +36,7 @@ def parameters_of(model: nn.Module) -> list[Tensor]:
         return list(model.parameters())
     planned = model.state.plan.by_name
     ignored = [param for name, param in model.named_parameters() if name not in planned]
-    return [*model.state.rows.values(), *ignored]
+    return [*(param.rows for param in model.state.params.values()), *ignored]
 
 
 def part_of(tensor: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ def is_accelerator(kind: object) -> bool:
 
 def _optimizers_of(accelerator: Any, model: ShardedModel) -> list[Optimizer]:
     """Return the prepared optimizers that step shards of a model."""
-    ids = set(map(id, model.state.shards.values()))
+    ids = {id(param.shard) for param in model.state.params.values()}
     return [opt for opt in optimizers_of(accelerator) if not ids.isdisjoint(map(id, parameters_of(opt)))]
 
 

@@ -147,11 +147,7 @@ class ShardedTrainer(Trainer):
         return self.model_wrapped
 
     def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss.
-
-        Raises:
-            RuntimeError: the trainer called the plain module, whose parameters are only this rank's rows.
-        """
+        """Compute the loss. Raise RuntimeError if the trainer called the plain module, which has only rows."""
         try:
             return super().compute_loss(model, *args, **kwargs)
         except RuntimeError as error:

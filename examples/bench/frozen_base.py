@@ -58,7 +58,7 @@ def measured(options: argparse.Namespace, stage: int, form: tz.NF4 | None) -> tu
         seconds.append(time.perf_counter() - start)
     traces = tz.traces_of(model)
     params = {param.path: param for param in traces.plan.params if "base_layer" in param.path}
-    held = sum(model.state.rows[path].nbytes for path in params)
+    held = sum(model.state.params[path].rows.nbytes for path in params)
     gathers = [op for op in traces.timeline.ops if isinstance(op, tz.schedule.Gather)]
     sent = sum(traces.plan.gather_traffic(params[path]).sent for op in gathers for path in op.params if path in params)
     held_at_peak = tz.tools.memory(traces, loss=lambda output: output.loss).peak

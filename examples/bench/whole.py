@@ -114,8 +114,8 @@ def flops_of_busiest(shapes: list[tuple[int, ...]], ranks: int) -> int:
     """Those of the rank with the most."""
     pieces = [Piece(at, work_of_shape(shape), 4 * shape[0] * shape[1]) for at, shape in enumerate(shapes)]
     owned: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
-    for bucket in assign(pieces, ranks, SMALL):
-        for number, owner in zip(bucket.numbers, bucket.owners, strict=True):
+    for bucket in assign(pieces, ranks, SMALL, [0] * ranks):
+        for number, owner in bucket:
             owned[owner].append(shapes[number])
     return max(map(orthogonalising, owned))
 

@@ -154,7 +154,7 @@ def assert_same_parameters(model: Any, plain: nn.Module, where: str = "", tolera
                 expected_rows = rows_of(full, planned, state.plan)
             assert_near(result, expected_rows, f"{kind} of {name}{where}", tolerance, full)
         if planned is not None and planned.sharded:
-            stored = state.rows[planned.path]
+            stored = state.params[planned.path].rows
             assert not stored[len(real_rows(stored, planned, state.plan)) :].any(), f"padding of {name}{where}"
 
 
@@ -170,9 +170,9 @@ def assert_same_state(model: Any, plain: nn.Module, tolerance: float | None = No
     assert list(full) == list(expected), (list(full), list(expected))
     for name, value in expected.items():
         assert_near(full[name], value, name, tolerance)
-    values = {path: full[path.replace(CHECKPOINT_WRAPPER, "")] for path in state.shards}
-    for path, shard in state.shards.items():
-        assert torch.equal(local(shard), rows_of(values[path], state.plan.by_name[path], state.plan)), path
+    values = {path: full[path.replace(CHECKPOINT_WRAPPER, "")] for path in state.params}
+    for path, param in state.params.items():
+        assert torch.equal(local(param.shard), rows_of(values[path], param.plan, state.plan)), path
     digests = gather_objects(digest(values.values()), state.group)
     assert len(set(digests)) == 1, "the bits differ between ranks"
     return full

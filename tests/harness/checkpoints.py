@@ -39,8 +39,8 @@ def take_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
     """Return all parameters and optimizer states in full, on each rank."""
     full = {name: value for name, value in tz.full_state_dict(model).items() if isinstance(value, Tensor)}
-    for path, shard in sharded_model(model).state.shards.items():
-        for key, value in optimizer.state.get(shard, {}).items():
+    for path, param in sharded_model(model).state.params.items():
+        for key, value in optimizer.state.get(param.shard, {}).items():
             full[f"{path} {key}"] = full_copy(torch.as_tensor(value))
     return full
 

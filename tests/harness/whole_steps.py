@@ -29,11 +29,10 @@ def make_gradients(module: nn.Module, step: int) -> dict[str, Tensor]:
 def set_gradients(model: Any, grads: Mapping[str, Tensor]) -> None:
     """Set this rank's rows of full gradients."""
     state = sharded_model(model).state
-    for path, shard in state.shards.items():
-        param = state.plan.by_name[path]
-        if shard.requires_grad:
-            rows = local_rows(grads[path], param, state.plan) if path in grads else None
-            shard.grad = None if rows is None else state.gradient(rows.clone(), path)
+    for path, param in state.params.items():
+        if param.shard.requires_grad:
+            rows = local_rows(grads[path], param.plan, state.plan) if path in grads else None
+            param.shard.grad = None if rows is None else param.gradient(rows.clone())
 
 
 class CustomOptimizer(optim.Optimizer):

@@ -18,7 +18,7 @@ from torch.distributed import checkpoint as dcp
 
 import thunder_zero as tz
 from tests.harness.errors import fails
-from thunder_zero.checkpoint.whole_files import TensorToWrite, split_into_files
+from thunder_zero.safetensors_files import TensorToWrite, split_into_files
 from thunder_zero.tools import cli, consolidate, doctor
 from thunder_zero.tools.convert.open_checkpoint import OpenCheckpoint
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,7 +28,7 @@ from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.sharded.dtensors import part_of
 from thunder_zero.sharded.initial_values.data import PlainModel, Sharder, names_of
-from thunder_zero.sharded.resident import lay_out
+from thunder_zero.sharded.param import ShardedParam
 from thunder_zero.sharded.sharded_model import sharded_model
 from thunder_zero.sharded.wire import HostCopies
 
@@ -80,7 +79,7 @@ def test_the_thread_of_asynchronous_saves_chooses_its_device(
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append((threading.current_thread().name, device)))
     monkeypatch.setattr(background, "group_like", lambda group, device: group)
     device = torch.device("cuda:1")
-    background.BackgroundSaves(two_fake_ranks, device).start({}, lambda entries, group: Path("x")).result(timeout=10)
+    background.BackgroundSaves(two_fake_ranks, device).thread.submit(lambda: None).result(timeout=10)
     ((thread, chosen),) = seen
     assert thread.startswith("thunder_zero-save")
     assert chosen == device
@@ -142,7 +141,8 @@ def test_offloaded_shards_are_never_on_the_device_together(two_fake_ranks: dist.
         if not param.resident:
             assert torch.equal(cut[param.path], module.get_parameter(param.path)[: len(cut[param.path])])
     if stage == 3:
-        assert {tensor.device.type for tensor in lay_out(plan, META, cut).rows.values()} == {"cpu"}
+        params = [ShardedParam(param, plan, META, cut[param.path], None) for param in plan.params]
+        assert {param.rows.device.type for param in params} == {"cpu"}
 
 
 def test_loaded_values_of_offloaded_shards_stay_in_host_memory() -> None:

@@ -361,7 +361,7 @@ def test_buffers_may_be_replaced() -> None:
 def test_a_forward_inside_its_own_forward_is_refused() -> None:
     """The module has placeholders until the outer forward ends, and shards afterwards."""
     model = shard(plain := Net())
-    inside = model._slots.traced(model.state.placeholders)
+    inside = model.state.holding()
     with refused(RuntimeError, "Net was called inside of its own forward"), inside:
         model(X)
     assert isinstance(plain.first.weight, DTensor)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from tests.harness.errors import refused
 from thunder_zero.capture.arguments import sources_of
-from thunder_zero.sharded.initial_values.weights_folder import SafetensorsWeights
+from thunder_zero.safetensors_files import SafetensorsWeights
 
 A, B = torch.arange(6.0).view(2, 3), torch.ones(2, dtype=torch.bfloat16)
 INDEX = "model.safetensors.index.json"

@@ -54,6 +54,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     # file or folder          torch   torch.d. thunder  reads
     Room("lazy.py",           NOT,    NOT,     NOT,     NOTHING),
     Room("notebook.py",       NOT,    NOT,     NOT,     NOTHING),
+    Room("safetensors_files.py",IMPORT,NOT,    NOT,     NOTHING),
     Room("encodings/",        IMPORT, NOT,     NOT,     NOTHING),
     Room("plan/amounts.py",   IMPORT, NOT,     NOT,     NOTHING),
     Room("plan/layout.py",    NOT,    NOT,     NOT,     NOTHING),
@@ -85,11 +86,11 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("encodings plan schedule comm compat/private "
                                                               "compat/torch compat/accelerate")),
     Room("optim/",            IMPORT, NOT,     NOT,     rooms("plan compat/torch comm sharded")),
-    Room("capture/arguments.py",IMPORT,TYPES,NOT,     rooms("plan sharded")),
+    Room("capture/arguments.py",IMPORT,TYPES,NOT,     rooms("safetensors_files plan sharded")),
     Room("capture/compilations.py",IMPORT,NOT,NOT,    NOTHING),
     Room("capture/",        IMPORT, NOT,     IMPORT,  rooms("plan schedule comm compat traces sharded")),
-    Room("checkpoint/",       IMPORT, IMPORT,  NOT,     rooms("plan comm compat/private compat/torch "
-                                                              "sharded optim")),
+    Room("checkpoint/",       IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan comm compat/private "
+                                                              "compat/torch sharded optim")),
     Room("accelerator.py",    IMPORT, IMPORT,  NOT,     rooms("plan compat/accelerate sharded capture checkpoint")),
     Room("hugging_face.py",   IMPORT, TYPES,    NOT,     rooms("plan comm compat sharded capture checkpoint "
                                                               "accelerator")),
@@ -126,7 +127,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/why/",        IMPORT, IMPORT,  NOT,     rooms("plan sharded traces capture tools/printing "
                                                               "tools/devices tools/compiled_programs tools/forecast "
                                                               "tools/cost")),
-    Room("tools/convert/",    IMPORT, IMPORT,  NOT,     rooms("plan checkpoint sharded tools/printing")),
+    Room("tools/convert/",    IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan checkpoint tools/printing")),
     Room("tools/doctor.py",   IMPORT, IMPORT,  IMPORT,  rooms("compat plan sharded traces capture tools/printing")),
     Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint tools/ask tools/convert tools/devices "
                                                               "tools/doctor tools/dry_run tools/from_file tools/models "

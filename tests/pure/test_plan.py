@@ -12,7 +12,8 @@ from torch import nn
 
 from thunder_zero.plan.make_plan import make_plan, repeated_blocks
 from thunder_zero.plan.mesh import Mesh
-from thunder_zero.plan.params import ROOT, Plan
+from thunder_zero.plan.params import Plan
+from thunder_zero.plan.sizes import ROOT
 from thunder_zero.plan.policy import DDP, ZERO1, ZERO2, ZERO3, Policy
 from thunder_zero.plan.precision import MixedPrecision
 

@@ -291,7 +291,7 @@ def refuse_calls(loads: Loads, good: Path, rank: int, stubborn: Stubborn) -> Non
     model, optimizer = loads.model, loads.optimizer
     with model.no_sync():
         model(torch.ones(2, 7)).sum().backward()
-    words = "cannot load: no_sync still holds unreduced gradients of parameter 'layers.2.weight'; run forward"
+    words = "cannot load: no_sync still holds unreduced gradients of parameter 'layers.0.weight'; run forward"
     loads.refused(f"{words} and backward of the last micro-batch outside of no_sync, or drop them with", good)
     model.zero_grad()
     loads.refused("the number of optimizers differs between ranks", good, model, None if rank else optimizer)

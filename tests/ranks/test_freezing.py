@@ -30,7 +30,6 @@ POLICIES["bfloat16"] = replace(tz.ZERO2, mixed_precision=tz.MixedPrecision(reduc
 POLICIES["offload"] = replace(tz.ZERO3, cpu_offload=True)
 # (step, micro-batch): the modules that are frozen or unfrozen before it; each of the three paths always trains a part
 CHANGES: dict[tuple[int, int], dict[str, bool]] = {
-    (0, 0): {"a": False},
     (1, 0): {"a": True, "c": False},
     (1, 1): {"b": False},  # frozen with a deferred gradient, which stays
     (2, 0): {"b": True, "a": False},
@@ -93,6 +92,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def frozen_by_turns(side: Side, make: Make = adamw) -> Steps:
     (model,) = side.models
+    model.a.requires_grad_(False)  # while the optimizer is made
     optimizer = make(model)
     for step in range(STEPS):
         for micro in range(MICRO):

@@ -114,7 +114,7 @@ def train_beside_one_process(rank: int, world_size: int, stage: int) -> None:
     rows = len(at_rest["layers.0.base.weight"])
     assert sum(gather_objects(rows)) == WIDTH + 1
     assert at_rest["layers.0.base.weight"].nbytes == rows * FORM.nbytes(WIDTH) == rows * (8 + 36)
-    assert model.state.rows["layers.0.base.weight"].nbytes == -(-(WIDTH + 1) // world_size) * 44
+    assert model.state.params["layers.0.base.weight"].rows.nbytes == -(-(WIDTH + 1) // world_size) * 44
     check_decoded_state(model, plain)
     assert "as nf4/64" in str(model)
 
@@ -296,7 +296,7 @@ def check_held_and_sent_bytes(model: Any, world_size: int) -> None:
     """Check that 9 of 32 bytes of a frozen layer are held and sent; its rows have 128 or 192 elements."""
     params = [param for param in tz.traces_of(model).plan.params if param.frozen_format]
     assert len(params) == 2 * 7
-    held = sum(model.state.rows[param.path].nbytes for param in params)
+    held = sum(model.state.params[param.path].rows.nbytes for param in params)
     full_bytes = sum(param.full_bytes for param in params)
     assert held * world_size / full_bytes == 72 / 256 == 108 / 384
     ops = tz.traces_of(model).timeline.ops

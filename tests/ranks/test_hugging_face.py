@@ -328,7 +328,7 @@ class Failing(Small):
 def refuse_saves(rank: int, world_size: int, folder: Path) -> None:
     model, failing, writing_wrong = (sharded(fresh(kind), 3) for kind in (Small, Failing, Failing))
     writing_wrong.eval()
-    complex_one = compile_model(nn.Linear(2, 2).to(torch.complex64))
+    complex_one = compile_model(nn.Linear(2, 2).to(torch.complex128))
 
     def save(module: Any = model, path: Any = folder / "model", **options: Any) -> Callable[[], None]:
         return lambda: tz.save_pretrained(module, path, **options)
@@ -361,7 +361,7 @@ def refuse_saves(rank: int, world_size: int, folder: Path) -> None:
         (disk_full, 0, (f"cannot write {folder / 'model/model.safetensors'}", "the disk is full; existing files")),
         (save(failing), 0, ("Failing.save_pretrained raised: no config", "full_parameters(model, rank0_only=True)")),
         (save(writing_wrong), 0, ("does not write the state dict that it is given: 'scale'",)),
-        (save(complex_one), 0, ("a safetensors file cannot hold weight of torch.complex64",)),
+        (save(complex_one), 0, ("a safetensors file cannot hold weight of torch.complex128",)),
     ]
     for call, refuser, words in rows:
         error = error_of(call)

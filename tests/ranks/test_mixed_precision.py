@@ -101,7 +101,7 @@ def train_mixed(rank: int, world_size: int, stage: int) -> None:
     forecast = sum(traces.timeline.traffic(op).sent for op in traces.timeline.ops)  # rounded up for an all-reduce
     assert 0 <= forecast - sum(sent) <= (8 * 4 if stage == 0 else 4), (forecast, sum(sent))
     uncast = {"norm.weight", "norm.bias", "router"}
-    assert {path for path in state.shards if path in state.resident.shared} == (uncast if stage == 1 else set())
+    assert {path for path, param in state.params.items() if param.shares_memory} == (uncast if stage == 1 else set())
     if stage != 1:  # ZeRO-1 has full copies at rest
         check_saved_values(traces)
     check_deferred_sums(side)

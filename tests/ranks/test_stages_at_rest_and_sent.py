@@ -24,8 +24,8 @@ from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.rows import real_rows
 from thunder_zero.schedule.ops import KINDS, Gather, Reduce
+from thunder_zero.sharded.digests import digests_of
 from thunder_zero.sharded.dtensors import local
-from thunder_zero.sharded.writes import digests_of
 
 X = torch.linspace(-1, 1, 14).view(2, 7)
 
@@ -67,7 +67,7 @@ def check_bytes_at_rest(model: Any, optimizer: torch.optim.Optimizer, plan: Plan
     shards = {names[param]: param for param in optimizer.param_groups[0]["params"]}
     state = {names[param]: state["exp_avg"] for param, state in optimizer.state.items()}
     for param in plan.params:
-        rows, shard, average = model.state.rows[param.path], shards[param.path], state[param.path]
+        rows, shard, average = model.state.params[param.path].rows, shards[param.path], state[param.path]
         stored = prod(plan.shard_shape(param))
         padded = prod(plan.geometry(param).gathered)
         numel = {0: prod(param.shape), 1: padded, 2: stored, 3: stored}[stage]
@@ -80,7 +80,7 @@ def check_bytes_at_rest(model: Any, optimizer: torch.optim.Optimizer, plan: Plan
         assert local(shard).data_ptr() == unpadded.data_ptr() or not unpadded.numel(), param.path
         assert local(average).untyped_storage().nbytes() == unpadded.nbytes, param.path
         with torch._C.DisableTorchFunctionSubclass():
-            assert model.state.placeholders[param.path].untyped_storage().nbytes() == 0
+            assert model.state.params[param.path].placeholder.untyped_storage().nbytes() == 0
         # AdamW has two states and a step count; a resident parameter has a digest.
         total += 4 * (numel + 2 * unpadded.numel() + 1) + 8 * param.resident
     assert bytes_of(storage for address, storage in storages().items() if address not in before) == total

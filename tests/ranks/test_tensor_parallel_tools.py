@@ -247,7 +247,7 @@ def count_bytes(rank: int, world_size: int) -> None:
     model = in_slices(PLAIN_MODULE, mesh, 3, False, DOUBLE)
     plan = model.state.plan
     for param in plan.params:
-        shard = local(model.state.shards[param.path])
+        shard = local(model.state.params[param.path].shard)
         parts = mesh.size() if param.sliced is not None else mesh["dp"].size()
         assert shard.numel() * parts == prod(plan.whole_shape(param)), param.path
     x = tokens_of(0).chunk(mesh["dp"].size())[rank // 2]

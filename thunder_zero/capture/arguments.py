@@ -24,8 +24,8 @@ from thunder_zero.plan.formats import Formats
 from thunder_zero.plan.from_fsdp2 import INSTEAD
 from thunder_zero.plan.policy import Policy, Times
 from thunder_zero.plan.precision import MixedPrecision
+from thunder_zero.safetensors_files import SafetensorsWeights
 from thunder_zero.sharded.initial_values import Sources
-from thunder_zero.sharded.initial_values.weights_folder import SafetensorsWeights
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -116,12 +116,7 @@ class CheckedArguments:
 
 
 def check_arguments(policy: Policy | int | None, **arguments: Unpack[Arguments]) -> CheckedArguments:
-    """Check a policy or a stage, and keyword arguments.
-
-    Raises:
-        TypeError: an argument has a wrong type, or does not exist.
-        ValueError: a value is out of range, torch does not know the device, or ``policy`` has another stage.
-    """
+    """Check a policy or a stage, and keyword arguments."""
     changes: dict[str, Any] = dict(arguments)
     groups = {name: changes.pop(name, None) for name in ("process_group", "mesh", "dp_mesh_dims")}
     device = device_named(changes.pop("device", None))

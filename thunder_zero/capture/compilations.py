@@ -33,22 +33,14 @@ Shapes = Mapping[str, torch.Size]
 
 @dataclass
 class Compilations:
-    """The compilations of one model.
+    """The compilations of one model."""
 
-    Attributes:
-        name: the name of the module's class.
-        forward: the module's forward, whose signature names inputs.
-        reports: True if compilations are reported on standard error.
-        shapes: the input shapes of each forward that compiled a program.
-        warned: True once the user was warned of changing shapes.
-        known_calls: pairs of grad mode and input shapes of earlier forwards.
-    """
-
-    name: str
-    forward: Callable[..., Any]
-    reports: bool
-    shapes: list[Shapes] = field(default_factory=list)
-    warned: bool = False
+    name: str  # the name of the module's class
+    forward: Callable[..., Any]  # the module's forward, whose signature names inputs
+    reports: bool  # True if compilations are reported on standard error
+    shapes: list[Shapes] = field(default_factory=list)  # the input shapes of each forward that compiled a program
+    warned: bool = False  # True once the user was warned of changing shapes
+    # pairs of grad mode and input shapes of earlier forwards
     known_calls: set[tuple[Any, ...]] = field(default_factory=set)
 
     @contextmanager
@@ -167,14 +159,10 @@ def too_many(module: str, limit: int, shapes: Sequence[Shapes], cause: str | Non
 
 @dataclass(frozen=True)
 class Spent:
-    """The cost of a compilation.
+    """The cost of a compilation."""
 
-    Attributes:
-        seconds: wall-clock time.
-        nbytes: the growth of the process's resident memory; 0 if free memory sufficed, or if there is no ``/proc``.
-    """
-
-    seconds: float = 0.0
+    seconds: float = 0.0  # wall-clock time
+    # the growth of the process's resident memory; 0 if free memory sufficed, or if there is no ``/proc``
     nbytes: int = 0
 
     def __add__(self, other: Spent) -> Spent:

@@ -14,7 +14,7 @@ conversion knows no plan: ``traces/insert.py`` puts gathers and reductions into 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -42,29 +42,20 @@ COPYING: dict[Any, Any] = {torch.ops.aten.view.default: torch.ops.aten.reshape.d
 
 @dataclass(frozen=True)
 class Converted:
-    """A joint graph after conversion: a joint trace, or a trace of forward alone.
+    """A joint graph after conversion: a joint trace, or a trace of forward alone."""
 
-    Attributes:
-        trace: the trace of the plain module.
-        paths: a mapping from inputs of the trace that are parameters to their paths.
-        values: fake values of the trace's values, keyed by name.
-        tangents: (position of an output, name of its tangent) pairs, in the order of backward's inputs.
-        constants: the graph's constant tensors, keyed by the names of the trace's inputs for them.
-        outputs: the number of outputs that AOTAutograd takes. The trace's forward returns these outputs first.
-        gradients: the number of gradients that AOTAutograd takes. The trace's backward returns these gradients first.
-        sizes: the shapes of inputs that are no parameters. A symbolic size is the name of the input that is its number.
-        shapes: the shapes of values that have symbolic sizes.
-    """
-
-    trace: TraceCtx
-    paths: Mapping[str, str]
-    values: Mapping[str, Any]
+    trace: TraceCtx  # the trace of the plain module
+    paths: Mapping[str, str]  # a mapping from inputs of the trace that are parameters to their paths
+    values: Mapping[str, Any]  # fake values of the trace's values, keyed by name
+    # (position of an output, name of its tangent) pairs, in the order of backward's inputs
     tangents: Sequence[tuple[int, str]]
-    constants: Mapping[str, Tensor]
-    outputs: int
+    constants: Mapping[str, Tensor]  # the graph's constant tensors, keyed by the names of the trace's inputs for them
+    outputs: int  # the number of outputs that AOTAutograd takes. The trace's forward returns these outputs first.
+    # the number of gradients that AOTAutograd takes. The trace's backward returns these gradients first.
     gradients: int
+    # the shapes of inputs that are no parameters. A symbolic size is the name of the input that is its number.
     sizes: Mapping[str, tuple[int | str, ...]]
-    shapes: Mapping[str, SymbolicShape]
+    shapes: Mapping[str, SymbolicShape]  # the shapes of values that have symbolic sizes
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -78,14 +69,9 @@ class Converted:
 
 
 def convert(joint: Joint, paths: Sequence[str | None], *, backward: bool) -> Converted:
-    """Return the joint graph as a trace.
+    """Return the joint graph as a trace, or forward alone. Raise RuntimeError if it writes to or returns a parameter.
 
-    Args:
-        paths: for each input of dynamo's graph, the path of a parameter or None.
-        backward: False to convert forward alone.
-
-    Raises:
-        RuntimeError: forward writes to a parameter or returns one, or a gradient of a parameter is no plain tensor.
+    ``paths`` has, for each input of dynamo's graph, the path of a parameter or None.
     """
     return _Conversion(joint, paths, backward).run()
 
@@ -103,7 +89,6 @@ class _Conversion:
     paths: dict[str, str] = field(default_factory=dict)  # name of an input that is a parameter: its path
     constants: dict[str, Tensor] = field(default_factory=dict)
     effects: list[Any] = field(default_factory=list)  # values that forward computes for no reader
-    owned: set[str] = field(default_factory=set)  # gradients of parameters
     view_bases: dict[fx.Node, str] = field(default_factory=dict)  # base names of views without a variable
 
     def __post_init__(self) -> None:
@@ -111,15 +96,16 @@ class _Conversion:
         self.overwritten = readers_of_written_inputs(self.joint, list(self.joint.graph.graph.nodes))
         self.names = names_of(self.joint)
         self.users_names = frozenset(self.names.values())
-        self.names |= {node: f"{path}_grad" for node, path in self._paths_of_gradients().items()}
+        self.names |= _names_of_gradients(self.gradients if self.backward else (), self.input_paths)
 
     def run(self) -> Converted:
         """Write the trace."""
         joint = self.joint
-        self._refuse_writes()
+        _refuse_writes(joint, self.input_paths, backward=self.backward)
         nodes, tangents = with_early_sums(list(joint.graph.graph.nodes)), joint.tangents()
         outputs = joint.results[: joint.outputs]
-        computed = [node for node in nodes if node.op in ("call_function", "get_attr") and self._is_in_program(node)]
+        nodes = [node for node in nodes if self.backward or not is_backward(node)]
+        computed = [node for node in nodes if node.op in ("call_function", "get_attr")]
         trace = TraceCtx()
         with tracectx(trace):
             args = [self._add_input(node) for node in joint.placeholders() if node not in tangents]
@@ -169,27 +155,12 @@ class _Conversion:
             return
         owners = [None if position is None else self.inputs.get(position) for _, position in self.gradients]
         other_args = [arg for arg in args if not any(arg is owner for owner in owners)]
-        gradients = [self._gradient(node, owner) for node, owner in self.gradients]
+        gradients = list(_Gradients(self).write())
         # Backward takes all numbers, since the zeros that it makes for missing tangents may have any size.
         gradients += [arg if isinstance(arg, NumberProxy) else None for arg in other_args]
         prims.python_return(
             {"flat_args": [*owners, *other_args], "output": tuple(gradients), "fw_flat_out": (*results, *self.effects)}
         )
-
-    def _refuse_writes(self) -> None:
-        for position in self.joint.mutated:
-            if position < len(self.input_paths) and (path := self.input_paths[position]) is not None:
-                raise RuntimeError(written_message(path))
-        for position in self.joint.subclass_gradients() if self.backward else ():
-            if (path := self.input_paths[position]) is not None:
-                raise RuntimeError(
-                    f"backward makes a gradient of parameter {path!r} that is a tensor subclass, as forward computes "
-                    f"with an input that is one, and gradients are reduced as plain tensors; give forward a plain "
-                    f"tensor, as DTensor.to_local makes one"
-                )
-
-    def _is_in_program(self, node: fx.Node) -> bool:
-        return self.backward or not is_backward(node)
 
     # Inputs
 
@@ -299,58 +270,81 @@ class _Conversion:
             self._make_proxies(takers.get(position), names[position], item) for position, item in enumerate(value)
         )
 
-    # Results
-
-    def _paths_of_gradients(self) -> dict[fx.Node, str]:
-        """Return a mapping from nodes that compute gradients of parameters to the first parameter's path."""
-        paths: dict[fx.Node, str] = {}
-        for node, owner in self.gradients if self.backward else ():
-            if isinstance(node, fx.Node) and owner is not None and (path := self.input_paths[owner]) is not None:
-                paths.setdefault(node, path)
-        return paths
-
-    def _gradient(self, node: Any, owner: int | None) -> Any:
-        """Return an input's gradient, or None."""
-        if not isinstance(node, fx.Node):
-            return None
-        path = None if owner is None else self.input_paths[owner]
-        return self._contiguous_gradient(node, owner) if path is None else self._own_gradient(node, path)
-
-    def _own_gradient(self, node: fx.Node, path: str) -> TensorProxy:
-        """Return a parameter's gradient, which is no other parameter's: then it is a clone."""
-        if node.meta["val"].layout is not torch.strided:
-            raise RuntimeError(
-                f"backward makes a sparse gradient of parameter {path!r}, as an embedding with sparse=True does, and "
-                f"gradients are reduced as dense tensors; use sparse=False"
-            )
-        grad: TensorProxy = self.proxy_of[node]
-        if grad.name in self.owned:
-            clone = self.proxies.make(f"{path}_grad", node.meta["val"])
-            append(line(torch.ops.aten.clone.default, (grad,), {}, clone))
-            return clone
-        self.owned.add(grad.name)
-        return grad
-
-    def _contiguous_gradient(self, node: fx.Node, owner: int | None) -> Any:
-        """Return the gradient of an input, contiguous if the input is contiguous.
-
-        The backward of another graph may read the gradient, and may need contiguous memory. An example is the backward
-        of ``all_gather`` with gloo.
-        """
-        value = None if owner is None else self.proxies.values.get(self.inputs[owner].name)
-        if not isinstance(value, Tensor) or not is_contiguous(value) or is_contiguous(node.meta["val"]):
-            return self.proxy_of[node]
-        copy = self.proxies.make(f"{node.name}_contiguous", value)
-        options = {"memory_format": torch.contiguous_format}
-        append(line(torch.ops.aten.clone.default, (self.proxy_of[node],), options, copy))
-        return copy
-
     def _output(self, node: Any) -> Any:
         """Return the proxy of an output of forward, or the output itself if it is not a node."""
         proxy = self.proxy_of[node] if isinstance(node, fx.Node) else node
         if isinstance(proxy, TensorProxy) and proxy.name in self.paths:
             raise RuntimeError(returned_message(self.paths[proxy.name]))
         return proxy
+
+
+class _Gradients:
+    """Writes the lines that backward's results need, once all other lines are written."""
+
+    def __init__(self, conversion: _Conversion) -> None:
+        self._of, self._owned = conversion, set[str]()  # names of the parameters' gradients so far
+
+    def write(self) -> Iterator[Any]:
+        """Yield a gradient, or None, for each input of dynamo's graph."""
+        yield from (self._gradient(node, owner) for node, owner in self._of.gradients)
+
+    def _gradient(self, node: Any, owner: int | None) -> Any:
+        """Return an input's gradient, or None."""
+        if not isinstance(node, fx.Node):
+            return None
+        path = None if owner is None else self._of.input_paths[owner]
+        return self._contiguous(node, owner) if path is None else self._own(node, path)
+
+    def _own(self, node: fx.Node, path: str) -> TensorProxy:
+        """Return a parameter's gradient, which is no other parameter's: then it is a clone."""
+        if node.meta["val"].layout is not torch.strided:
+            raise RuntimeError(
+                f"backward makes a sparse gradient of parameter {path!r}, as an embedding with sparse=True does, and "
+                f"gradients are reduced as dense tensors; use sparse=False"
+            )
+        grad: TensorProxy = self._of.proxy_of[node]
+        if grad.name in self._owned:
+            clone = self._of.proxies.make(f"{path}_grad", node.meta["val"])
+            append(line(torch.ops.aten.clone.default, (grad,), {}, clone))
+            return clone
+        self._owned.add(grad.name)
+        return grad
+
+    def _contiguous(self, node: fx.Node, owner: int | None) -> Any:
+        """Return the gradient of an input, contiguous if the input is contiguous.
+
+        The backward of another graph may read the gradient, and may need contiguous memory. An example is the backward
+        of ``all_gather`` with gloo.
+        """
+        value = None if owner is None else self._of.proxies.values.get(self._of.inputs[owner].name)
+        if not isinstance(value, Tensor) or not is_contiguous(value) or is_contiguous(node.meta["val"]):
+            return self._of.proxy_of[node]
+        copy = self._of.proxies.make(f"{node.name}_contiguous", value)
+        options = {"memory_format": torch.contiguous_format}
+        append(line(torch.ops.aten.clone.default, (self._of.proxy_of[node],), options, copy))
+        return copy
+
+
+def _names_of_gradients(gradients: Iterable[tuple[Any, int | None]], paths: Sequence[str | None]) -> dict[fx.Node, str]:
+    """Return names for the nodes that compute gradients of parameters, by the first parameter's path."""
+    names: dict[fx.Node, str] = {}
+    for node, owner in gradients:
+        if isinstance(node, fx.Node) and owner is not None and (path := paths[owner]) is not None:
+            names.setdefault(node, f"{path}_grad")
+    return names
+
+
+def _refuse_writes(joint: Joint, paths: Sequence[str | None], *, backward: bool) -> None:
+    for position in joint.mutated:
+        if position < len(paths) and (path := paths[position]) is not None:
+            raise RuntimeError(written_message(path))
+    for position in joint.subclass_gradients() if backward else ():
+        if (path := paths[position]) is not None:
+            raise RuntimeError(
+                f"backward makes a gradient of parameter {path!r} that is a tensor subclass, as forward computes "
+                f"with an input that is one, and gradients are reduced as plain tensors; give forward a plain "
+                f"tensor, as DTensor.to_local makes one"
+            )
 
 
 def written_message(path: str) -> str:

@@ -44,8 +44,8 @@ from thunder_zero.capture.refusals import PARTS
 from thunder_zero.compat import aot, dynamo
 from thunder_zero.compat.packed_sequences import packed_as_operators
 from thunder_zero.compat.uncapturable import require_traceable
-from thunder_zero.sharded.accumulation import tensors_in
 from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded
+from thunder_zero.sharded.reduce import tensors_in
 from thunder_zero.sharded.runtime import ModelRuntime
 from thunder_zero.sharded.slices import path_of, require_unhooked
 from thunder_zero.sharded.state import State
@@ -118,7 +118,7 @@ class CapturedForward:
             sentence, cause = dynamo.failure(error, name, self.state.plan.mesh.tensor.size)
             raise RuntimeError(sentence) from cause
         if self.state.plan.mesh.is_sliced:
-            require_unhooked(self.state.placeholders)
+            require_unhooked(param.placeholder for param in self.state.params.values())
         for tensor in tensors_in(output):
             if (path := path_of(tensor)) is not None:  # dynamo captured no graph, and returned an input
                 raise RuntimeError(returned_message(path))
@@ -170,7 +170,7 @@ class CapturedForward:
                 f"{type(self.plain).__name__} writes to its inputs, which share memory in another way than in the "
                 f"call that dynamo captured; give it copies, by clone()"
             )
-        key = paths, self.state.frozen
+        key = paths, self.state.plan.frozen
         if key not in captured.programs:
             require_traceable(self.plain, PARTS)
             executor = ZeroExecutor(self.state.plan, self.runtime)

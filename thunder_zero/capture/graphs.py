@@ -130,52 +130,33 @@ def shapes_of_inputs(graph: fx.GraphModule) -> dict[str, torch.Size]:
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph as dynamo captured it.
+    """A graph as dynamo captured it."""
 
-    Attributes:
-        joint: the graph with its backward. Parameters are inputs of the graph.
-        frame: the function that dynamo compiled.
-        name: the function's name, such as "graph 0".
-        paths: for each input of the captured call, the path of a parameter or None.
-        key: a key that is equal for graphs that compute equal values; None if unknown.
-        overlaps: the groups of inputs that overlapped in memory in the captured call.
-        shapes: a mapping from names of inputs to shapes. Dynamo drops the names once it has compiled the graph.
-        spent: the cost of tracing the graph.
-        programs: the compiled programs, keyed by the paths of a call's parameters and those of all frozen parameters.
-    """
-
-    joint: aot.Joint
-    frame: CompiledFrame
-    name: str
-    paths: Paths
-    key: GraphKey | None
-    overlaps: tuple[object, ...]
-    shapes: Shapes
-    spent: Spent
+    joint: aot.Joint  # the graph with its backward. Parameters are inputs of the graph.
+    frame: CompiledFrame  # the function that dynamo compiled
+    name: str  # the function's name, such as "graph 0"
+    paths: Paths  # for each input of the captured call, the path of a parameter or None
+    key: GraphKey | None  # a key that is equal for graphs that compute equal values; None if unknown
+    overlaps: tuple[object, ...]  # the groups of inputs that overlapped in memory in the captured call
+    shapes: Shapes  # a mapping from names of inputs to shapes. Dynamo drops the names once it has compiled the graph.
+    spent: Spent  # the cost of tracing the graph
+    # the compiled programs, keyed by the paths of a call's parameters and those of all frozen parameters
     programs: dict[tuple[Paths, frozenset[str]], Programs] = field(default_factory=dict)
 
 
 @dataclass
 class Graphs:
-    """The graphs of one model.
+    """The graphs of one model."""
 
-    Attributes:
-        captured: the kept graphs, keyed by number, least recently used first.
-        names: a mapping from dynamo's numbers of functions to names, in the order of first compilations.
-        ran: the programs that the last forward ran, in order.
-        breaks: a sentence for each graph break, with the position and the reason.
-        warned: True once the user was warned that graphs are dropped.
-        graph_count: the number of graphs captured so far.
-        program_count: the number of programs compiled so far.
-    """
-
+    # the kept graphs, keyed by number, least recently used first
     captured: dict[int, Captured] = field(default_factory=dict)
+    # a mapping from dynamo's numbers of functions to names, in the order of first compilations
     names: dict[int, str] = field(default_factory=dict)
-    ran: list[Programs] = field(default_factory=list)
-    breaks: list[str] = field(default_factory=list)
-    warned: bool = False
-    graph_count: int = 0
-    program_count: int = 0
+    ran: list[Programs] = field(default_factory=list)  # the programs that the last forward ran, in order
+    breaks: list[str] = field(default_factory=list)  # a sentence for each graph break, with the position and the reason
+    warned: bool = False  # True once the user was warned that graphs are dropped
+    graph_count: int = 0  # the number of graphs captured so far
+    program_count: int = 0  # the number of programs compiled so far
 
     def name_of(self, frame: CompiledFrame) -> str:
         """Return a function's name, such as "graph 0". Functions are numbered by their first compilation."""

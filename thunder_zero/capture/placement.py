@@ -1,4 +1,4 @@
-"""Puts shards and buffers into a plain module, and checks before each forward that nothing changed.
+"""Puts buffers into a plain module, and checks before each forward that nothing changed.
 
 In: a jitted module and its state. Out: the plain module, which now has shards, and a list of checks. A check is a
 function that returns an error message or None. Checks are created right after sharding, and run before each forward::
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from thunder_zero.compat.jitted import plain_of
-from thunder_zero.sharded.attributes import parameter_like
+from thunder_zero.sharded.dtensors import parameter_like
 from thunder_zero.sharded.initial_values import UnplannedValue
+from thunder_zero.sharded.param import ShardedParam
 from thunder_zero.sharded.placeholders import set_tensor
 from thunder_zero.sharded.state import State
 
@@ -53,13 +54,6 @@ def set_value(model: ThunderModule, unplanned: UnplannedValue) -> None:
         set_tensor(plain_of(model), name, value)
 
 
-def place_parameters(model: ThunderModule, state: State) -> None:
-    """Put the shards into the plain module."""
-    for param in state.plan.params:
-        for name in param.names:
-            set_tensor(plain_of(model), name, state.shards[param.path])
-
-
 def place_buffers(model: ThunderModule, state: State, device: torch.device | None) -> None:
     """Cast the plain module's buffers, which programs read, to the policy's dtype, and move them to ``device``."""
     precision = state.plan.policy.mixed_precision
@@ -76,7 +70,7 @@ def module_checks(model: ThunderModule, state: State) -> list[Check]:
     Otherwise a change by ``.to()``, ``module.weight = ...``, ``load_state_dict(assign=True)`` or ``.data = ...`` would
     be ignored, or would train other tensors than the shards. Dynamo guards all other attributes.
     """
-    return [_parameters_stay(plain_of(model)), _memory_stays(state.shards)]
+    return [_parameters_stay(plain_of(model)), _memory_stays(state.params)]
 
 
 def require_intact(checks: Iterable[Check]) -> None:
@@ -120,38 +114,32 @@ def _parameters_stay(plain: nn.Module) -> Check:
     return check
 
 
-def _memory_stays(shards: Mapping[str, Tensor]) -> Check:
-    """Return a check that shards keep their shapes, dtypes, devices and memory."""
-    tensors = list(shards.values())
-    shapes, memory = [shard.shape for shard in tensors], list(map(_memory_of, tensors))
-    places = [(shard.dtype, shard.device) for shard in tensors]
+def _memory_stays(params: Mapping[str, ShardedParam]) -> Check:
+    """Return a check that shards keep their shapes, dtypes, devices and memory.
+
+    A DTensor has a storage without memory. ``.data = ...`` replaces this storage, but not the local tensor.
+    """
+
+    def memory() -> list[tuple[torch.Size, Any]]:
+        return [(param.shard.shape, param.shard.untyped_storage()._cdata) for param in params.values()]
+
+    expected, places = memory(), [(param.shard.dtype, param.shard.device) for param in params.values()]
 
     def check() -> str | None:
-        if (
-            [shard.shape for shard in tensors] == shapes
-            and [shard.untyped_storage()._cdata for shard in tensors] == memory  # _memory_of, without 150 calls
-        ):
+        if (found := memory()) == expected:
             return None
-        for (path, shard), shape, storage, place in zip(shards.items(), shapes, memory, places, strict=True):
-            if (shard.dtype, shard.device) != place:
-                return _moved(f"parameter {path!r}", shard, *place)
-            if shard.shape != shape or _memory_of(shard) != storage:
+        for (path, param), place, before, now in zip(params.items(), places, expected, found, strict=True):
+            if (param.shard.dtype, param.shard.device) != place:
+                return _moved(f"parameter {path!r}", param.shard, *place)
+            if now != before:
                 return (
-                    f"the memory of parameter {path!r} was replaced (.data = ...): its shape is now "
-                    f"{tuple(shard.shape)}, the shard's is {tuple(shape)}, and programs read what it had before; copy "
-                    f"new values into it in place"
+                    f"the memory of parameter {path!r} was replaced (.data = ...): its shape is now {tuple(now[0])}, "
+                    f"the shard's is {tuple(before[0])}, and programs read what it had before; copy new values into it "
+                    f"in place"
                 )
         return None
 
     return check
-
-
-def _memory_of(tensor: Tensor) -> Any:
-    """Return an identifier of a tensor's storage.
-
-    A DTensor has a storage without memory. ``.data = ...`` replaces this storage, but not the local tensor.
-    """
-    return tensor.untyped_storage()._cdata
 
 
 def _replaced(name: str, expected: object, value: object) -> str:

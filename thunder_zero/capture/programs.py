@@ -27,7 +27,7 @@ from thunder_zero.capture.compilations import Spent, metered, uncollected
 from thunder_zero.capture.convert import Converted, convert
 from thunder_zero.capture.joint import draws
 from thunder_zero.compat import aot
-from thunder_zero.sharded.accumulation import refuse_wrong_backward
+from thunder_zero.sharded.reduce import refuse_wrong_backward
 from thunder_zero.sharded.runtime import ModelRuntime
 from thunder_zero.sharded.state import State
 from thunder_zero.traces import pipeline
@@ -53,23 +53,15 @@ class Mode:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A compiled program of a graph.
+    """A compiled program of a graph."""
 
-    Attributes:
-        synced: True if the program reduces gradients.
-        computation_fn: the function of forward.
-        traces: a function that returns the traces of the last run.
-        run: a function of a list of inputs, with rows in place of parameters.
-        spent: a function that returns the cost of compiling the program so far.
-        forward_traces, backward_traces: what ``thunder.last_traces`` and ``thunder.last_backward_traces`` return. The
-            last trace of each is the one that runs.
-    """
-
-    synced: bool
-    computation_fn: Callable[..., Any]
-    traces: Callable[[], Traces]
-    run: Callable[[list[Any]], Sequence[Any]]
-    spent: Callable[[], Spent]
+    synced: bool  # True if the program reduces gradients
+    computation_fn: Callable[..., Any]  # the function of forward
+    traces: Callable[[], Traces]  # a function that returns the traces of the last run
+    run: Callable[[list[Any]], Sequence[Any]]  # a function of a list of inputs, with rows in place of parameters
+    spent: Callable[[], Spent]  # a function that returns the cost of compiling the program so far
+    # forward_traces, backward_traces: what ``thunder.last_traces`` and ``thunder.last_backward_traces`` return. The
+    # last trace of each is the one that runs.
     forward_traces: Sequence[TraceCtx]
     backward_traces: Sequence[TraceCtx]
 
@@ -100,12 +92,11 @@ class Programs:
     def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """Run the program of this call's mode, compiled at its first use, and return the graph's outputs."""
         is_recording = torch.is_grad_enabled() or self.joint.turns_on
-        mode = Mode(self.joint.differentiates and is_recording, self.runtime.synced)
+        mode = Mode(self.joint.differentiates and is_recording, self.state.synced)
         entry = self.entries.pop(mode, None) or self._compile(mode)
         self.entries[mode] = entry
-        shards = [self.state.shards[path] for path in self._parameters]
         with torch.set_grad_enabled(is_recording):
-            rows = iter(self.runtime.take_rows(shards, self._parameters) if shards else ())
+            rows = iter(self.runtime.take_rows(self._parameters) if self._parameters else ())
             pairs = zip(inputs, self.paths, strict=True)
             outputs = entry.run([value if path is None else next(rows) for value, path in pairs])
         if detached := self.joint.without_history if is_recording else range(len(outputs)):
@@ -155,11 +146,11 @@ class Programs:
 
     def _check_backward(self, mode: Mode) -> Callable[[Node, Sequence[Any]], None]:
         """Return a check that runs at the start of each backward of a program."""
-        accumulation, takes_dtensors = self.state.accumulation, self.joint.returns_subclasses
+        state, takes_dtensors = self.state, self.joint.returns_subclasses
 
         def check(node: Node, tangents: Sequence[Any]) -> None:
             plain = () if takes_dtensors else tangents
-            refuse_wrong_backward(node, plain, self.name, accumulation, was_synced=mode.synced)
+            refuse_wrong_backward(node, plain, self.name, state, was_synced=mode.synced)
 
         return check
 
@@ -273,8 +264,8 @@ class TracedPhases:
         self._plain_outputs, self._gradients = converted.outputs, converted.gradients  # counts for AOTAutograd
         self._outputs = len(result[0]["output"]) if backward is not None else 0
         self.ran, self._program, self._fuses, self._module = program, program, fuses, module
-        self._fakes = Fakes(values, converted.parameters, program.facts.executor) if fuses else None
-        forward, computed = self._compile_regions(forward, {})
+        self._values, self._parameters = values, converted.parameters
+        forward, computed = self._compile_regions(forward, program, {})
         names = (proxy.name for part in self._saved for proxy in part)
         self._saved_values = {name: computed[name] for name in names if name in computed}
         self._transforms = transforms
@@ -316,7 +307,7 @@ class TracedPhases:
             names = [self._tangents[position][1] for position in missing]
             program = program_without(self._program, names, fuses=self._fuses) if missing else self._program
             assert program.backward is not None, "it returns the remaining gradients"
-            trace, _ = self._compile_regions(program.backward, self._saved_values)
+            trace, _ = self._compile_regions(program.backward, program, self._saved_values)
             traces = self._transformed(trace, program)
             backward = _Backward(program, function_of(traces[-1]), traces)
         self.spent += spent()
@@ -333,10 +324,13 @@ class TracedPhases:
         return traces
 
     def _compile_regions(
-        self, trace: TraceCtx, forward_values: Mapping[str, Any]
+        self, trace: TraceCtx, program: pipeline.Program, forward_values: Mapping[str, Any]
     ) -> tuple[TraceCtx, Mapping[str, Any]]:
         """Return a phase with compiled regions, and its fake values. If nothing is fused, there are no fake values."""
-        return (trace, {}) if self._fakes is None else with_kernels(trace, self._fakes, forward_values, self._module)
+        if not self._fuses:
+            return trace, {}
+        full = {name: self._parameters[path] for name, path in program.timeline.full_parameters.items()}
+        return with_kernels(trace, Fakes(self._values, full), forward_values, self._module)
 
 
 def fake_values(converted: Converted, program: pipeline.Program) -> dict[str, Any]:

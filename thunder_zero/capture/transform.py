@@ -7,7 +7,7 @@ whose parameters are shards. Thunder calls ``transform_module`` once. This call 
     make_plan           a Param for each parameter: shard, unit, ...  plan/make_plan.py
     initial_values      full values, or this rank's rows              sharded/initial_values/
     State               shards, placeholders, transport               sharded/state.py
-    place_parameters    shards into the plain module                  placement.py
+    State.place         shards into the plain module                  state.py
     CapturedForward     what a call runs                              forward.py
     ZeroModule.adopt    the class ZeroModule                          zero_module.py
 """
@@ -24,7 +24,7 @@ from torch import nn
 
 from thunder_zero.capture.arguments import Arguments, check_arguments
 from thunder_zero.capture.forward import CapturedForward
-from thunder_zero.capture.placement import place_buffers, place_parameters, place_unplanned
+from thunder_zero.capture.placement import place_buffers, place_unplanned
 from thunder_zero.capture.refusals import require_for_slices, require_untransformed
 from thunder_zero.capture.zero_module import ZeroModule
 from thunder_zero.comm import agree
@@ -149,7 +149,7 @@ class ZeroTransform(Transform):
         state = State(plain_of(model), plan, ranks, device, values.at_rest)
         optimizers.watch(state, plain_of(model))
         place_unplanned(model, values.unplanned, plan.by_name, self._arguments.device)
-        place_parameters(model, state)
+        state.place()
         place_buffers(model, state, self._arguments.device)
         return state
 

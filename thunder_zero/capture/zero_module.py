@@ -4,9 +4,9 @@
 state dict come from the plain module, whose parameters are the shards. A call has these steps::
 
     model(x)    _before_forward                    check that nothing was changed, cast inputs
-                ParameterSlots.traced              replace shards by placeholders
+                State.holding                      replace shards by placeholders
                 CapturedForward (forward.py)       let dynamo look up or capture graphs, and run their programs
-                ParameterSlots.traced              put the shards back
+                State.holding                      put the shards back
 
 Calls raise if they would move, cast, wrap or pickle the model, or compute with shards as full values. The errors name
 an alternative. :func:`traces_of` returns the program that ran last.
@@ -33,10 +33,10 @@ from thunder_zero.compat.torch.fully_shard import refuse_fully_shard
 from thunder_zero.plan.from_fsdp2 import INSTEAD
 from thunder_zero.sharded.casts import cast_inputs
 from thunder_zero.sharded.dtensors import load_parts, refuse_to_compute
-from thunder_zero.sharded.freezing import follow_requires_grad
 from thunder_zero.sharded.frozen import encoded_values
 from thunder_zero.sharded.full_state_dict import full_state_dict
-from thunder_zero.sharded.placeholders import ParameterSlots
+from thunder_zero.sharded.gather import agree_on_stale
+from thunder_zero.sharded.reduce import follow_requires_grad
 from thunder_zero.sharded.sharded_model import ShardedModel, sharded_model
 from thunder_zero.sharded.state import State
 from thunder_zero.traces.compiled import Traces
@@ -60,7 +60,6 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     _forward_fn: CapturedForward
     _checks: list[Check]
-    _slots: ParameterSlots
     _compilations: Compilations
     _wrapper: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # set by a sharded accelerator
 
@@ -71,7 +70,6 @@ class ZeroModule(ShardedModel, ThunderModule):
         model.__class__ = cls
         model._state, model._forward_fn = state, forward
         model._checks = module_checks(model, state)
-        model._slots = ParameterSlots(plain, state.plan, state.shards)
         model._compilations = Compilations(type(plain).__name__, plain.forward, reports)
         model._non_persistent_buffers_set = plain._non_persistent_buffers_set  # torch's state dicts ask the root
         forget_tensors(model)
@@ -196,13 +194,12 @@ class ZeroModule(ShardedModel, ThunderModule):
                 f"sharded; call the jitted module from a function that is not jitted"
             )
         refuse_tools(name)
-        self._slots.require_at_rest()
-        self._state.require_sharded()
+        self._state.require_at_rest()
         self._state.transport.drain()  # ends the collectives of a failed step
         require_intact(self._checks)
-        follow_requires_grad(self._state, self._forward_fn.runtime)
+        follow_requires_grad(self._state)
         self._state.same_batch.compare(args, kwargs)
-        self._state.agree_on_stale()
+        agree_on_stale(self._state)
         return cast_inputs(name, args, kwargs, self._state.plan.policy.mixed_precision)
 
     def _after_forward(self) -> None:
@@ -217,7 +214,7 @@ class ZeroModule(ShardedModel, ThunderModule):
     def _call_programs(self, *args: Any, **kwargs: Any) -> Any:
         graphs = self._forward_fn.graphs
         watched = self._compilations.watched(lambda: graphs.program_count, graphs.shapes_by_kind, args, kwargs)
-        with self._slots.traced(self._state.placeholders), watched:
+        with self._state.holding(), watched:
             try:
                 return self._forward_fn(*args, **kwargs)
             except Exception as error:
@@ -230,7 +227,8 @@ class ZeroModule(ShardedModel, ThunderModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZeroModule:
         """Raise RuntimeError if a call such as ``to`` or ``half`` would move or cast a tensor, else do nothing."""
         ignored = ((name, param) for name, param in self.named_parameters() if name not in self.state.plan.by_name)
-        for name, tensor in chain(self.state.rows.items(), ignored, self.named_buffers()):
+        rows = ((path, param.rows) for path, param in self.state.params.items())
+        for name, tensor in chain(rows, ignored, self.named_buffers()):
             if place_of(fn(tensor)) != place_of(tensor):
                 raise RuntimeError(
                     f"{name!r} cannot be moved or cast after thunder_zero sharded the module: it is {tensor.dtype} on "
@@ -253,12 +251,7 @@ class ZeroModule(ShardedModel, ThunderModule):
         return copied
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the plain module.
-
-        Raises:
-            AttributeError: the attribute does not exist, is a method of FSDP2, or is a function that needs full
-                parameters.
-        """
+        """Return an attribute of the plain module. Raise for names of FSDP2 and functions that need full values."""
         class_name = type(self._modules["_model"]).__name__
         if name in INSTEAD and not hasattr(self._modules["_model"], name):
             raise AttributeError(f"{class_name} has no {name}, which is a name of FSDP2; here: {INSTEAD[name]}")
@@ -315,11 +308,7 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """True in a sharded accelerator. Accelerate asks before it would wrap the model.
-
-        Raises:
-            RuntimeError: another accelerator was given the model, as by a plain Trainer.
-        """
+        """True in a sharded accelerator. Accelerate asks before it would wrap the model."""
         if self._wrapper is None:
             raise RuntimeError(
                 f"Accelerate, or a Trainer, was given a {type(self.plain).__name__} that thunder_zero trains, of which "

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,42 +25,38 @@ class BackgroundSaves:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.last: Future[Path] | None = None
-        self._group = group_like(group, device)  # so that collectives of saves and training do not mix
+        self.group = group_like(group, device)  # so that collectives of saves and training do not mix
         # The current CUDA device of a new thread is device 0, where the thread would allocate memory.
         set_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, "thunder_zero-save", set_device)
-
-    def start(self, entries: Entries, write: WriteCheckpoint) -> Future[Path]:
-        """Start a save in the background thread. If it fails, the thread emits a warning, and the next save raises."""
-        self.last = self._thread.submit(write, entries, self._group)
-        self.last.add_done_callback(_warn_of_error)
-        return self.last
-
-
-_saves: WeakKeyDictionary[State, BackgroundSaves] = WeakKeyDictionary()
+        self.thread = ThreadPoolExecutor(1, "thunder_zero-save", set_device)
 
 
 def save_in_thread(state: State, entries: Entries, write: WriteCheckpoint) -> Future[Path]:
-    """Copy entries to the CPU, and start writing the copies in a thread. This is a collective."""
-    if state not in _saves:
-        _saves[state] = BackgroundSaves(state.group, state.device)
+    """Copy entries to the CPU, and start writing the copies in a thread. This is a collective.
+
+    If the save fails, the thread emits a warning, and the next save raises.
+    """
+    saves: BackgroundSaves = state.saves or BackgroundSaves(state.group, state.device)
+    state.saves = saves
     with all_or_none(state.group, "to save"):
         copies = {
             key: value.to("cpu", copy=True) if isinstance(value, Tensor) else value for key, value in entries.items()
         }
-    return _saves[state].start(copies, write)
+    saves.last = saves.thread.submit(write, copies, saves.group)
+    saves.last.add_done_callback(_warn_of_error)
+    return saves.last
 
 
 def wait_for_last(state: State) -> BaseException | None:
     """Wait for the last asynchronous save of a model; return its error, or None."""
-    last = _saves[state].last if state in _saves else None
+    last: Future[Path] | None = state.saves and state.saves.last
     return None if last is None else last.exception()
 
 
 def raise_error_of_last(state: State) -> None:
     """Wait for the last asynchronous save of a model, and raise its error. An error is raised only once."""
     if (error := wait_for_last(state)) is not None:
-        _saves[state].last = None
+        state.saves.last = None
         raise RuntimeError(f"the previous asynchronous save failed: {error}; call save again") from error
 
 

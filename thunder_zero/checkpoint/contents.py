@@ -35,35 +35,27 @@ RANK_KEY = re.compile(r"rank(\d{1,6})\.(.*)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """One rank's values of a model, or of the averages of a model.
+    """One rank's values of a model, or of the averages of a model."""
 
-    Attributes:
-        params: the parameters by name: DTensors, or full tensors in stage 0. Tied parameters have their first name.
-        aliases: a mapping from further names of tied parameters to first names.
-        ignored: parameters that the policy ignores, by name. Values of ignored parameters may differ between ranks.
-        paths: a mapping from names to paths in the plain module. Only paths have the parts that torch's wrappers add.
-        buffers: the buffers of the state dict, by name. Rank 0 saves them.
-        states: the modules' extra states by name, each with an object that loads it. Rank 0 saves them.
-        rank, ranks: this rank's number among all ranks, and the number of ranks.
-        replica_rank, replica_size: this rank's number among the ranks of its replica, and the number of these ranks.
-        is_writer: True if this rank's replica writes the checkpoint. Hybrid sharding has several replicas.
-        root: the common first parts of the keys.
-        label: a noun for these values in error messages.
-    """
-
+    # the parameters by name: DTensors, or full tensors in stage 0. Tied parameters have their first name.
     params: Mapping[str, Tensor]
-    aliases: Mapping[str, str]
+    aliases: Mapping[str, str]  # a mapping from further names of tied parameters to first names
+    # parameters that the policy ignores, by name. Values of ignored parameters may differ between ranks.
     ignored: Mapping[str, Tensor]
+    # a mapping from names to paths in the plain module. Only paths have the parts that torch's wrappers add.
     paths: Mapping[str, str]
-    buffers: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]  # the buffers of the state dict, by name. Rank 0 saves them.
+    # the modules' extra states by name, each with an object that loads it. Rank 0 saves them.
     states: Mapping[str, tuple[Any, Stateful]]
+    # rank, ranks: this rank's number among all ranks, and the number of ranks
     rank: int
     ranks: int
+    # replica_rank, replica_size: this rank's number among the ranks of its replica, and the number of these ranks
     replica_rank: int
     replica_size: int
-    is_writer: bool = True
-    root: KeyPath = (MODEL,)
-    label: str = "model"
+    is_writer: bool = True  # True if this rank's replica writes the checkpoint. Hybrid sharding has several replicas.
+    root: KeyPath = (MODEL,)  # the common first parts of the keys
+    label: str = "model"  # a noun for these values in error messages
 
     @property
     def rank_prefix(self) -> str:
@@ -73,12 +65,9 @@ class Contents:
     def entries_of(self, label: str, path: KeyPath, value: Any, turn: int | None) -> Entries:
         """Return the entry that this rank writes for a value, or {} if another rank writes the value.
 
-        Every rank writes its part of a sharded DTensor. Ranks take turns to write values that are equal on all ranks.
-
-        Args:
-            label: the value's name in error messages.
-            turn: the index of the value, which decides which rank writes it. None if ranks have different values: each
-                rank writes its value under its own prefix.
+        Every rank writes its part of a sharded DTensor. Ranks take turns to write values that are equal on all ranks:
+        ``turn`` is the index of the value. With None, ranks have different values, and each writes its value under its
+        own prefix.
         """
         if turn is None:
             return {(self.rank_prefix, *path): as_entry(label, value)}
@@ -99,11 +88,7 @@ class Contents:
         return entries
 
     def averages(self, name: str, ema: EMA) -> Contents:
-        """Return the averages of an EMA as contents of a model without buffers.
-
-        Args:
-            name: the EMA's name among the extras.
-        """
+        """Return the averages of an EMA, the extra ``name``, as contents of a model without buffers."""
 
         def averages_of(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
             averages = {name: ema.averages.get(self.paths[name]) for name in params}
@@ -135,7 +120,7 @@ def contents_of(model: ShardedModel) -> Contents:
     unplanned, mesh = {name: state_dict[name] for name in paths if name not in planned}, state.plan.mesh
     extra_states = [name for name in state_dict if name.rpartition(".")[2] == EXTRA_STATE]
     return Contents(
-        params={name: state.shards[path] for path, name in first_names.items()},
+        params={name: state.params[path].shard for path, name in first_names.items()},
         aliases={name: first_names[path] for name, path in planned.items() if first_names[path] != name},
         ignored={name: value for name, value in unplanned.items() if isinstance(value, nn.Parameter)},
         paths=paths,
@@ -158,12 +143,7 @@ def _extra_state(module: nn.Module) -> Stateful:
 
 
 def extra_entries(contents: Contents, extra: Mapping[str, Any]) -> Entries:
-    """Return the entries that this rank writes for extras: averages by rows, all other extras in one value.
-
-    Raises:
-        TypeError: an extra is a sharded model.
-        ValueError: an extra is an optimizer of a sharded model, or cannot be saved.
-    """
+    """Return the entries that this rank writes for extras: averages by rows, all other extras in one value."""
     entries, states = Entries(), dict[str, Any]()
     for name, value in extra.items():
         if isinstance(value, ShardedModel):
@@ -187,11 +167,7 @@ def as_entry(label: str, value: Any) -> Tensor | bytes:
 
 
 def pickle_value(label: str, value: Any) -> bytes:
-    """Return the bytes that ``torch.save`` writes for a value. ``label`` names the value in the error.
-
-    Raises:
-        ValueError: ``torch.load(weights_only=True)`` cannot read the bytes.
-    """
+    """Return the bytes of ``torch.save``. Raise ValueError if ``torch.load(weights_only=True)`` cannot read them."""
     stream = io.BytesIO()
     try:
         torch.save(value, stream)

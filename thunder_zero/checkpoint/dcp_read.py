@@ -70,11 +70,7 @@ class MetadataUnpickler(pickle.Unpickler):
 def read_metadata(folder: Path, expected: File | None = None) -> Metadata:
     """Read DCP's metadata of a checkpoint. Check the sizes of the other files, without reading them.
 
-    Args:
-        expected: the manifest's entry of the metadata file, with the SHA-256 to compare.
-
-    Raises:
-        ValueError: ``folder`` has no metadata, the metadata is damaged, or a file that it names is missing or short.
+    ``expected`` is the manifest's entry of the metadata file, with the SHA-256 to compare.
     """
     try:
         content = (folder / METADATA).read_bytes()
@@ -114,9 +110,6 @@ def read_entries(
     Args:
         parts: DTensors by key. For these keys only this rank's part is read.
         files: files to read in full and to compare with their SHA-256, even if they have no value of ``keys``.
-
-    Raises:
-        ValueError: rows are missing, a file was changed, or a value differs from its metadata.
     """
     values, plan = _plan_reads(metadata, keys, parts)
     by_file: dict[str, list[ReadItem]] = {file.name: [] for file in files}
@@ -161,8 +154,7 @@ def _read_file(
 ) -> tuple[str, Exception | None]:
     """Read the items of one file in one pass. Hash the whole file if a SHA-256 is expected.
 
-    Returns:
-        A tuple: the fault of the file or "", and the first error while decoding items or None.
+    Return the fault of the file or "", and the first error while decoding items or None.
     """
     by_range: dict[tuple[int, int], list[ReadItem]] = {}
     for item in items:

@@ -40,19 +40,12 @@ Entries = dict[KeyPath, Tensor | bytes | KeyPath]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's part of a checkpoint.
+    """One rank's part of a checkpoint."""
 
-    Attributes:
-        plan: DCP's plan of the items.
-        places: a mapping from items to files and byte ranges.
-        aliases: a mapping from an alias's key to the key of the value.
-        files: the files that the rank wrote.
-    """
-
-    plan: SavePlan
-    places: Mapping[MetadataIndex, StorageInfo]
-    aliases: Mapping[str, str]
-    files: tuple[File, ...]
+    plan: SavePlan  # DCP's plan of the items
+    places: Mapping[MetadataIndex, StorageInfo]  # a mapping from items to files and byte ranges
+    aliases: Mapping[str, str]  # a mapping from an alias's key to the key of the value
+    files: tuple[File, ...]  # the files that the rank wrote
 
 
 class HashedFile(io.BufferedWriter):

@@ -19,12 +19,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from thunder_zero.checkpoint import manifest, owner
 from thunder_zero.checkpoint.manifest import File, Manifest
+from thunder_zero.safetensors_files import Create
 
 LATEST = "latest"
 OWN_FOLDER = "end one of the two runs, or give each its own folder"
+FILES_UNCHANGED = "existing files are unchanged"
 CHECKPOINTS_UNCHANGED = "no part of this checkpoint is visible, earlier ones are unchanged"
 
 
@@ -38,11 +41,7 @@ def _replaced(path: Path) -> Path:
 
 
 def locate(path: Path) -> Path:
-    """Return the folder of a checkpoint, even if ``path`` is a link, or a save is replacing the checkpoint.
-
-    Raises:
-        FileNotFoundError: no checkpoint is at ``path``. The error names the existing checkpoints.
-    """
+    """Return the folder of a checkpoint, even if ``path`` is a link, or a save is replacing the checkpoint."""
     path = path.parent / os.readlink(path) if path.is_symlink() else path
     for folder in (path, _replaced(path)):
         if folder.is_dir():
@@ -85,13 +84,35 @@ def explain_write_error(name: str, unchanged: str = CHECKPOINTS_UNCHANGED) -> It
         raise OSError(f"cannot write {name}: {reason}; {unchanged}") from error
 
 
-def prepare(path: Path) -> None:
-    """Make an empty staging folder for a checkpoint, and delete folders of saves whose process died.
+@contextmanager
+def create_together() -> Iterator[Create]:
+    """Yield a function that opens a temporary file to write. Rename all files at the end of the block.
 
-    Raises:
-        ValueError: the name of ``path`` is reserved, or ``path`` is inside a checkpoint.
-        FileExistsError: ``path`` exists and is not a checkpoint, or another live process writes it.
+    If writing a file fails, existing files are unchanged.
     """
+    written: list[tuple[Path, Path]] = []
+
+    @contextmanager
+    def create(path: Path) -> Iterator[BinaryIO]:
+        temporary = path.with_name(f".{path.name}.writing")
+        written.append((temporary, path))
+        with explain_write_error(str(path), FILES_UNCHANGED), temporary.open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    try:
+        yield create
+        for temporary, path in written:
+            with explain_write_error(str(path), FILES_UNCHANGED):
+                temporary.replace(path)
+    finally:
+        for temporary, _ in written:
+            temporary.unlink(missing_ok=True)
+
+
+def prepare(path: Path) -> None:
+    """Make an empty staging folder for a checkpoint, and delete folders of saves whose process died."""
     if path.name in ("", LATEST) or path.name.startswith(".") or path.is_symlink():
         raise ValueError(
             f"cannot save a checkpoint at {str(path)!r}: {LATEST!r}, links and names that begin with a dot are "
@@ -134,9 +155,7 @@ def prepare(path: Path) -> None:
 def publish(path: Path, ranks: int, files: tuple[File, ...], *, latest: bool = True) -> None:
     """Check that all files exist, add the manifest, and make the checkpoint visible in one rename.
 
-    Args:
-        ranks: the number of ranks that saved.
-        latest: True also moves the link ``latest`` to the checkpoint.
+    ``ranks`` is the number of ranks that saved. By default, the link ``latest`` moves to the checkpoint.
     """
     staging = staging_of(path)
     if other := owner.other(staging):
@@ -205,9 +224,7 @@ def _clear_dead(parent: Path, series: str | None = None) -> None:
     """Delete leftover folders. This is best effort: errors are ignored.
 
     A folder is deleted if its deletion was interrupted, if its process is dead, or if another checkpoint replaced it.
-
-    Args:
-        series: a series whose leftover folders are deleted even if it is unknown whether their process is alive.
+    In ``series``, it is also deleted if it is unknown whether the process is alive.
     """
     for leftover in (*parent.glob(".*.removed"), *parent.glob(".*.saving")):
         alive = leftover.suffix == ".saving" and owner.is_alive(leftover)

@@ -26,22 +26,20 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from thunder_zero.checkpoint.folder import explain_write_error
-from thunder_zero.checkpoint.whole_files import (
-    FILES_UNCHANGED,
+from thunder_zero.checkpoint.folder import FILES_UNCHANGED, create_together, explain_write_error
+from thunder_zero.comm.agree import all_alike_or_none, all_or_none, argument_facts
+from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0, full_tensor
+from thunder_zero.plan.amounts import bytes_of, float_dtype, name_of
+from thunder_zero.safetensors_files import (
     SUFFIX,
     TensorToWrite,
-    create_together,
     dtype_to_write,
     remove_older,
     require_storable,
     split_into_files,
     write_parts,
 )
-from thunder_zero.comm.agree import all_alike_or_none, all_or_none, argument_facts
-from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0, full_tensor
-from thunder_zero.plan.amounts import bytes_of, float_dtype, name_of
-from thunder_zero.sharded.attributes import parameter_like
+from thunder_zero.sharded.dtensors import parameter_like
 from thunder_zero.sharded.frozen import frozen_param, shape_and_dtype
 from thunder_zero.sharded.sharded_model import sharded_model, tagged
 from thunder_zero.sharded.state import State
@@ -180,12 +178,7 @@ def _tensors_of(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
 def _tensor_to_write(
     name: str, like: Tensor, key: str, tied: Sequence[str], names: Container[str], dtype: torch.dtype | None
 ) -> TensorToWrite:
-    """Return the description of a tensor in a file.
-
-    Args:
-        tied: all names of the tensor in the state dict. Names that the file does not have become aliases.
-        names: all names in the file.
-    """
+    """Describe a tensor in a file with ``names``. Those of the names ``tied`` that it lacks become aliases."""
     aliases = tuple(alias for alias in tied if alias not in names) if name in tied else ()
     return TensorToWrite(name, tuple(like.shape), dtype_to_write(like.dtype, dtype), key, aliases)
 
@@ -234,16 +227,9 @@ def _files_of_module(
 ) -> tuple[dict[Path, dict[str, str]], dict[Path, bytes]]:
     """Run a module's own ``save_pretrained`` on stand-ins, and return the files that it writes.
 
-    A module without ``save_pretrained`` has one file, with each tensor under its first name.
-
-    Args:
-        module: the plain module, which may have placeholders. It is not changed.
-        tensors: the tensors by name. A tied tensor is one object under each name.
-        dtype: the dtype of the weights, for ``config.json``.
-
-    Returns:
-        For each safetensors file, a mapping from names in the file to names in the state dict. For each other file,
-        its contents.
+    For each safetensors file, return a mapping from names in the file to names in the state dict. For each other file,
+    return its contents; ``config.json`` gets ``dtype``. A module without ``save_pretrained`` has one file, with each
+    tensor under its first name. A tied tensor is one object under each name of ``tensors``.
     """
     first_names: dict[int, str] = {}
     for name, tensor in tensors.items():

@@ -130,7 +130,7 @@ def load(
         loaded = Loaded(own_extras(new_values.of_rank, contents.rank, contents.ranks), new_values.of_rank)
         extra_states = extras_to_load(extra, loaded, contents.ranks)
     _write_all_or_none(new_values.tensors, [*extra_states, *new_values.states], state.group)
-    state.mark_stale(state.shards)
+    state.mark_stale(state.params)
     return loaded
 
 
@@ -194,9 +194,6 @@ def extras_to_load(extra: Mapping[str, Any], loaded: Loaded, ranks: int) -> Stat
     """Return (extra, call that loads its state) tuples for the extras that load a state.
 
     EMAs are left out, since averages are loaded by rows.
-
-    Raises:
-        ValueError: an extra is not in the checkpoint, or differs between the ranks that saved.
     """
     names = [name for name, value in extra.items() if not isinstance(value, EMA)]
     for name in names:

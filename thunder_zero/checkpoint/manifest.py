@@ -31,17 +31,11 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The manifest of a checkpoint.
+    """The manifest of a checkpoint."""
 
-    Attributes:
-        number: a number that is larger than the numbers of earlier checkpoints in the folder.
-        ranks: the number of ranks that saved.
-        files: all files except the manifest.
-    """
-
-    number: int
-    ranks: int
-    files: tuple[File, ...]
+    number: int  # a number that is larger than the numbers of earlier checkpoints in the folder
+    ranks: int  # the number of ranks that saved
+    files: tuple[File, ...]  # all files except the manifest
 
 
 def to_text(manifest: Manifest) -> str:
@@ -144,9 +138,7 @@ def require_no_faults(
 ) -> None:
     """Raise ValueError unless files still have the sizes and SHA-256 that their manifest lists.
 
-    Args:
-        contents: False compares sizes only, and reads no file.
-        done: a function that is called after each read, with the number of bytes.
+    ``contents=False`` compares sizes only, and reads no file. ``done`` gets the number of bytes of each read.
     """
     faults = [
         fault

@@ -9,6 +9,10 @@ An optimizer refers to parameters by number, a checkpoint by name. So any number
 To save, :func:`optimizer_entries` takes optimizers, and returns entries by path and facts that ranks compare. To load,
 :class:`SavedOptimizers` takes a checkpoint, and returns a state dict for each optimizer's ``load_state_dict``. Saving
 and loading begin with :func:`params_by_group`. No function here is a collective.
+
+torch's ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` do not serve. Both step an optimizer that has no
+states, so AdamW would count a step. The second raises if a parameter has no state: it was never used, or another rank
+owns it.
 """
 
 from __future__ import annotations
@@ -44,28 +48,17 @@ Optimizers = Optimizer | Iterable[Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class SteppedParam:
-    """A parameter that an optimizer steps.
+    """A parameter that an optimizer steps."""
 
-    Attributes:
-        name: the parameter's first name in the model's state dict.
-        number: the index among the model's parameters; None for an ignored parameter.
-        states: the states that this rank has, by name.
-        owner: the rank of a replica that has the whole states (``tz.whole``); None if each rank has its rows.
-    """
-
-    name: str
-    number: int | None
+    name: str  # the parameter's first name in the model's state dict
+    number: int | None  # the index among the model's parameters; None for an ignored parameter
     tensor: Tensor
-    states: Mapping[str, Any]
-    owner: int | None
+    states: Mapping[str, Any]  # the states that this rank has, by name
+    owner: int | None  # the rank of a replica that has the whole states (``tz.whole``); None if each rank has its rows
 
 
 def params_by_group(contents: Contents, optimizers: Sequence[Optimizer]) -> list[list[SteppedParam]]:
-    """Return a list with the parameters of each group of all optimizers.
-
-    Raises:
-        ValueError: a parameter is not in the model or is in several optimizers, or a state belongs to no parameter.
-    """
+    """Return the parameters of each group. Raise ValueError if a parameter or a state has no name of its own."""
     known: dict[int, tuple[str, int | None]] = {id(tensor): (name, None) for name, tensor in contents.ignored.items()}
     known |= {id(tensor): (name, number) for number, (name, tensor) in enumerate(contents.params.items())}
     groups: list[list[SteppedParam]] = []
@@ -127,11 +120,7 @@ def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tu
 
 
 def _state_entry(contents: Contents, member: SteppedParam, key: str, value: Any) -> Entries:
-    """Return the entry that this rank writes for a state, or {} if another rank writes the state.
-
-    Raises:
-        ValueError: ``key`` is not a string without dots, or ``value`` cannot be merged across ranks.
-    """
+    """Return the entry that this rank writes for a state, or {} if another rank writes the state."""
     label, param = f"the optimizer's state {key!r} of parameter {member.name!r}", member.tensor
     path = (OPTIM, STATE, member.name, key)
     if not isinstance(key, str) or "." in key:
@@ -224,11 +213,7 @@ def _states_of(
 
 
 def _parts(states: Mapping[str, tuple[SteppedParam, str]], stored: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a mapping from state keys to parameters, for states that are sharded like their parameter.
-
-    Raises:
-        ValueError: a state of a sharded parameter has neither the parameter's shape nor one element.
-    """
+    """Return a mapping from state keys to parameters, for states that are sharded like their parameter."""
     param_shaped = {
         name for key, (member, name) in states.items() if _has_shape(stored[key], member) and member.tensor.ndim
     }

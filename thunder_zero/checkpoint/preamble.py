@@ -31,14 +31,8 @@ def check_arguments(
 ) -> tuple[Contents, list[Optimizer]]:
     """Check the arguments. Return this rank's values of the model, and a list of the optimizers.
 
-    Args:
-        facts: a list to extend with the facts that ranks compare: the path, the names of extras, the number of
-            optimizers, and ``options``.
-        action: the words before the path in an error message, such as "save at".
-        options: further arguments by name.
-
-    Raises:
-        TypeError: ``extra`` is not a mapping from strings, or ``model`` has no ZeroTransform.
+    Extend ``facts`` with the path, the names of extras, the number of optimizers, and ``options``. ``action`` stands
+    before the path in an error, such as "save at".
     """
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise TypeError(f"extra is {extra!r}; pass a mapping from names to values, such as {{'scheduler': scheduler}}")
@@ -55,12 +49,7 @@ def check_arguments(
 
 
 def require_at_rest(state: State, action: str, extra: Mapping[str, Any]) -> None:
-    """Raise unless a model, its gradients and its EMAs can be saved or loaded now.
-
-    Raises:
-        RuntimeError: ``no_sync`` holds gradients, or the parameters hold averages.
-        ValueError: an extra is an EMA of another model.
-    """
+    """Raise unless a model, its gradients and its EMAs can be saved or loaded now."""
     state.require_own_values(action)
     state.require_reduced(action)
     for name, ema in extra.items():

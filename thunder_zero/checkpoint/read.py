@@ -72,9 +72,8 @@ def read_checkpoint(
 ) -> NewValues:
     """Read this rank's part of a checkpoint into new memory.
 
-    Args:
-        contents: this rank's values of the model, then its values of each EMA.
-        files: files to read in full and to compare with their SHA-256.
+    ``contents`` are this rank's values of the model, then of each EMA. ``files`` are read in full, and compared with
+    their SHA-256.
     """
     stored, places = metadata.state_dict_metadata, places_by_key(metadata)
     _require_as_many_ranks(contents[0].ranks, stored)
@@ -109,9 +108,7 @@ def read_checkpoint(
 def _find_prefix(kind: str, score: Callable[[str], int], stored: Iterable[str], action: str) -> str:
     """Return the prefix of a model's or an optimizer's keys: the usual root with the highest score.
 
-    Args:
-        kind: "model" or "optimizer", a key of ``ROOTS``.
-        score: a function that rates how well a prefix matches the keys; 0 if no key has the prefix.
+    ``score`` returns 0 if no key has the prefix.
     """
     best = max((f"{root}." if root else "" for root in ROOTS[kind]), key=score)
     if score(best):
@@ -138,13 +135,10 @@ def _optimizer_prefix(keys: Collection[str]) -> str:
 
 
 def _match(contents: Contents, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Match the keys of a checkpoint with this rank's values of a model or of averages.
+    """Match the keys of a checkpoint with this rank's values. Raise ValueError if names, shapes or dtypes differ.
 
-    Returns:
-        A mapping from keys to targets: a tensor, the key of the first name (for an alias), or an object with a state.
-
-    Raises:
-        ValueError: names, shapes or dtypes differ.
+    Return a mapping from keys to targets: a tensor, the key of the first name (for an alias), or an object with a
+    state.
     """
     root, label = f"{key_of(contents.root)}.", contents.label
     prefix = _model_prefix([*contents.params, *contents.buffers], stored) if contents.root == (MODEL,) else root

@@ -37,13 +37,9 @@ BACKENDS: Mapping[tuple[str, str], Make] = {
 
 
 def transport_for(group: ProcessGroup, device: torch.device, role: int = 0, make: Make | None = None) -> Transport:
-    """Return the transport for tensors on ``device``.
+    """Return the transport for tensors on ``device``: of the backend's class, or what ``make`` builds.
 
-    Args:
-        group: the process group.
-        device: the device of the tensors.
-        role: a number. Transports of one model may share a group, but must have different numbers.
-        make: a function that builds the transport instead of the backend's class (``Policy.transport``).
+    Transports of one model may share a group, but must have different numbers as ``role``.
     """
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     backend = dict(pair.split(":", 1) for pair in config.split(",")).get(device.type)
@@ -84,9 +80,6 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
     """Return the device of the shards: ``device``, or the device of the first parameter that is not on the meta device.
 
     If all parameters are on the meta device, the default is the CPU, or the first device type that the group supports.
-
-    Raises:
-        ValueError: the module or the policy does not support training on the device.
     """
     for param in plan.params:
         original = module.get_parameter(param.path)

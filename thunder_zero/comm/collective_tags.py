@@ -58,18 +58,12 @@ SOMETHING = "a small collective of thunder_zero"
 
 @dataclass(frozen=True)
 class CollectiveTag:
-    """The activity of a rank. Two ranks with different tags must not communicate.
+    """The activity of a rank. Two ranks with different tags must not communicate."""
 
-    Attributes:
-        text: the name in errors: ``"backward number 12 of model 0 (Net) after 12 training forwards"``.
-        details: additional text that must be equal, such as the digest of a schedule.
-        models: the names of the models in the activity, such as ``"model 0 (Net)"``.
-        launches: the launches of which ``details`` is the digest. Ranks exchange them only if their tags differ.
-    """
-
-    text: str
-    details: str = ""
-    models: tuple[str, ...] = ()
+    text: str  # the name in errors: ``"backward number 12 of model 0 (Net) after 12 training forwards"``
+    details: str = ""  # additional text that must be equal, such as the digest of a schedule
+    models: tuple[str, ...] = ()  # the names of the models in the activity, such as ``"model 0 (Net)"``
+    # the launches of which ``details`` is the digest. Ranks exchange them only if their tags differ.
     launches: Sequence[str] = ()
 
     @cached_property

@@ -42,26 +42,19 @@ GLOO_CONNECT_FACTOR = 5  # gloo waits for a connection five times as long as for
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The process groups of a model.
+    """The process groups of a model."""
 
-    Attributes:
-        world: all ranks that train the model.
-        data: the ranks that hold this rank's slices; ``world`` without tensor parallelism.
-        shard_group: the ranks that share this rank's replica.
-        replicate_group: the ranks that hold this rank's rows, one rank in each replica; None for a single replica.
-        first_copy: the ranks of ``world`` that share the first replica, in the order of their rows; equal on all ranks.
-            They need not be the first ranks: a mesh [[0, 2], [1, 3]] gives 0 and 2.
-        mesh: the user's mesh of all ranks, or None. Its last dimension is ``shard_group``, in ascending order, or
-            ``tensor``.
-        tensor: the mesh of the ranks among which torch slices parameters; None without tensor parallelism.
-    """
-
-    world: dist.ProcessGroup
-    data: dist.ProcessGroup
-    shard_group: dist.ProcessGroup
+    world: dist.ProcessGroup  # all ranks that train the model
+    data: dist.ProcessGroup  # the ranks that hold this rank's slices; ``world`` without tensor parallelism
+    shard_group: dist.ProcessGroup  # the ranks that share this rank's replica
+    # the ranks that hold this rank's rows, one rank in each replica; None for a single replica
     replicate_group: dist.ProcessGroup | None
+    # the ranks of ``world`` that share the first replica, in the order of their rows; equal on all ranks. They need not
+    # be the first ranks: a mesh [[0, 2], [1, 3]] gives 0 and 2.
     first_copy: tuple[int, ...]
+    # the user's mesh of all ranks, or None. Its last dimension is ``shard_group``, in ascending order, or ``tensor``.
     mesh: DeviceMesh | None = None
+    # the mesh of the ranks among which torch slices parameters; None without tensor parallelism
     tensor: DeviceMesh | None = None
 
     @property
@@ -126,10 +119,6 @@ def ranks_of(group: object, mesh: object, dims: object = None) -> Ranks:
 def _data_dims(names: tuple[str, ...], dims: object) -> tuple[str, ...]:
     """Return the names of a mesh's data dimensions, with the sharding dimension last. Return an empty tuple if neither
     ``dims`` nor :data:`DATA_DIMS` names a dimension of the mesh.
-
-    Raises:
-        TypeError: ``dims`` is not a ``DataParallelMeshDims``.
-        ValueError: ``dims`` names too many dimensions, or dimensions that the mesh does not have.
     """
     if dims is None:
         return next((candidate for candidate in DATA_DIMS if {*candidate} <= {*names}), ())
@@ -274,13 +263,7 @@ def destroy_groups_after_error() -> None:
 
 
 def process_group(group: object) -> dist.ProcessGroup:
-    """Return the given group, or the default group if it is None.
-
-    Raises:
-        ValueError: this rank is not in the group.
-        TypeError: ``group`` is not a process group.
-        RuntimeError: there is no default group.
-    """
+    """Return the given group, or the default group if it is None. Raise if this rank is in no such group."""
     if group is not None:
         if group == dist.GroupMember.NON_GROUP_MEMBER:  # an int, which new_group returns on the other ranks
             raise ValueError(

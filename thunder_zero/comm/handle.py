@@ -39,15 +39,11 @@ class WaitsBy:
 
 @dataclass(frozen=True, slots=True)
 class BucketPart:
-    """A part of a bucket that finishes independently.
+    """A part of a bucket that finishes independently."""
 
-    Attributes:
-        waits: functions that return when a message has ended, or raise if it failed. They are called in order.
-        then: a function that does local work on the received data.
-    """
-
+    # functions that return when a message has ended, or raise if it failed. They are called in order.
     waits: Iterable[Callable[[], object]]
-    then: Callable[[], object] | None = None
+    then: Callable[[], object] | None = None  # a function that does local work on the received data
 
     def finish(self) -> None:
         """Wait for all messages, then do the local work."""

@@ -97,10 +97,7 @@ def is_about_lost_rank(error: RuntimeError) -> bool:
 def naming_lost_ranks(group: ProcessGroup, rank: int | None = None, timeout: timedelta | None = None) -> Iterator[None]:
     """Replace a backend's error about a lost rank by a :class:`LostRank`; keep all other errors.
 
-    Args:
-        group: the process group of the block's collectives.
-        rank: the rank of the group that the block waits for; None for all ranks.
-        timeout: the timeout of the block's collectives; None for the group's timeout.
+    The block waits for ``rank``, or for all ranks of the group. ``timeout`` is that of the group if it is None.
     """
     start = time.monotonic()
     try:

@@ -75,7 +75,7 @@ class PairwiseGloo(Launching):
     ) -> Handle:
         bucket, parts = self._bucket(), []
         fulls: list[Any] = [None] * len(shards)
-        for message in self._messages(shapes, shards[0].itemsize):
+        for message in packed_messages(tuple(shapes), shards[0].itemsize, self.world_size, PACK_BELOW_BYTES):
             rows = [shards[index] for index in message.members]
             if into is None and message.is_even:
                 parts.append(self._gather_even(bucket, rows, message, fulls))
@@ -101,10 +101,6 @@ class PairwiseGloo(Launching):
         cut = partial(_cut, fulls, message.members, message.shapes, packed, message.sizes, 1)
         return bucket.receive({rank: rows_of_ranks[rank] for rank in self._peers}, cut)
 
-    def _messages(self, shapes: Sequence[Shape], itemsize: int) -> tuple[PackedMessage, ...]:
-        """Return the messages of a bucket of sharded tensors."""
-        return packed_messages(tuple(shapes), itemsize, self.world_size, PACK_BELOW_BYTES)
-
     def _gather(
         self, bucket: GlooBucket, shards: Sequence[Tensor], fulls: Sequence[Tensor], *, copies: bool
     ) -> BucketPart:
@@ -126,8 +122,8 @@ class PairwiseGloo(Launching):
     @outside_autograd
     def reduce_scatter(self, grads: Sequence[Tensor]) -> Handle:
         means: list[Any] = [None] * len(grads)
-        bucket, bucket_parts = self._bucket(), []
-        for message in self._messages([grad.shape for grad in grads], grads[0].itemsize):
+        bucket, bucket_parts, shapes = self._bucket(), [], tuple([grad.shape for grad in grads])
+        for message in packed_messages(shapes, grads[0].itemsize, self.world_size, PACK_BELOW_BYTES):
             members = message.members
             members_grads = [grads[index] for index in members]
             unpack: Callable[[], None] | None
@@ -144,7 +140,7 @@ class PairwiseGloo(Launching):
                 )
                 flat = [means[index].view(-1) for index in members]
                 unpadded = [
-                    self._without_padding(bucket, rows, rows_of_ranks)
+                    _without_padding(bucket, rows, rows_of_ranks[self.rank].numel())
                     for rows, rows_of_ranks in zip(flat, rows_of_members, strict=True)
                 ]
                 mean = _one_buffer(unpadded)
@@ -152,13 +148,6 @@ class PairwiseGloo(Launching):
             bucket_parts.append(self._reduce(bucket, parts, mean, unpack))
             bucket.send({rank: parts[rank] for rank in self._peers})
         return Handle(bucket.post(bucket_parts), means, self._pending)
-
-    def _without_padding(self, bucket: GlooBucket, mean: Tensor, rows_of_ranks: Sequence[Tensor]) -> Tensor:
-        """Return this rank's rows of a flat mean without padding. The padding is zeroed while messages are in
-        flight."""
-        rows = rows_of_ranks[self.rank].numel()
-        bucket.meanwhile(mean[rows:].zero_)
-        return mean[:rows]
 
     @outside_autograd
     def all_reduce(self, grads: Sequence[Tensor]) -> Handle:
@@ -262,6 +251,12 @@ class PairwiseGloo(Launching):
         """Return views of a contiguous tensor: the flat rows of each rank, in rank order."""
         sizes = _elements_of_ranks(tuple(tensor.shape), self.world_size)
         return list(torch.split_with_sizes(tensor.view(-1), sizes))
+
+
+def _without_padding(bucket: GlooBucket, mean: Tensor, rows: int) -> Tensor:
+    """Return the first rows of a flat mean. The padding behind them is zeroed while messages are in flight."""
+    bucket.meanwhile(mean[rows:].zero_)
+    return mean[:rows]
 
 
 class GlooBucket:
@@ -369,23 +364,14 @@ def _end(work: dist.Work, group: ProcessGroup, rank: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackedMessage:
-    """Parameters that share a message.
+    """Parameters that share a message."""
 
-    Attributes:
-        members: the indices of the parameters in the bucket.
-        shapes: the shapes of the parameters.
-        shard_shapes: the shapes of the message's tensors: a rank's rows with padding, or all rows.
-        sizes: the number of elements of each shape in ``shard_shapes``.
-        elements: the sum of the sizes.
-        is_even: True if there are several members, and the number of ranks divides the rows of each member.
-    """
-
-    members: tuple[int, ...]
-    shapes: tuple[Shape, ...]
-    shard_shapes: tuple[Shape, ...]
-    sizes: tuple[int, ...]
-    elements: int
-    is_even: bool
+    members: tuple[int, ...]  # the indices of the parameters in the bucket
+    shapes: tuple[Shape, ...]  # the shapes of the parameters
+    shard_shapes: tuple[Shape, ...]  # the shapes of the message's tensors: a rank's rows with padding, or all rows
+    sizes: tuple[int, ...]  # the number of elements of each shape in ``shard_shapes``
+    elements: int  # the sum of the sizes
+    is_even: bool  # True if there are several members, and the number of ranks divides the rows of each member
 
 
 @cache

@@ -27,23 +27,13 @@ from thunder_zero.plan.params import Plan
 def mesh_and_slices(
     module: nn.Module, mesh: DeviceMesh | None, dp_mesh_dims: DataParallelMeshDims | None = None
 ) -> tuple[Mesh, dict[str, int], frozenset[str]]:
-    """Return the last three arguments of ``make_plan``: this rank's mesh, :func:`slices_of`, and :func:`partial_of`.
-
-    Raises:
-        ValueError: ``mesh`` has two dimensions for tensor parallelism, or :func:`slices_of` or :func:`partial_of`
-            raises.
-    """
+    """Return the last three arguments of ``make_plan``: this rank's mesh, :func:`slices_of`, and :func:`partial_of`."""
     ranks = ranks_of(None, mesh, dp_mesh_dims)
     return ranks.planned, slices_of(module, ranks), partial_of(module, ranks)
 
 
 def slices_of(module: nn.Module, ranks: Ranks) -> dict[str, int]:
-    """Return a mapping from the names of sliced parameters, aliases included, to dimensions; empty without slices.
-
-    Raises:
-        ValueError: no parameter is a DTensor on the mesh's dimension for tensor parallelism, a parameter is a DTensor
-            on another mesh, or a parameter is placed in another way.
-    """
+    """Return a mapping from the names of sliced parameters, aliases included, to dimensions; empty without slices."""
     mesh = ranks.tensor
     if mesh is None:
         return {}
@@ -74,9 +64,6 @@ def partial_of(module: nn.Module, ranks: Ranks) -> frozenset[str]:
     """Return the names, aliases included, of parameters whose gradients are sums of parts from all ranks of ``tensor``.
 
     Hugging Face's tensor-parallel plans mark modules with these parameters as ``replicated_with_grad_allreduce``.
-
-    Raises:
-        ValueError: the parts would be summed over another mesh, or a parameter is a DTensor.
     """
     if ranks.tensor is None:
         return frozenset()

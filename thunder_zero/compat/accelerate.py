@@ -1,6 +1,7 @@
 """needed while: Accelerate writes rows as whole values, and hides its lists of objects.
 
-Two functions of Accelerate are replaced for the whole process once a sharded model and Accelerate are in it::
+Two functions of Accelerate are replaced for the whole process once a sharded model and Accelerate are in it, since a
+hook of ``state_dict`` would see no difference between Accelerate's call and that of torch's checkpoints::
 
     Accelerator.get_state_dict     asked first about the model
     save_accelerator_state         asked first about the optimizers, whose states it would write on one rank

@@ -69,16 +69,11 @@ def capture(
     dynamic: bool | None = None,
     whole: bool = False,
 ) -> Callable[..., Any]:
-    """Return a function that calls a module, whose forward dynamo captures.
+    """Return a function that calls a module, whose forward dynamo captures. ``backend`` gets each graph.
 
-    Programs of other models with equal code do not count for dynamo's limits.
-
-    Args:
-        module: the module. The attributes by which torch and Lightning mark a compiled module are removed.
-        backend: a function that gets each graph.
-        make_context: a function that returns the context in which dynamo compiles. Programs run outside of it.
-        dynamic: the argument of ``torch.compile``.
-        whole: True to raise if forward is more than one graph.
+    Programs of other models with equal code do not count for dynamo's limits. The attributes by which torch and
+    Lightning mark a compiled module are removed. Programs run outside of the context that ``make_context`` returns.
+    With ``whole``, a forward of more than one graph raises.
     """
     options: Any = {"dynamic": dynamic, "fullgraph": whole, "isolate_recompiles": True}
     captured: Any = torch.compile(module, backend=backend, **options)
@@ -122,13 +117,7 @@ def users_line(stack: str) -> tuple[str, int] | None:
 
 
 def failure(error: Exception, name: str, slices: int = 1) -> tuple[str, Exception]:
-    """Return a sentence that says why a model could not be traced, and the error that caused it.
-
-    Args:
-        error: the exception that dynamo raised.
-        name: the name of the model's class.
-        slices: the number of ranks of tensor parallelism.
-    """
+    """Return a sentence that says why a model could not be traced, and the error that caused it."""
     cause: Exception = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
     raised, frames = users_error(cause)
     text, _, lines = str(raised).partition("While executing")
@@ -148,11 +137,8 @@ def failure(error: Exception, name: str, slices: int = 1) -> tuple[str, Exceptio
 def capturing(breaks: list[str], kinds: tuple[type[Tensor], ...]) -> Iterator[None]:
     """Change dynamo's settings inside the block, in which dynamo compiles one function of our model.
 
-    All settings are restored afterwards, so that dynamo compiles other models with unchanged settings.
-
-    Args:
-        breaks: a list to which a sentence is appended for each graph that dynamo ends, with the place and the reason.
-        kinds: the classes of placeholders. Dynamo treats placeholders as plain parameters.
+    All settings are restored afterwards, so that dynamo compiles other models with unchanged settings. ``breaks`` gets
+    a sentence for each graph that dynamo ends. Dynamo treats the classes ``kinds`` of placeholders as plain parameters.
     """
     earlier = len(graph_break_reasons)  # dynamo keeps the reasons of all graphs of the process
     FAKES.addFilter(_is_no_error)

@@ -97,9 +97,6 @@ def let_thunder_import(on_import: Callable[[], None]) -> None:
     """Let a later ``import thunder`` work, and call ``on_import`` once Thunder is imported.
 
     Thunder is not imported now, since help texts and plans should not wait for the import.
-
-    Raises:
-        ImportError: an earlier ``import thunder`` failed.
     """
     if half_imported(sys.modules):
         raise ImportError(

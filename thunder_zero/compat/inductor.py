@@ -38,17 +38,11 @@ class HoldsForSomeSizes(Exception):
 def kernel(
     graph: fx.GraphModule, inputs: Sequence[Any], layouts: Sequence[Any], mode: Any
 ) -> tuple[Kernel, Sequence[Any]]:
-    """Compile a graph. Return a function and the fake outputs.
+    """Compile a graph that returns a list. Return a function and the fake outputs.
 
-    Args:
-        graph: a graph that returns a list. Its placeholders are tensors, and integers for symbolic sizes.
-        inputs: fake tensors and symbolic integers.
-        layouts: a tensor for each output, with the strides that the output must have. None lets inductor choose.
-        mode: the FakeTensorMode of the inputs.
-
-    Raises:
-        HoldsForSomeSizes: the code would depend on the value of a symbolic size.
-        RuntimeError: inductor cannot compile the graph.
+    The inputs are fake tensors, and integers for symbolic sizes. An output gets the strides of its tensor in
+    ``layouts``; inductor chooses for None. Raise HoldsForSomeSizes if the code would depend on the value of a symbolic
+    size.
     """
     try:
         return _compiled(graph, inputs, layouts, mode)
@@ -107,11 +101,7 @@ def _laid_out_like(value: Any, layout: Any) -> Any:
 
 @contextmanager
 def for_all_sizes(mode: Any) -> Iterator[None]:
-    """Make new guards on symbolic sizes raise inside the block, since dynamo has already created its guards.
-
-    Raises:
-        ShapeEnvGuardError: code inside the block depends on the value of a symbolic size.
-    """
+    """Make new guards on symbolic sizes raise inside the block, since dynamo has already created its guards."""
     if mode.shape_env is None:
         yield
         return

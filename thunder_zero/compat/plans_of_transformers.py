@@ -35,13 +35,7 @@ COMPARED = {  # styles whose results tests compare with those of one process
 
 
 def apply_plan(model: Any, mesh: DeviceMesh, plan: Mapping[str, str] | None) -> None:
-    """Slice a model of transformers according to the model's plan, in which ``plan`` overrides styles.
-
-    Raises:
-        RuntimeError: the installed transformers has no plans, or transformers is not installed.
-        TypeError: ``mesh`` has several dimensions, or ``model`` is not a model of transformers.
-        ValueError: ``model`` is already sliced, has no plan, or its plan has a style that is not in ``COMPARED``.
-    """
+    """Slice a model of transformers according to the model's plan, in which ``plan`` overrides styles."""
     try:
         from transformers import PreTrainedModel
         from transformers.distributed import DistributedConfig

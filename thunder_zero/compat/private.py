@@ -31,17 +31,11 @@ if TYPE_CHECKING:
 
 
 class Private(NamedTuple):
-    """A private name of torch.
+    """A private name of torch."""
 
-    Attributes:
-        where: the module and, after a colon, the name in the module.
-        purpose: the purpose of the name in thunder_zero.
-        replacement: the public API that torch lacks.
-    """
-
-    where: str
-    purpose: str
-    replacement: str
+    where: str  # the module and, after a colon, the name in the module
+    purpose: str  # the purpose of the name in thunder_zero
+    replacement: str  # the public API that torch lacks
 
 
 ATTRIBUTES = {  # attributes of objects of torch or Lightning, with their purposes
@@ -54,7 +48,7 @@ ATTRIBUTES = {  # attributes of objects of torch or Lightning, with their purpos
     "_cdata": "whether two tensors share a storage, also without values; read in each forward",
     "_local_tensor": "the part of a DTensor without a history",
     **dict.fromkeys(("_schema", "_op"), "an operator's arguments, writes and inner operator"),
-    "_optimizer_state_dict_pre_hooks": "whether an optimizer has hooks of its own",
+    "_optimizer_load_state_dict_post_hooks": "whether an optimizer has hooks of its own",
     "_is_profiler_enabled": "whether a profiler runs; read at each launch",
     "_layer_sync": "Lightning's plugin for synchronised layers",
 }

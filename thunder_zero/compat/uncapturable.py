@@ -18,19 +18,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 @dataclass(frozen=True, slots=True)
 class RefusedPart:
-    """A kind of submodule that is refused.
+    """A kind of submodule that is refused."""
 
-    Attributes:
-        matches: a predicate that is True for modules of this kind.
-        fault: the reason in an error message, behind the module's name.
-        action: the alternative to use.
-        cause: the reason why modules of this kind are refused.
-    """
-
-    matches: Callable[[nn.Module], bool]
-    fault: str
-    action: str
-    cause: str
+    matches: Callable[[nn.Module], bool]  # a predicate that is True for modules of this kind
+    fault: str  # the reason in an error message, behind the module's name
+    action: str  # the alternative to use
+    cause: str  # the reason why modules of this kind are refused
 
 
 def _has_composable_checkpoint(module: nn.Module) -> bool:

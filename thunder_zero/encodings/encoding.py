@@ -31,15 +31,10 @@ def piece_on(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Encoding:
-    """The encoding of elements on the wire: a cast, unless a subclass overrides it.
+    """The encoding of elements on the wire: a cast, unless a subclass overrides it."""
 
-    Attributes:
-        dtype: the dtype of an encoded element.
-        block: the number of consecutive elements, in row-major order, that share a scale; 0: there are no scales.
-    """
-
-    dtype: torch.dtype
-    block: int = 0
+    dtype: torch.dtype  # the dtype of an encoded element
+    block: int = 0  # the number of consecutive elements, in row-major order, that share a scale; 0: there are no scales
 
     def __post_init__(self) -> None:
         if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 0:

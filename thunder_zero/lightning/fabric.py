@@ -101,11 +101,7 @@ class ZeroStrategy(DDPStrategy):
         super().setup_environment()
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Return a context in which ``Fabric.init_module`` builds full modules on the CPU. Only shards move later.
-
-        Raises:
-            ValueError: ``empty_init`` is True, so there would be no values to shard.
-        """
+        """Return a context in which ``Fabric.init_module`` builds full modules on the CPU. Only shards move later."""
         if empty_init:
             raise ValueError(
                 "empty_init=True leaves no values for ZeroStrategy to shard; build the module with empty_init=False"
@@ -180,11 +176,7 @@ class Forward(nn.Module):
 
     @torch.compiler.disable  # Fabric applies torch.compile to this if it was applied to the module
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the sharded model.
-
-        Raises:
-            RuntimeError: the user called a method other than forward through Fabric's wrapper.
-        """
+        """Call the sharded model. Raise RuntimeError if the user called another method through Fabric's wrapper."""
         if self._current_forward() is not self._first_forward:
             raise RuntimeError(
                 f"a method of {type(self.model.plain).__name__} was called through Fabric's wrapper instead of forward "

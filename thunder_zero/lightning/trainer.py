@@ -170,12 +170,7 @@ class Redirect:
 
 
 def only_submodule(module: LightningModule) -> nn.Module:
-    """Return the submodule that has all parameters of a LightningModule.
-
-    Raises:
-        ValueError: several submodules have parameters, or the submodule has forward hooks.
-        TypeError: the submodule is jitted.
-    """
+    """Return the submodule that has all parameters of a LightningModule."""
     params = [name for name, _ in module.named_parameters(recurse=False)]
     children: dict[str, nn.Module] = {
         name: child for name, child in module.named_children() if any(True for _ in child.parameters())

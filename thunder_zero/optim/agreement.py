@@ -10,6 +10,7 @@ from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.comm.small_collectives import all_reduce_sum
 from thunder_zero.optim.options import describe_values, hyper_parameters
 from thunder_zero.optim.owners import Member
+from thunder_zero.sharded.gather import out_of_date
 from thunder_zero.sharded.state import State
 
 FIRST = "build the same optimizer, with the same groups, on every rank"
@@ -22,19 +23,10 @@ LATER = (
 def agree_on_step(
     kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], state: State, *, known: bool
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """Compare the next step between ranks, in one small collective if all ranks agree.
+    """Compare the next step between ranks, in one small collective if all agree. All ranks raise if they differ.
 
-    Args:
-        kind: the name of the optimizer's class.
-        members: the parameters, in the order in which they are sent.
-        known: True if an earlier step compared members and groups.
-
-    Returns:
-        The paths of the parameters with a gradient, and the paths of the parameters that every rank has in full.
-        Each set is equal on all ranks.
-
-    Raises:
-        RuntimeError: ranks differ. All ranks raise.
+    Return the paths of the parameters with a gradient, and of those that every rank has in full. Each set is equal on
+    all ranks. With ``known``, an earlier step compared members and groups.
     """
     facts = _facts(kind, () if known else members, groups, LATER if known else FIRST)
     if not known:
@@ -42,11 +34,11 @@ def agree_on_step(
     paths = [member.param.path for member in members]
     has_grad = [member.shard.grad is not None for member in members]
     digest = _digest(facts)
-    numbers = [digest, digest**2, *map(int, (*has_grad, *state.resident.out_of_date(paths)))]
+    numbers = [digest, digest**2, *map(int, (*has_grad, *out_of_date(state, paths)))]
     total, squares, *sums = _sum_over_ranks(numbers, state)
     if state.plan.ranks * squares != total**2:  # equal if and only if all digests are equal
         require_same(facts, state.group)
-    counts, out_of_date = sums[: len(paths)], sums[len(paths) :]
+    counts, stale_counts = sums[: len(paths)], sums[len(paths) :]
     for path, count in zip(paths, counts, strict=True):
         if 0 < count < state.plan.ranks:
             raise RuntimeError(
@@ -54,7 +46,7 @@ def agree_on_step(
                 f"the whole gradient; set .grad, or clear it, on all ranks alike"
             )
     with_grad = frozenset(path for path, count in zip(paths, counts, strict=True) if count)
-    return with_grad, frozenset(path for path, count in zip(paths, out_of_date, strict=True) if count == 0)
+    return with_grad, frozenset(path for path, count in zip(paths, stale_counts, strict=True) if count == 0)
 
 
 def _facts(kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], remedy: str) -> list[Fact]:

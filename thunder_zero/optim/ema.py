@@ -182,9 +182,8 @@ class EMA:
     def _swap(self, originals: dict[str, Tensor]) -> None:
         """Swap the values of parameters and averages.
 
-        Args:
-            originals: the values of parameters whose average has another dtype. The first call fills the empty dict.
-                The second call restores the parameters from it.
+        The first call fills ``originals`` with the parameters whose average has another dtype. The second call restores
+        them.
         """
         for name, average in self.averages.items():
             param = self._params[name]

@@ -57,7 +57,9 @@ class ToOwners:
                     full[geometry.rows].copy_(rows)
                     for peer in shard.peers:
                         incoming[peer].append(full[geometry.rows_of(peer)].view(-1))
-                full_param = state.resident.full(param).clone() if param.path in full_paths else full_tensors[0]
+                full_param = (
+                    state.params[param.path].full_value().clone() if param.path in full_paths else full_tensors[0]
+                )
                 self._owned[param.path] = (param, full_param, None if grad is None else full_tensors[-1])
             else:
                 outgoing[member.owner] += [rows.to(state.device).contiguous().view(-1) for rows in to_send]

@@ -15,10 +15,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from thunder_zero.comm.small_collectives import all_gather_tensor, all_reduce_sum
 from thunder_zero.plan.policy import is_count
-from thunder_zero.sharded.accumulation import unreduced
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.sharded_model import sharded_model, tagged
-from thunder_zero.sharded.state import State
+from thunder_zero.sharded.state import State, unreduced
 from thunder_zero.sharded.unsliced import require_equal_gradients_once
 
 READY, NO_GRADIENT, UNREDUCED = range(3)  # a rank's status, which is sent with its norm
@@ -68,11 +67,11 @@ def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bo
     If a rank raises, all ranks do.
     """
     if state.plan.mesh.is_sliced:
-        require_equal_gradients_once(state, set(map(id, state.shards.values())))
+        require_equal_gradients_once(state, {id(param.shard) for param in state.params.values()})
     norm, statuses = total_norm(state, norm_type)
     if UNREDUCED in statuses:
-        path = next(iter(state.accumulation.paths), None)
-        where = f"on rank {statuses.index(UNREDUCED)}" if path is None else f"of parameter {path!r}"
+        param = next(iter(state.deferred), None)
+        where = f"on rank {statuses.index(UNREDUCED)}" if param is None else f"of parameter {param.path!r}"
         raise unreduced("clip", where)
     if NO_GRADIENT in statuses:
         raise RuntimeError(
@@ -91,10 +90,10 @@ def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bo
 def _local_parts(state: State) -> list[Tensor]:
     """Return the local tensor of each shard that has a gradient, with the local gradient as its ``grad``."""
     parts = []
-    for shard in state.shards.values():
-        if shard.grad is not None:
-            part = local(shard).detach()
-            part.grad = local(shard.grad)
+    for param in state.params.values():
+        if param.shard.grad is not None:
+            part = local(param.shard).detach()
+            part.grad = local(param.shard.grad)
             parts.append(part)
     return parts
 
@@ -107,7 +106,7 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     rank of the ``tensor`` axis.
     """
     # torch's function on DTensors hangs for an infinite norm_type if a rank has no rows.
-    grads = {param: state.shards[param.path].grad for param in state.plan.params}
+    grads = {param.plan: param.shard.grad for param in state.params.values()}
     present = {param: local(grad) for param, grad in grads.items() if grad is not None}
     mesh = state.plan.mesh
     counted = [
@@ -121,7 +120,7 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     for param in state.plan.params:
         dtype = torch.promote_types(dtype, param.dtype.to_real())
     local_norm = get_total_norm(counted, norm_type).to(state.device, dtype)
-    status = UNREDUCED if state.accumulation.paths else READY if present else NO_GRADIENT
+    status = UNREDUCED if state.deferred else READY if present else NO_GRADIENT
     message = torch.stack([local_norm, torch.full_like(local_norm, status)])
     norms, statuses = torch.stack(all_gather_tensor(message, state.group)).unbind(1)
     norm: Tensor = torch.linalg.vector_norm(norms[list(state.ranks.first_copy)], norm_type)  # all copies are equal

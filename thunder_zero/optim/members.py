@@ -55,15 +55,7 @@ def groups_of_params(params: Iterable[Any]) -> Groups:
 
 
 def model_of(shards: Sequence[Tensor], state: State | None = None) -> State:
-    """Return the state of the model that all shards belong to.
-
-    Args:
-        state: the state of the expected model, if it is known.
-
-    Raises:
-        ValueError: ``shards`` is empty, or a shard belongs to no model or to a different model.
-        RuntimeError: the model is tensor-parallel.
-    """
+    """Return the state of the model that all shards belong to: ``state``, if that is known."""
     for shard in shards:
         owner = owner_of(shard)
         if owner is None:
@@ -106,11 +98,6 @@ def make_ordinary(
 
     Returns:
         An optimizer over parameters with full shapes and no memory, and the result of the probe.
-
-    Raises:
-        ValueError: a step needs an argument, fails for groups without parameters, or changes an option only in others.
-        RuntimeError: ``trusted`` is False, and the optimizer couples parameters, cannot be probed, or draws random
-            numbers and the model has several replicas.
     """
     kept_options = [
         {key: value for key, value in hyper_parameters(group).items() if key in keys or key not in moving}
@@ -193,28 +180,25 @@ def describe_uneven_option(kind: str, name: str) -> str:
 
 
 def members_of(groups: Groups, offset: int, state: State, loads: Sequence[int]) -> list[list[Member]]:
-    """Return the parameters of groups, in buckets and with owners. Frozen parameters follow in buckets of their own,
-    since they may be unfrozen. Parameters in a ``frozen_format`` are left out.
+    """Return the parameters of groups, in buckets and with owners. ``offset`` is the number of the first group.
 
-    Args:
-        offset: the number of the first group.
-        loads: the work of each rank for the parameters that it already owns.
+    Frozen parameters follow in buckets of their own, since they may be unfrozen. Parameters in a ``frozen_format`` are
+    left out. ``loads`` is the work of each rank for the parameters that it already owns.
     """
-    plan, totals = state.plan, list(loads)
-    members: list[list[Member]] = []
-    for trains in (True, False):
-        chosen = [
-            (param, shard, offset + number, name)
-            for param, shard, number, name in _planned_shards(groups)
-            if shard.requires_grad is trains and not param.frozen_format
-        ]
-        pieces = [
-            Piece(number, work_of_shape(param.shape), prod(param.shape) * param.dtype.itemsize, param.dtype)
-            for number, (param, *_) in enumerate(chosen)
-        ]
-        for bucket in assign(pieces, plan.mesh.shard.size, plan.sizes.bucket_bytes, totals):
-            pairs = zip(bucket.numbers, bucket.owners, strict=True)
-            members.append([Member(*chosen[number], owner) for number, owner in pairs])
-            for member in members[-1]:
-                totals[member.owner] += work_of_shape(member.param.shape)
-    return members or [[]]
+    chosen = [
+        (param, shard, offset + number, name)
+        for param, shard, number, name in _planned_shards(groups)
+        if not param.frozen_format
+    ]
+    chosen.sort(key=lambda member: not member[1].requires_grad)
+    pieces = [
+        Piece(
+            number,
+            work_of_shape(param.shape),
+            prod(param.shape) * param.dtype.itemsize,
+            (shard.requires_grad, param.dtype),
+        )
+        for number, (param, shard, *_) in enumerate(chosen)
+    ]
+    buckets = assign(pieces, state.plan.mesh.shard.size, state.plan.sizes.bucket_bytes, loads)
+    return [[Member(*chosen[number], owner) for number, owner in bucket] for bucket in buckets] or [[]]

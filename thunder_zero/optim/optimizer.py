@@ -266,13 +266,10 @@ class Whole(GuardedOptimizer):
             self._probed = describe_for_probe(self.param_groups, self._moving)
 
     def _step(self, paths: frozenset[str], full_paths: frozenset[str]) -> Exception | None:
-        """Step parameters, bucket by bucket. Return the first error, or None.
+        """Step the parameters at ``paths``, bucket by bucket. Return the first error, or None.
 
-        After an error the remaining buckets are still sent, unchanged, because other ranks wait for them.
-
-        Args:
-            paths: the paths of the parameters that have a gradient.
-            full_paths: the paths of the parameters that every rank has in full.
+        After an error the remaining buckets are still sent, unchanged, because other ranks wait for them. Every rank
+        has the parameters at ``full_paths`` in full.
         """
         failure: Exception | None = None
         groups = new_options = [hyper_parameters(group) for group in self.param_groups]

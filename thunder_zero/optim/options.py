@@ -36,10 +36,7 @@ def describe_values(values: Mapping[str, Any], *, amounts: bool = True) -> dict[
     """Return a mapping from names of options or attributes to descriptions.
 
     Numbers, strings, small tensors, and their collections are described by value. Functions and classes are described
-    by name, other objects by class.
-
-    Args:
-        amounts: False describes a float only as zero or not zero.
+    by name, other objects by class. With ``amounts=False``, a float is described only as zero or not zero.
     """
     return {name: repr(tree_map(partial(_describe, amounts), value)) for name, value in values.items()}
 

@@ -25,15 +25,7 @@ class Piece:
     number: int  # the index among the optimizer's parameters
     work: int  # the owner's work in a step, relative to other pieces
     nbytes: int  # the size of the whole parameter
-    kind: Hashable = None  # the dtype: a bucket has pieces of one kind
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Parameters that are sent together."""
-
-    numbers: tuple[int, ...]  # the numbers of the pieces; pieces with more work come first
-    owners: tuple[int, ...]  # for each piece, the rank that steps it
+    kind: Hashable = None  # a bucket has pieces of one kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,28 +57,24 @@ def work_of_shape(shape: tuple[int, ...]) -> int:
     return elements * max(1, min(shape[0], elements // shape[0])) if len(shape) > 1 and elements else elements
 
 
-def assign(pieces: Sequence[Piece], ranks: int, bucket_bytes: int, loads: Sequence[int] = ()) -> tuple[Bucket, ...]:
-    """Group pieces into buckets, in sending order, and assign an owner to each piece.
+def assign(pieces: Sequence[Piece], ranks: int, bucket_bytes: int, loads: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Group pieces into buckets, in sending order, and assign an owner: lists of (number of a piece, rank) pairs.
 
     A bucket holds pieces of similar work, so that its owners finish together. Pieces are sorted by work. A bucket has
     at most ``bucket_bytes``, or the size of its first piece times the number of ranks if that is more. Each piece is
-    assigned to the rank with the least work in the bucket. Ties go to the rank with the least work in all buckets.
-
-    Args:
-        loads: the work of each rank for the parameters that it already owns.
+    assigned to the rank with the least work in the bucket. Ties go to the rank with the least work in all buckets and
+    ``loads``.
     """
-    totals = list(loads or [0] * ranks)
-    buckets = []
+    totals, buckets = list(loads), list[list[tuple[int, int]]]()
     for members in _fill_buckets(pieces, ranks, bucket_bytes):
         works = [0] * ranks  # the work of each rank in this bucket
-        owners = []
+        buckets.append([])
         for piece in members:
             owner = min(range(ranks), key=lambda rank: (works[rank], totals[rank], rank))
             works[owner] += piece.work
             totals[owner] += piece.work
-            owners.append(owner)
-        buckets.append(Bucket(tuple(piece.number for piece in members), tuple(owners)))
-    return tuple(buckets)
+            buckets[-1].append((piece.number, owner))
+    return buckets
 
 
 def _fill_buckets(pieces: Sequence[Piece], ranks: int, bucket_bytes: int) -> list[list[Piece]]:

@@ -38,25 +38,16 @@ MakeOn = Callable[[Sequence[Mapping[str, Any]], GroupedParams], Optimizer]  # ta
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The result of a probe.
+    """The result of a probe."""
 
-    Attributes:
-        couples: a difference between stepping a parameter alone and with others; "" if there is no difference.
-        draws: the names of the generators that a step draws from; "" if it draws no random numbers.
-        unknown: the reason why the optimizer cannot be probed; "" if it can.
-        fails_empty: the error of a step of groups without parameters; "" if it succeeds.
-        moving: the options of groups that steps change.
-        moving_if_any: the options in ``moving`` that steps change only in groups with parameters.
-        moves_all: True if a step also updates parameters whose gradient is None.
-    """
-
-    couples: str = ""
-    draws: str = ""
-    unknown: str = ""
-    fails_empty: str = ""
-    moving: frozenset[str] = frozenset()
+    couples: str = ""  # a difference between stepping a parameter alone and with others; "" if there is no difference
+    draws: str = ""  # the names of the generators that a step draws from; "" if it draws no random numbers
+    unknown: str = ""  # the reason why the optimizer cannot be probed; "" if it can
+    fails_empty: str = ""  # the error of a step of groups without parameters; "" if it succeeds
+    moving: frozenset[str] = frozenset()  # the options of groups that steps change
+    # the options in ``moving`` that steps change only in groups with parameters
     moving_if_any: frozenset[str] = frozenset()
-    moves_all: bool = False
+    moves_all: bool = False  # True if a step also updates parameters whose gradient is None
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,11 +62,9 @@ class _ProbeParameter:
 
 
 def probe_optimizer(make_on: MakeOn, like: Optimizer, device: torch.device) -> ProbeResult:
-    """Probe an optimizer. Ranks with equal options get equal results. Random states are restored.
+    """Probe an optimizer like ``like``, which is not stepped. Ranks with equal options get equal results.
 
-    Args:
-        make_on: a function that builds an optimizer to probe.
-        like: the optimizer over parameters of whole shapes, which is not stepped.
+    Random states are restored.
     """
     groups, kinds = [_with_rate(hyper_parameters(group)) for group in like.param_groups], _kinds(like)
 

@@ -18,7 +18,7 @@ from thunder_zero.compat.torch.optimizers import step_alone
 from thunder_zero.optim.options import attributes_of, describe_values, hyper_parameters
 from thunder_zero.optim.owners import Member, ParamAndGrad
 from thunder_zero.plan.params import Param
-from thunder_zero.sharded.attributes import parameter_like, with_attributes_of
+from thunder_zero.sharded.dtensors import parameter_like, with_attributes_of
 
 MakeOptimizer = Callable[..., Optimizer]  # takes parameters or groups, and options, as torch's classes do
 Groups = Sequence[Mapping[str, Any]]
@@ -43,10 +43,6 @@ def group_to_construct(
     """Build a group for a constructor: its parameters, and the current values of the options that the user set.
 
     Other options are left out, since a constructor may not accept them.
-
-    Args:
-        number: the number of the group, which selects the parameters.
-        named: True if groups have parameter names.
     """
     members = [(name, param) for group_number, name, param in params if group_number == number]
     names = {"param_names": [name for name, _ in members]} if named else {}
@@ -63,12 +59,7 @@ def make_optimizer(
     *,
     named: bool,
 ) -> Optimizer:
-    """Build an optimizer. The constructor gets only the options that the user set. Then all options are set.
-
-    Raises:
-        TypeError: ``make`` does not return an optimizer.
-        ValueError: the optimizer has more or fewer groups than ``groups``.
-    """
+    """Build an optimizer. The constructor gets only the options that the user set. Then all options are set."""
     to_construct = [
         group_to_construct(group, keys, number, params, named=named)
         for number, (group, keys) in enumerate(zip(groups, user_options, strict=True))
@@ -120,14 +111,9 @@ class BucketStepper:
         user_options: UserOptions,
         states: MutableMapping[Any, Any],
     ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-        """Step the parameters that have values.
+        """Step the parameters that have values. Return the stepped parameters by path, and the groups' options.
 
-        Args:
-            values: whole parameters and gradients by path. The step may write to them.
-            states: states by shard, or by another key of the ordinary optimizer. The mapping is updated in place.
-
-        Returns:
-            The stepped parameters by path, and the groups' hyper-parameters after the step.
+        ``states`` are keyed by shard, or by another key of the ordinary optimizer, and are updated in place.
         """
         for member, param in self._owned:
             if (arrived := values.get(member.param.path)) is not None:

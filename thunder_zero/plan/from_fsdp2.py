@@ -12,17 +12,11 @@ from typing import NamedTuple
 
 
 class Replacement(NamedTuple):
-    """A row of the table: a feature of FSDP2, and its replacement in thunder_zero.
+    """A row of the table: a feature of FSDP2, and its replacement in thunder_zero."""
 
-    Attributes:
-        text: the replacement, in Markdown.
-        names: methods and arguments of FSDP2. Errors about these names quote ``text``.
-        title: the feature of FSDP2, in Markdown (default: ``names``).
-    """
-
-    text: str
-    names: tuple[str, ...] = ()
-    title: str = ""
+    text: str  # the replacement, in Markdown
+    names: tuple[str, ...] = ()  # methods and arguments of FSDP2. Errors about these names quote ``text``
+    title: str = ""  # the feature of FSDP2, in Markdown (default: ``names``)
 
     def markdown(self) -> str:
         """Return the row as a line of a table."""

@@ -27,21 +27,14 @@ from thunder_zero.plan.mesh import ALL, REPLICATE, SHARD, TENSOR, Mesh
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The shapes and rows of one parameter on a mesh.
+    """The shapes and rows of one parameter on a mesh."""
 
-    Attributes:
-        shape: the global shape.
-        mesh: the axes of the ranks that hold the parameter.
-        is_cut: True if each rank along ``shard`` stores a part of the rows, padded; False if each stores all rows.
-        sliced: the dimension that is sliced along the axis ``tensor``; None if the parameter is not sliced.
-        is_partial: True if the gradient is a sum, and each rank along ``tensor`` computes one term.
-    """
-
-    shape: tuple[int, ...]
-    mesh: Mesh
-    is_cut: bool
+    shape: tuple[int, ...]  # the global shape
+    mesh: Mesh  # the axes of the ranks that hold the parameter
+    is_cut: bool  # True if each rank along ``shard`` stores a part of the rows, padded; False if each stores all rows
+    # the dimension that is sliced along the axis ``tensor``; None if the parameter is not sliced
     sliced: int | None = None
-    is_partial: bool = False
+    is_partial: bool = False  # True if the gradient is a sum, and each rank along ``tensor`` computes one term
 
     @property
     def in_compute(self) -> tuple[int, ...]:

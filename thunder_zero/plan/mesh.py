@@ -29,17 +29,11 @@ DATA = (REPLICATE, SHARD)  # axes along which batches differ, and gradients are 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One dimension of a mesh.
+    """One dimension of a mesh."""
 
-    Attributes:
-        name: :data:`SHARD`, :data:`REPLICATE` or :data:`TENSOR`.
-        size: the number of ranks along the axis.
-        place: this rank's index along the axis.
-    """
-
-    name: str
-    size: int
-    place: int
+    name: str  # :data:`SHARD`, :data:`REPLICATE` or :data:`TENSOR`
+    size: int  # the number of ranks along the axis
+    place: int  # this rank's index along the axis
 
     @property
     def peers(self) -> tuple[int, ...]:

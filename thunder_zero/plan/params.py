@@ -9,8 +9,7 @@ Later code reads the plan, never the module, the stage or the process group. In 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -19,44 +18,15 @@ from typing import TYPE_CHECKING
 from thunder_zero.encodings.encoding import Blocks, Encoding
 from thunder_zero.encodings.int8 import Int8
 from thunder_zero.encodings.nf4 import NF4
-from thunder_zero.plan import layout
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.geometry import Geometry
-from thunder_zero.plan.mesh import OF_MEANS, REPLICATE, SHARD, Mesh
+from thunder_zero.plan.mesh import SHARD, Mesh
 from thunder_zero.plan.policy import STAGES, Policy
-from thunder_zero.plan.sizes import Sizes, choose, on_cpu, on_gpu
+from thunder_zero.plan.sizes import ROOT, Sizes, sizes_of
+from thunder_zero.plan.traffic import Traffic, gather_traffic, reduce_traffic
 
 if TYPE_CHECKING:
     import torch
-
-ROOT = ""  # path of the root unit
-STATES = 2  # optimizer tensors for each parameter, in the shape of its shard; Adam has two
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes of a collective.
-
-    Attributes:
-        sent, received: bytes on the wire of this rank.
-        busiest: bytes that rank 0 sends or receives, whichever is more, on all ranks. Rank 0 is the busiest rank, since
-            it owns the most rows: it sends most in a gather, receives most in a reduce-scatter, and averages most
-            between replicas.
-        full: bytes of the full, unpadded parameters or gradients.
-    """
-
-    sent: int = 0
-    received: int = 0
-    busiest: int = 0
-    full: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.sent + other.sent,
-            self.received + other.received,
-            self.busiest + other.busiest,
-            self.full + other.full,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,46 +204,8 @@ class Plan:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """The sizes of buckets, the bounds in flight, and the number of units gathered ahead. All ranks must launch
-        equal collectives, so these sizes do not depend on the shapes of inputs, which may differ between ranks."""
-        if self.memory_bytes is None:
-            return choose(self.policy, on_cpu(self.largest_unit_bytes))
-        largest = max(max(param.full_bytes, param.grad_bytes) for param in self.params)
-        return choose(self.policy, on_gpu(self.largest_block_bytes, largest, self.memory_bytes - self.state_bytes))
-
-    @cached_property
-    def unit_bytes(self) -> Mapping[str, int]:
-        """A mapping from units to bytes: the sum of each parameter's full or gradient size, whichever is larger."""
-        counts: Counter[str] = Counter()
-        for param in self.params:
-            counts[param.unit] += max(param.full_bytes, param.grad_bytes)
-        return counts
-
-    @property
-    def largest_unit_bytes(self) -> int:
-        """Bytes of the largest unit (:attr:`unit_bytes`)."""
-        return max(self.unit_bytes.values(), default=0)
-
-    @property
-    def largest_block_bytes(self) -> int:
-        """Bytes of the largest unit except the root, or of the root if it is the only unit."""
-        blocks = {unit: nbytes for unit, nbytes in self.unit_bytes.items() if unit != ROOT} or self.unit_bytes
-        return max(blocks.values())
-
-    @cached_property
-    def state_bytes(self) -> int:
-        """An estimate of the bytes at rest on each rank's device.
-
-        The estimate includes shards, resident parameters, and, for trained parameters, gradients and :data:`STATES`
-        optimizer tensors. It leaves out buffers and step counts. It counts ZeRO-1's shards twice: they are views of the
-        full parameters, which are included, too. ``tz.tools.memory`` has the exact number.
-        """
-        total = 0
-        for param in self.params:
-            tensors = 1 + (1 + STATES) * param.requires_grad if not self.rests_on_host(param) else 0
-            total += tensors * prod(self.shard_shape(param)) * param.rest_dtype.itemsize
-            total += param.full_bytes * param.resident
-        return total
+        """The sizes of buckets, the bounds in flight, and the number of units gathered ahead."""
+        return sizes_of(self)
 
     @cached_property
     def recomputed(self) -> frozenset[str]:
@@ -313,9 +245,10 @@ class Plan:
 
     def encodes(self, *bucket: Param) -> bool:
         """Return whether a bucket is cast, copied from the host, or encoded as bytes before its gather."""
-        return any(self.rests_on_host(param) or self.gathers_bytes(param) or self._casts(param) for param in bucket)
+        return any(self.rests_on_host(param) or self.gathers_bytes(param) or self.casts(param) for param in bucket)
 
-    def _casts(self, param: Param) -> bool:
+    def casts(self, param: Param) -> bool:
+        """Return whether a gather sends the parameter's rows in another dtype than they rest in."""
         return param.sharded and param.is_cast and not param.frozen_format
 
     def gathers_bytes(self, param: Param) -> bool:
@@ -333,9 +266,10 @@ class Plan:
 
     def encodes_gradient(self, axis: str, *bucket: Param) -> bool:
         """Return whether a bucket's gradients are cast, or encoded as bytes, before they are reduced over an axis."""
-        return any(self.reduces_bytes(param, axis) or self._casts_gradient(param, axis) for param in bucket)
+        return any(self.reduces_bytes(param, axis) or self.casts_gradient(param, axis) for param in bucket)
 
-    def _casts_gradient(self, param: Param, axis: str) -> bool:
+    def casts_gradient(self, param: Param, axis: str) -> bool:
+        """Return whether a reduction over an axis casts the parameter's gradient first."""
         return axis == self.reduced_over(param)[0] and param.reduce_dtype is not param.compute_dtype
 
     def decodes_gradient(self, axis: str, *bucket: Param) -> bool:
@@ -361,97 +295,21 @@ class Plan:
         """Return the bytes of a rank's encoded rows with padding. All ranks encode the same number of elements."""
         return self.gather_encoding(param).nbytes(prod(self.shard_shape(param)))
 
-    def gather_traffic(self, param: Param) -> Traffic:
-        """Return the bytes to gather the parameter once."""
-        if (traffic := self._traffic.get((param.path, ""))) is None:
-            sent, received = self._gathered(param, self.mesh.shard.place)
-            traffic = Traffic(sent, received, self._gathered(param, 0)[0], param.full_bytes)
-            self._traffic[param.path, ""] = traffic
-        return traffic
-
-    def reduce_traffic(self, param: Param, *axes: str) -> Traffic:
-        """Return the bytes to reduce the parameter's gradient once, over the given axes or by default over all."""
-        total = Traffic()
-        for axis in axes or self.reduced_over(param):
-            if (traffic := self._traffic.get((param.path, axis))) is None:
-                sent, received = self._reduced(param, axis, self.mesh.shard.place)
-                traffic = Traffic(sent, received, max(self._reduced(param, axis, 0)), param.grad_bytes)
-                self._traffic[param.path, axis] = traffic
-            total += traffic
-        return total
-
-    @cached_property
-    def _traffic(self) -> dict[tuple[str, str], Traffic]:
-        """A cache, since passes ask often: a parameter and the axis of a reduction, "" for a gather."""
-        return {}
-
-    def _gathered(self, param: Param, rank: int) -> tuple[int, int]:
-        """Return the bytes that a rank sends and receives in a gather."""
-        if not param.sharded:
-            return 0, 0
-        if self.gathers_bytes(param):
-            sent = (self.mesh.shard.size - 1) * self.payload_bytes(param)
-            return sent, sent
-        itemsize = self.gather_encoding(param).dtype.itemsize
-        sent = layout.gather_sends(param.rest_shape, self.mesh.shard.size, rank)
-        return sent * itemsize, (prod(param.rest_shape) - self.resting(param).numel) * itemsize
-
     def part_bytes(self, param: Param, axis: str) -> int:
         """Return the encoded bytes of the part of a gradient that one rank sums. Along ``shard`` the part is the rank's
         rows. Along ``replicate`` each replica sums a part of these rows."""
         rows = prod(self.shard_shape(param))
         return self.reduce_encoding(param, axis).nbytes(rows if axis == SHARD else -(-rows // self.mesh.replicate.size))
 
-    def _reduced(self, param: Param, axis: str, rank: int) -> tuple[int, int]:
-        """Return the bytes that a rank sends and receives to reduce a gradient over an axis."""
-        # A rank sends encoded parts to its peers. Between replicas it also sends back the mean of its own part.
-        encoding = self.reduce_encoding(param, axis)
-        if encoding.block:
-            sent = (1 + (axis == REPLICATE)) * (self.ranks_over(axis) - 1) * self.part_bytes(param, axis)
-            return sent, sent
-        itemsize = encoding.dtype.itemsize
-        if axis == SHARD and param.sharded:
-            received = (self.mesh.shard.size - 1) * self.geometry(param).numel_of(rank)
-            return layout.scatter_sends(param.shape, self.mesh.shard.size, rank) * itemsize, received * itemsize
-        shape = (self.geometry(param).numel_of(rank),) if axis in OF_MEANS else param.shape
-        sent = layout.all_reduce_sends(shape, self.ranks_over(axis)) * itemsize
-        return sent, sent
+    def gather_traffic(self, param: Param) -> Traffic:
+        """Return the bytes to gather the parameter once."""
+        return gather_traffic(self, param)
 
-    def slice_traffic(self, collective: str, numel: int, itemsize: int) -> Traffic:
-        """Return the bytes of a tensor-parallel collective of ``numel`` elements."""
-        ranks = self.mesh.tensor.size
-        sent = {
-            "all_reduce": layout.all_reduce_sends((numel,), ranks),
-            "all_gather_into_tensor": (ranks - 1) * numel,
-            "reduce_scatter_tensor": numel * (ranks - 1) // ranks,
-            "all_to_all_single": numel * (ranks - 1) // ranks,
-        }
-        nbytes = sent.get(collective, 0) * itemsize
-        return Traffic(nbytes, nbytes, nbytes)
+    def reduce_traffic(self, param: Param, *axes: str) -> Traffic:
+        """Return the bytes to reduce the parameter's gradient once, over the given axes or by default over all."""
+        return sum((reduce_traffic(self, param, axis) for axis in axes or self.reduced_over(param)), Traffic())
 
-    def gather_work(self, param: Param) -> tuple[int, int]:
-        """Return the memory traffic of encoding and of decoding for a gather, in bytes. A cast is an encoding, too."""
-        rows, full = prod(self.shard_shape(param)), self.mesh.shard.size * prod(self.shard_shape(param))
-        if param.frozen_format:
-            return 0, param.rest_bytes + param.full_bytes  # even on a single rank
-        if self.gathers_bytes(param):
-            payload = self.payload_bytes(param)
-            decoded = self.mesh.shard.size * payload + full * param.compute_dtype.itemsize
-            return rows * param.dtype.itemsize + payload, decoded
-        return (rows * (param.dtype.itemsize + param.compute_dtype.itemsize), 0) if self._casts(param) else (0, 0)
-
-    def reduce_work(self, param: Param, axis: str) -> tuple[int, int]:
-        """Return the memory traffic of encoding and of decoding for a reduction over an axis, in bytes."""
-        # Each encoded part is written once and summed once. Between replicas the sum is encoded again, for all ranks.
-        rows, peers = prod(self.shard_shape(param)), self.ranks_over(axis) - 1
-        mean = rows * param.dtype.itemsize
-        if self.reduces_bytes(param, axis):
-            part = self.part_bytes(param, axis)
-            if axis == SHARD:
-                return (peers + 1) * rows * param.compute_dtype.itemsize + peers * part, peers * part + mean
-            return mean + peers * part, (2 * peers + 2) * part + mean
-        numel = prod(self.geometry(param).in_compute) if axis == self.reduced_over(param)[0] else rows
-        cast = numel * (param.compute_dtype.itemsize + param.reduce_dtype.itemsize)
-        is_cast = axis == self.reduced_over(param)[-1] and param.reduce_dtype is not param.dtype
-        uncast = rows * param.reduce_dtype.itemsize + mean
-        return cast * self._casts_gradient(param, axis), uncast * is_cast
+    @cached_property
+    def known_traffic(self) -> dict[tuple[tuple[str, ...], str | None], Traffic]:
+        """The cache of :func:`thunder_zero.plan.traffic.bucket_traffic`."""
+        return {}

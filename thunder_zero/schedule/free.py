@@ -11,7 +11,7 @@
 The last use of a parameter is the last read of the parameter or of a value that may be a view of it. A parameter that
 is gathered again for backward (``regather.py``) has a last use in each phase. A parameter that is kept unsharded
 usually has its last use in backward. Resident and replicated parameters are never freed, nor are values that a return
-reads. All other values are dropped after their last use, too: each FREE becomes a ``del`` line. A wait drops its handle.
+reads. All other values are dropped after their last use, too: a FREE is a ``del`` line. A wait drops its handle.
 The caller holds forward's inputs until backward.
 """
 

@@ -22,7 +22,7 @@ from enum import StrEnum
 from typing import ClassVar, TypeAlias, TypeGuard
 
 from thunder_zero.plan.mesh import SHARD
-from thunder_zero.plan.params import Traffic
+from thunder_zero.plan.traffic import Traffic
 
 
 class Work(StrEnum):
@@ -121,30 +121,15 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Defer:
-    """Keep a full gradient for a later backward. Backward returns the placeholder, which is None at run time."""
+    """Keep a full gradient for a later backward. Backward returns the value written, which is None at run time."""
 
     kind: ClassVar = "defer"
     backward: ClassVar = True
     repeated: ClassVar = False
 
-    grad: str
-    placeholder: str
-    param: str
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The gradient."""
-        return (self.grad,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """The placeholder."""
-        return (self.placeholder,)
-
-    @property
-    def params(self) -> tuple[str, ...]:
-        """The parameter."""
-        return (self.param,)
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    params: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +142,7 @@ class Exchange:
     """
 
     moves: str = ""
-    traffic: Traffic = Traffic()
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +243,6 @@ def reading(op: Op, names: Mapping[str, str]) -> Op:
     match op:
         case Wait(launch=launch):
             return replace(op, launch=replace(launch, handle=names[launch.handle]))
-        case Defer(grad=grad):
-            return replace(op, grad=names[grad])
         case Return(results=results):
             return replace(op, results=tuple(name if name is None else names.get(name, name) for name in results))
         case _:
@@ -286,8 +269,8 @@ def identities(op: Op) -> tuple[Hashable, ...]:
             return tuple(("reduce", path, op.over) for path in op.params)
         case Wait(launch=launch):
             return tuple(("wait", *identity) for identity in identities(launch))  # type: ignore[misc]
-        case Defer(param=path):
-            return (("defer", path),)
+        case Defer(params=paths):
+            return tuple(("defer", path) for path in paths)
         case Compute(line=line):
             return (("line", id(line)),)
         case Return():

@@ -73,20 +73,14 @@ def prefetch(timeline: Timeline) -> Timeline:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """The first use of a bucket of gathered parameters in one phase.
+    """The first use of a bucket of gathered parameters in one phase."""
 
-    Attributes:
-        index: the index after which other gathers may start. It is the index of the wait, or of the operation before
-            the first read if forward gathered the bucket.
-        gather: the launch of the bucket.
-        is_kept_unsharded: True if forward gathered the bucket, and backward has it from the start.
-        nbytes: bytes on the wire for the bucket's gather and for the reductions since the previous use.
-    """
-
+    # the index after which other gathers may start. It is the index of the wait, or of the operation before the first
+    # read if forward gathered the bucket
     index: int
-    gather: Gather
-    is_kept_unsharded: bool
-    nbytes: int
+    gather: Gather  # the launch of the bucket
+    is_kept_unsharded: bool  # True if forward gathered the bucket, and backward has it from the start
+    nbytes: int  # bytes on the wire for the bucket's gather and for the reductions since the previous use
 
 
 class Bound(StrEnum):

@@ -12,9 +12,9 @@ fewer bytes. Its operations are copied right before the first operation of backw
     compute gw <- g, b                      compute gw <- g, b_again
     compute gh <- g, a                      compute gh <- g, a_again
 
-The saved values are a minimum cut: the fewest bytes from which cheap operations (``Compute.cheap``) can compute all other
-values. Views of one memory count once. Saving a parameter costs 0 bytes, and so does saving an input that operations of
-backward read. Saving any other input costs its bytes, since the caller may have dropped it.
+The saved values are a minimum cut: the fewest bytes from which cheap operations can compute all other values. Views of
+one memory count once. Saving a parameter costs 0 bytes, and so does saving an input that operations of backward read.
+Saving any other input costs its bytes, since the caller may have dropped it.
 
 A recomputed operation may read a gathered parameter only while backward holds it for other operations. So recomputing
 adds no gather, starts no gather earlier, and frees no parameter later. The pass runs after all passes that place
@@ -31,7 +31,7 @@ from functools import cached_property
 import networkx as nx
 from networkx.algorithms.flow import boykov_kolmogorov
 
-from thunder_zero.plan.params import ROOT
+from thunder_zero.plan.sizes import ROOT
 from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.lifetimes import last_reads
 from thunder_zero.schedule.ops import Compute, Gather, Op, Return, Wait, ends, reading

@@ -28,12 +28,12 @@ from functools import cached_property
 
 from thunder_zero.encodings.encoding import Encoding
 from thunder_zero.plan.amounts import size
-from thunder_zero.plan.params import Param, Plan, Traffic
+from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.traffic import Traffic, bucket_traffic
 from thunder_zero.schedule.ops import (
     LAUNCHES,
     Compute,
     Defer,
-    Exchange,
     Gather,
     Launch,
     Op,
@@ -45,22 +45,17 @@ from thunder_zero.schedule.ops import (
 )
 
 NUMBER = "number"  # the dtype of a Python number
+NO_TRAFFIC = Traffic()
 MOST_NAMES = 8  # an error shows at most this many names of an operation
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The size and dtype of a value.
+    """The size and dtype of a value."""
 
-    Attributes:
-        nbytes: bytes of the value's elements; for a handle, of the result in flight.
-        dtype: name of the dtype, ``"float32"``; NUMBER for a Python number.
-        base: the value whose memory this value views; "" if this value is not known to be a view.
-    """
-
-    nbytes: int
-    dtype: str
-    base: str = ""
+    nbytes: int  # bytes of the value's elements; for a handle, of the result in flight
+    dtype: str  # name of the dtype, ``"float32"``; NUMBER for a Python number
+    base: str = ""  # the value whose memory this value views; "" if this value is not known to be a view
 
     def copied(self, names: Mapping[str, str]) -> Value:
         """Return the size, dtype and base of a copy. A copied view is a view of its base's copy in ``names``."""
@@ -148,6 +143,13 @@ class Timeline:
             for name, param in zip(op.writes, self.params_of(op), strict=True)
         )
 
+    @property
+    def full_parameters(self) -> dict[str, str]:
+        """A mapping from values that are full parameters, gathered or cast, to their paths."""
+        casts = (op for op in self.ops if isinstance(op, Compute) and not self.cast.isdisjoint(op.reads))
+        paths = {op.writes[0]: self.inputs[op.reads[0]] or "" for op in casts}
+        return paths | {name: param.path for _, name, param in self.gathered}
+
     @cached_property
     def backward_start(self) -> int:
         """The index of backward's first operation; the number of operations if there is no backward."""
@@ -195,16 +197,12 @@ class Timeline:
 
     def traffic(self, op: Op) -> Traffic:
         """Return the bytes of an operation: on the wire if it is a launch, and of full parameters or gradients."""
-        params = self.params_of(op)
-        match op:
-            case Gather():
-                return sum(map(self.plan.gather_traffic, params), Traffic())
-            case Reduce(over=over):
-                return sum((self.plan.reduce_traffic(param, over) for param in params), Traffic())
-            case Compute(exchange=Exchange(traffic=traffic)):
-                return traffic
-        moves_gradients = isinstance(op, Defer) or ends(op, Reduce)
-        return Traffic(full=sum(param.grad_bytes if moves_gradients else param.full_bytes for param in params))
+        if isinstance(op, Compute):
+            return op.exchange.traffic if op.exchange else NO_TRAFFIC
+        if isinstance(op, LAUNCHES):
+            return bucket_traffic(self.plan, op.params, op.over if isinstance(op, Reduce) else None)
+        of_gradients, params = isinstance(op, Defer) or ends(op, Reduce), self.params_of(op)
+        return Traffic(full=sum(param.grad_bytes if of_gradients else param.full_bytes for param in params))
 
     def travels_as(self, op: Launch, param: Param) -> Encoding:
         """Return the encoding in which a launch sends a parameter, or its gradient."""

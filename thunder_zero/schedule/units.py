@@ -15,7 +15,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from thunder_zero.plan.params import ROOT
+from thunder_zero.plan.sizes import ROOT
 from thunder_zero.schedule.derived import regathered
 from thunder_zero.schedule.lifetimes import bytes_alive, lifetimes
 from thunder_zero.schedule.ops import Compute, Defer, Reduce, Return, Work
@@ -94,15 +94,10 @@ def backward_ends(timeline: Timeline) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Segments:
-    """The segments of forward, cut between the runs of units.
+    """The segments of forward, cut between the runs of units."""
 
-    Attributes:
-        unit_at: the unit of each operation of forward, or the root if the unit is not recomputed whole.
-        saved: the memory that recomputed units compute and that is alive at a cut.
-    """
-
-    unit_at: tuple[str, ...]
-    saved: frozenset[str]
+    unit_at: tuple[str, ...]  # the unit of each operation of forward, or the root if the unit is not recomputed whole
+    saved: frozenset[str]  # the memory that recomputed units compute and that is alive at a cut
 
 
 def segments(timeline: Timeline) -> Segments:

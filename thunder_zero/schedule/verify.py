@@ -347,10 +347,13 @@ def _check_saved(timeline: Timeline) -> None:
 def _check_same(timeline: Timeline, lifted: Timeline) -> None:
     """Check that every lifted operation occurs once, and reads its original values or their copies."""
     originals = {part.identity: (op, part) for op in lifted.ops for part in _parts(op)}
+    untouched = set(map(id, lifted.ops))
     canonical: dict[str, str] = {}  # name that a copy writes -> name that its original writes
     seen: set[Hashable] = set()
     for index, op in enumerate(timeline.ops):
-        for part in _parts(op):
+        is_usual = id(op) in untouched and seen.isdisjoint(identities(op)) and canonical.keys().isdisjoint(op.reads)
+        seen.update(identities(op) if is_usual else ())
+        for part in () if is_usual else _parts(op):
             original, expected = originals.get(part.identity, (None, None))
             if original is None or expected is None or not _is_copy(op, original):
                 raise fault(timeline, index, "is not an operation of the lifted trace")

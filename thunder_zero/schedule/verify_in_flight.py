@@ -26,15 +26,15 @@ def check_in_flight(timeline: Timeline) -> None:
     in_flight: Counter[type[Launch]] = Counter()
     launches: Counter[type[Launch]] = Counter()
     for index, op in enumerate(timeline.ops):
-        size = timeline.traffic(op).full
         if isinstance(op, LAUNCHES):
-            kind = type(op)
+            kind, size = type(op), timeline.traffic(op).full
             in_flight[kind] += size
             launches[kind] += size > 0
             is_awaited = timeline.ops[index + 1].reads == op.writes
             if not is_awaited and size > 0 and launches[kind] > 1 and in_flight[kind] > bound:
                 raise fault(timeline, index, f"puts {in_flight[kind]} bytes in flight; in_flight_bytes is {bound}")
         elif isinstance(op, Wait):
+            size = timeline.traffic(op).full
             in_flight[type(op.launch)] -= size
             launches[type(op.launch)] -= size > 0
 
@@ -106,13 +106,12 @@ def check_making(timeline: Timeline) -> None:
                 f"starts {starting} bytes ahead beside {in_flight + made_bytes} bytes of gradients, some of which were "
                 f"made {timeline.plan.sizes.prefetch} units before; in_flight_bytes is {bound}",
             )
-        full = timeline.traffic(op).full
         if isinstance(op, Reduce):
-            in_flight += full
+            in_flight += timeline.traffic(op).full
             if not timeline.continues(op):
                 running[op.handle] = reductions
                 reductions += 1
-                made_bytes -= full
+                made_bytes -= timeline.traffic(op).full
         elif ends(op, Reduce):
             running.pop(op.launch.handle, None)
-            in_flight -= full
+            in_flight -= timeline.traffic(op).full

@@ -1,4 +1,4 @@
-"""Parameters as DTensors: their placements, their rows in a program, their gradients.
+"""Parameters as DTensors: their placements, their parts of full tensors, and users' attributes.
 
 ::
 
@@ -11,9 +11,9 @@ The optimizer steps DTensors, whose local tensors end before the padding. Progra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from thunder_zero.comm.group import Ranks
 from thunder_zero.compat.private import DTensorSpec, StridedShard, TensorMeta
-from thunder_zero.compat.torch.autograd import accumulates
+from thunder_zero.compat.torch.tensors import IS_PARAM
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES
 
@@ -76,94 +76,23 @@ def parameter(rows: Tensor, spec: DTensorSpec | None, *, requires_grad: bool) ->
     return nn.Parameter(as_dtensor(rows, spec), requires_grad)
 
 
+def parameter_like(original: Tensor, values: Tensor) -> nn.Parameter:
+    """Return a parameter with these values, and with the attributes and ``requires_grad`` of ``original``."""
+    return with_attributes_of(nn.Parameter(values, original.requires_grad), original)
+
+
+def with_attributes_of(param: nn.Parameter, original: Tensor) -> nn.Parameter:
+    """Replace a parameter's attributes, such as ``no_weight_decay``, by those of ``original``. Return the parameter."""
+    attributes = vars(param)
+    kept = {name: value for name, value in attributes.items() if name == IS_PARAM}
+    attributes.clear()
+    attributes.update({name: value for name, value in vars(original).items() if name != IS_PARAM}, **kept)
+    return param
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, without an autograd view. Return any other tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-class PassesOn(Protocol):
-    """The part of :class:`thunder_zero.sharded.outside.OutsideGradients` that :class:`Rows` needs."""
-
-    def is_hooked(self, path: str) -> bool:
-        """Return whether a shard has hooks of the user, on its gradient or on its accumulation."""
-
-    def give(self, path: str, mean: Tensor) -> None:
-        """Record that a program passes a mean gradient to autograd."""
-
-
-class HoldsRows(Protocol):
-    """The part of :class:`thunder_zero.sharded.state.LocalState` that :class:`Rows` needs."""
-
-    shards: dict[str, nn.Parameter]
-    specs: Mapping[str, DTensorSpec]
-    frozen: frozenset[str]
-    single_rows: frozenset[str]
-
-    @property
-    def outside(self) -> PassesOn:
-        """Return the object that knows the hooks on gradients."""
-
-    @property
-    def rows(self) -> Mapping[str, Tensor]:
-        """Return the rows that programs read, by path."""
-
-    def gradient(self, rows: Tensor, path: str) -> Tensor:
-        """Return the gradient of a shard, from the gradient of its rows."""
-
-
-class Rows(torch.autograd.Function):
-    """An autograd function from shards to the rows that a program reads. One call takes all parameters of a program."""
-
-    @staticmethod
-    def forward(ctx: Any, state: HoldsRows, paths: Sequence[str], *shards: Tensor) -> tuple[Tensor, ...]:
-        """Return the padded rows. A tied parameter may occur twice in ``paths``."""
-        ctx.set_materialize_grads(False)  # grads of unused parameters stay None
-        ctx.state, ctx.paths = state, paths
-        rows = tuple(state.rows[path].detach() for path in paths)
-        if state.frozen:
-            ctx.mark_non_differentiable(
-                *(tensor for tensor, path in zip(rows, paths, strict=True) if path in state.frozen)
-            )
-        return rows
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """Return gradients of the shards; None for a gradient that is deferred, missing, or already in ``.grad``.
-
-        A gradient is written to ``.grad`` here, as in FSDP2, since autograd would copy it or create another DTensor.
-        Then the hooks of ``outside.py`` only get gradients from outside of programs.
-        """
-        state: HoldsRows = ctx.state
-        writes_grads = accumulates(leaf for leaf, _ in ctx.next_functions if leaf)
-        shard_grads: list[Tensor | None] = []
-        for rows, path in zip(grads, ctx.paths, strict=True):
-            grad = None if rows is None else state.gradient(rows, path)
-            # Single rows are excluded: autograd may later add to .grad in place, and DTensor would broadcast the row.
-            trains = state.shards[path].requires_grad  # it may have been frozen since forward
-            writes = trains and writes_grads and path not in state.single_rows and not state.outside.is_hooked(path)
-            if grad is not None and writes and _write(grad, state.shards[path]):
-                grad = None
-            if grad is not None and trains:
-                state.outside.give(path, grad)
-            shard_grads.append(grad)
-        return None, None, *shard_grads
-
-
-def _write(grad: Tensor, shard: nn.Parameter) -> bool:
-    """Set or add to ``.grad``. Return False if autograd must add, since ``.grad`` is placed in another way."""
-    held = shard.grad
-    if held is None:
-        shard.grad = grad
-    elif isinstance(held, DTensor) and isinstance(grad, DTensor) and held.placements != grad.placements:
-        return False
-    else:
-        local(held).add_(local(grad))
-    return True
-
-
-def has_hooks(shard: Tensor) -> bool:
-    """Return whether a shard has hooks on its gradient, or on its accumulation."""
-    return bool(shard._backward_hooks or shard._post_accumulate_grad_hooks)
 
 
 def require_own(value: Any, param: Any, label: str) -> None:

@@ -20,11 +20,9 @@ from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.small_collectives import broadcast
 from thunder_zero.plan.params import Param
-from thunder_zero.sharded.attributes import parameter_like
 from thunder_zero.sharded.casts import without_casts
-from thunder_zero.sharded.dtensors import local
+from thunder_zero.sharded.dtensors import local, parameter_like
 from thunder_zero.sharded.frozen import rows_at_rest
-from thunder_zero.sharded.placeholders import ParameterSlots
 from thunder_zero.sharded.sharded_model import sharded_model
 from thunder_zero.sharded.slices import as_slice
 from thunder_zero.sharded.state import State
@@ -67,7 +65,7 @@ def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bo
     values: dict[str, Tensor] = {}
     failure: Exception | None = None
     try:
-        with _unsharded(state, module, full):
+        with without_casts(module), state.holding(full):
             yield module
             if writeback and full:
                 values = {param.path: _value(module, param, full[param.path]) for param in state.plan.params}
@@ -99,30 +97,14 @@ def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.P
                 )
         require_same([Fact("writeback", str(writeback)), Fact("rank0_only", str(rank0_only))], group)
         for param in state.plan.params:
-            value = as_slice(state.gather_now(param), state.placeholders[param.path])
+            value = as_slice(state.gather_now(param), state.params[param.path].placeholder)
             if not rank0_only or group.rank() == 0:
-                full[param.path] = parameter_like(state.shards[param.path], value)
+                full[param.path] = parameter_like(state.params[param.path].shard, value)
     return full
 
 
-@contextmanager
-def _unsharded(state: State, module: nn.Module, full: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Temporarily replace the plain module's shards by full parameters, or by placeholders if ``full`` is empty."""
-    state.unsharded = True
-    try:
-        slots = ParameterSlots(module, state.plan, state.shards)
-        with without_casts(module), slots.holding({**state.placeholders, **full}):
-            yield
-    finally:
-        state.unsharded = False
-
-
 def _value(module: nn.Module, param: Param, original: Tensor) -> Tensor:
-    """Return a parameter's value at the end of the block.
-
-    Raises:
-        ValueError: the parameter was replaced by a tensor of another shape or dtype.
-    """
+    """Return a parameter's value at the end of the block. Raise ValueError if its shape or dtype has changed."""
     value = module.get_parameter(param.path).detach()
     if local(value).shape != local(original).shape or value.dtype is not original.dtype:
         raise ValueError(
@@ -136,7 +118,7 @@ def _value(module: nn.Module, param: Param, original: Tensor) -> Tensor:
 def _write_back(state: State, values: dict[str, Tensor]) -> None:
     """Copy the values of the first data rank into the shards, one parameter at a time."""
     for param in state.plan.params:
-        rows, value = state.rows[param.path], values.get(param.path)
+        rows, value = state.params[param.path].rows, values.get(param.path)
         if value is None:
             value = torch.empty(param.shape, dtype=param.dtype, device=rows.device)
         value = local(value)

@@ -109,7 +109,7 @@ def step_shards(optimizer: Optimizer) -> None:
         for index, original in enumerate(group["params"]):
             if (owner := owner_of_replaced(original)) is not None:
                 state, param = owner
-                shard = group["params"][index] = state.shards[param.path]
+                shard = group["params"][index] = state.params[param.path].shard
                 if original in optimizer.state:
                     optimizer.state[shard] = _parts(param.path, optimizer.state.pop(original), shard, names)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from traceback import walk_tb
 from typing import Any
-from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
@@ -105,26 +105,29 @@ def load_exactly(optimizer: Optimizer, saved: dict[str, Any]) -> None:
         optimizer.state[params[number]] = with_saved_dtypes(optimizer.state[params[number]], values)
 
 
-_hooked = False
-_checked: WeakSet[Optimizer] = WeakSet()  # optimizers of shards that have stepped
-
-
 def watch(state: State, module: nn.Module) -> None:
     """Register a model, so that the hooks around steps know its shards and the parameters that they replaced."""
-    global _hooked
     sharded_model.register(state, module)
     guard_files(_refuse_model_file, _refuse_optimizer_files)
-    if not _hooked:
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_note_step)
-        on_failed_steps(_explain)
-        share_found_inf(_has_gradient_of_shard)
-        _hooked = True
+    _hook_steps()
+
+
+@cache
+def _hook_steps() -> None:
+    """Register the hooks of all optimizers, once in the process.
+
+    A model's own tensors do not see a step: torch.optim.AdamW steps DTensors without bumping a version, so backward
+    would silently use stale values of forward.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_note_step)
+    on_failed_steps(_explain)
+    share_found_inf(_has_gradient_of_shard)
 
 
 def _has_gradient_of_shard(grads: Iterable[Tensor]) -> bool:
     """Return whether any of these gradients belongs to a shard."""
-    ids = {id(shard.grad) for state in sharded_model.states() for shard in state.shards.values()}
+    ids = {id(param.shard.grad) for state in sharded_model.states() for param in state.params.values()}
     return not ids.isdisjoint(map(id, grads))
 
 
@@ -139,7 +142,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _refuse_replaced(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
     """Raise RuntimeError if the optimizer has parameters that a transform replaced."""
-    for param in stepped if sharded_model.has_replaced(stepped) else ():
+    if all(state.replaced.keys().isdisjoint(map(id, stepped)) for state in sharded_model.states()):
+        return
+    for param in stepped:
         if (owner := sharded_model.owner_of_replaced(param)) is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} holds the plain module's parameter {owner[1].path!r}, which the "
@@ -159,20 +164,21 @@ def _refuse_early(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
 
 def _check_first_step(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
     """Check an optimizer before its first step of shards. Register a hook that checks its states after each load."""
-    if optimizer not in _checked and any(sharded_model.owners_of(stepped)):
-        _checked.add(optimizer)
-        for state in sharded_model.states():
-            ids = {id(shard) for shard in stepped} & set(map(id, state.shards.values()))
-            if state.plan.mesh.is_sliced and ids:
-                require_equal_gradients_once(state, ids)
-        _take_own_states(optimizer)
-        if hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # a wrapper may lack the attribute
-            optimizer.register_load_state_dict_post_hook(_take_own_states)
+    hooks = getattr(optimizer, "_optimizer_load_state_dict_post_hooks", None)  # a wrapper may lack the attribute
+    if (hooks and _take_own_states in hooks.values()) or not any(map(sharded_model.owner_of, stepped)):
+        return
+    for state in sharded_model.states():
+        ids = set(map(id, stepped)) & {id(param.shard) for param in state.params.values()}
+        if state.plan.mesh.is_sliced and ids:
+            require_equal_gradients_once(state, ids)
+    _take_own_states(optimizer)
+    if hooks is not None:
+        optimizer.register_load_state_dict_post_hook(_take_own_states)
 
 
 def _refuse_model_file(model: object) -> None:
     """Raise RuntimeError if an accelerator that is not sharded collects the values of a sharded model."""
-    if isinstance(model, sharded_model.ShardedModel) and model.state.specs:  # else parameters are plain tensors
+    if isinstance(model, sharded_model.ShardedModel) and any(param.spec for param in model.state.params.values()):
         raise _written_by_accelerate(f"the state dict of {type(model.plain).__name__}")
 
 
@@ -210,9 +216,9 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Bump versions and mark stale rows, since a step of DTensors does neither. This is a hook after every step."""
     stepped_ids = set(map(id, parameters_of(optimizer)))
     for state in sharded_model.states():
-        paths = [path for path, shard in state.shards.items() if id(shard) in stepped_ids]
-        increment_version([state.rows[path] for path in paths])
-        state.mark_stale(paths)
+        stepped = [param for param in state.params.values() if id(param.shard) in stepped_ids]
+        increment_version([param.rows for param in stepped])
+        state.mark_stale(param.path for param in stepped)
 
 
 def _explain(optimizer: Optimizer, error: BaseException) -> None:

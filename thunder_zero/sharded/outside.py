@@ -27,35 +27,27 @@ from thunder_zero.comm.collective_tags import CollectiveTag
 from thunder_zero.compat.torch.autograd import accumulates, at_end_of_backward, running_backward
 from thunder_zero.plan.params import Plan
 from thunder_zero.sharded.dtensors import dtensor_like, local
+from thunder_zero.sharded.param import ShardedParam
 from thunder_zero.sharded.wire import Wire
 
 
 class OutsideGradients:
     """The gradients that full parameters of one model get from outside of its programs."""
 
-    def __init__(self, plan: Plan, wire: Wire, name: str, device: torch.device, shards: Mapping[str, Tensor]) -> None:
-        self._plan, self._wire, self._name, self._device, self._shards = plan, wire, name, device, shards
-        self._given: dict[str, Tensor] = {}  # mean gradients that a program has passed to autograd
+    def __init__(
+        self, plan: Plan, wire: Wire, name: str, device: torch.device, params: Mapping[str, ShardedParam]
+    ) -> None:
+        self._plan, self._wire, self._name, self._device, self._params = plan, wire, name, device, params
         self._noted: dict[int, list[str]] = {}  # paths to average when a backward ends, by the backward's number
-        self._paths = {
-            param.path for param in plan.params if not param.sharded and shards[param.path].is_floating_point()
-        }
-        for path in self._paths:
-            _hook(shards[path], path, WeakMethod(self._arrived))
-
-    def is_hooked(self, path: str) -> bool:
-        """Return whether a shard has hooks of the user, on its gradient or on its accumulation."""
-        shard = self._shards[path]
-        return len(shard._backward_hooks or ()) > (path in self._paths) or bool(shard._post_accumulate_grad_hooks)
-
-    def give(self, path: str, mean: Tensor) -> None:
-        """Record that a program passes a mean gradient to autograd, so that the hook does not average it again."""
-        if path in self._paths:
-            self._given[path] = mean
+        for path, param in params.items():
+            if not param.plan.sharded and param.shard.is_floating_point():
+                param.has_own_hook = True
+                _hook(param.shard, path, WeakMethod(self._arrived))
 
     def _arrived(self, path: str, total: Tensor) -> Tensor | None:
         """Return the mean of a gradient if the gradient must be right now. Otherwise note the parameter's path."""
-        shard, mean = self._shards[path], self._given.pop(path, None)
+        param = self._params[path]
+        shard, mean, param.given = param.shard, param.given, None
         if total is mean:
             return None
         if isinstance(total, DTensor) and isinstance(shard, DTensor) and total.placements != shard.placements:
@@ -68,7 +60,7 @@ class OutsideGradients:
                 f"backward(create_graph=True) reaches parameter {path!r} outside of the forward of {self._name}, and "
                 f"the mean over ranks has no graph; use torch.autograd.grad(..., create_graph=True), then backward()"
             )
-        if isinstance(shard, DTensor) or not adds_to_grad or self.is_hooked(path):
+        if isinstance(shard, DTensor) or not adds_to_grad or param.is_hooked:
             (average,) = self._means({path: local(total)})
             return dtensor_like(average, shard, shard.shape) if isinstance(shard, DTensor) else average
         if (backward := running_backward()) not in self._noted:
@@ -80,7 +72,7 @@ class OutsideGradients:
     def _average_noted(self, backward: int) -> None:
         """Average ``.grad`` of the parameters that a backward has noted."""
         paths = sorted(self._noted.pop(backward))
-        grads = {path: grad for path in paths if (grad := self._shards[path].grad) is not None}
+        grads = {path: grad for path in paths if (grad := self._params[path].shard.grad) is not None}
         with torch.no_grad():
             for grad, mean in zip(grads.values(), self._means(grads) if grads else (), strict=True):
                 grad.copy_(mean)

@@ -11,8 +11,7 @@ Programs get rows from the model's state, not from the tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +20,6 @@ from torch.overrides import resolve_name
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from thunder_zero.compat.private import make_wrapper_subclass, skip_frame
-from thunder_zero.plan.params import Plan
 
 # Names that work on a placeholder: some read its metadata, others create tensors like it.
 _READ_METADATA = """
@@ -161,52 +159,6 @@ def without_memory(
 def _expanded_zero(param: Placeholder) -> Tensor:
     """Return a plain tensor with a placeholder's shape, in the memory of one element."""
     return torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
-
-
-class ParameterSlots:
-    """The dict entries of a plain module's parameters. They hold shards, and temporarily other tensors."""
-
-    def __init__(self, module: nn.Module, plan: Plan, shards: Mapping[str, Tensor]) -> None:
-        self._name, self._are_traced, self._shards = type(module).__name__, False, shards
-        self._slots: list[tuple[MutableMapping[str, Any], str, str]] = []
-        for name, param in plan.by_name.items():
-            parent, _, attribute = name.rpartition(".")
-            self._slots.append((module.get_submodule(parent)._parameters, attribute, param.path))
-        self._recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
-
-    @contextmanager
-    def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Temporarily replace the module's parameters by these tensors, keyed by path."""
-        try:
-            self._assign(tensors)
-            yield
-        finally:
-            self._assign(self._shards)
-
-    def _assign(self, tensors: Mapping[str, Tensor]) -> None:
-        for holder, key, path in self._slots:
-            holder[key] = tensors[path]
-        for part in self._recurrent:  # recurrent layers also have a list of their parameters
-            part._flat_weights = [part._parameters.get(name) for name in part._flat_weights_names]
-
-    def require_at_rest(self) -> None:
-        """Raise RuntimeError while forward runs."""
-        if self._are_traced:
-            raise RuntimeError(
-                f"{self._name} was called inside of its own forward, or from a second thread, after thunder_zero "
-                f"sharded it; call the sharded model once at a time"
-            )
-
-    @contextmanager
-    def traced(self, placeholders: Mapping[str, Tensor]) -> Iterator[None]:
-        """Temporarily replace the parameters by placeholders, while forward runs."""
-        # Replaced in every call, not only during capture, since dynamo guards the identity of the module's parameters.
-        self._are_traced = True
-        try:
-            with self.holding(placeholders):
-                yield
-        finally:
-            self._are_traced = False
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -22,9 +22,9 @@ from thunder_zero.sharded.state import State
 def format_model(kind: str, module: nn.Module, state: State) -> str:
     """Return a summary of a sharded model, then the tree of its plain module. ``kind`` is the name of the class."""
     plan, copies = state.plan, state.plan.mesh.replicate.size
-    full = [state.resident.full(param) for param in plan.params if param.resident]
     ignored = [param for name, param in module.named_parameters() if name not in plan.by_name]
-    storages = [tensor.untyped_storage() for tensor in (*state.rows.values(), *full, *ignored)]
+    held = [tensor for param in state.params.values() for tensor in (param.rows, param.full) if tensor is not None]
+    storages = [tensor.untyped_storage() for tensor in (*held, *ignored)]
     at_rest = sum({storage._cdata: storage.nbytes() for storage in storages}.values())  # count each storage once
     ranks = _count(plan.ranks, "rank") + f" ({copies} copies of the model)" * (copies > 1)
     return (

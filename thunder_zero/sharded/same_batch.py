@@ -45,11 +45,7 @@ class SameBatch:
         self.unlike: str | None = None
 
     def compare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Compare the arguments of a forward between ranks. This is a small collective, which most forwards skip.
-
-        Raises:
-            RuntimeError: an argument differs. All ranks raise, and the error names the argument.
-        """
+        """Compare the arguments of a forward between ranks. This is a small collective, which most forwards skip."""
         number, self._forwards = self._forwards, self._forwards + 1
         if self._plan.mesh.tensor.size == 1 or (number >= FIRST and number % EVERY):
             return

@@ -1,7 +1,6 @@
-"""The base class of sharded models, and weak dicts that find the model of a shard.
+"""The base class of sharded models, and functions that find the model of a parameter.
 
-ZeroTransform builds instances of a subclass. Training loops, checkpoints and state dicts use this class only. The model
-of a parameter that a shard replaced can be found, too.
+ZeroTransform builds instances of a subclass. Training loops, checkpoints and state dicts use this class only.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from traceback import walk_tb
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -65,7 +64,7 @@ class ShardedModel(nn.Module):
         ...         loss(model(x)).backward()
         >>> loss(model(micro_batches[-1])).backward()
         """
-        with self.state.accumulation.unsynced():
+        with self.state.unsynced():
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -99,29 +98,19 @@ def sharded_model(model: object) -> ShardedModel:
     )
 
 
-class ShardEntry(NamedTuple):
-    """The model and the path of a shard, or of a plain module's parameter that a shard replaced."""
-
-    state: weakref.ref[State]
-    path: str
-    is_shard: bool
-
-
-_states: weakref.WeakSet[State] = weakref.WeakSet()
-_entries = WeakTensorKeyDictionary()
-_replaced_ids: set[int] = set()  # ids of replaced parameters; after one is freed, another tensor may have its id
+_states: weakref.WeakKeyDictionary[State, None] = weakref.WeakKeyDictionary()  # in the order of their registration
+# The model and the path of each shard. A plain module or an optimizer may keep a shard longer than its model, and an
+# attribute of the shard would be copied and pickled with it.
+_shards = WeakTensorKeyDictionary()
 
 
 def register(state: State, module: nn.Module) -> None:
-    """Register a model's shards, and the parameters that they will replace in the plain module."""
-    _states.add(state)
-    for path, shard in state.shards.items():
-        original = module.get_parameter(path)
-        _entries[original] = ShardEntry(weakref.ref(state), path, is_shard=False)
-        if original.requires_grad:
+    """Register a model's shards. Refuse gradients of the parameters that they will replace in the plain module."""
+    _states[state] = None
+    for path, param in state.params.items():
+        _shards[param.shard] = weakref.ref(state), path
+        if (original := module.get_parameter(path)).requires_grad:
             original.register_post_accumulate_grad_hook(_refuse_gradient(path, state.name))
-        _replaced_ids.add(id(original))
-        _entries[shard] = ShardEntry(weakref.ref(state), path, is_shard=True)
 
 
 def _refuse_gradient(path: str, name: str) -> Callable[[Tensor], None]:
@@ -189,17 +178,14 @@ def states() -> list[State]:
 
 def is_transformed(param: nn.Parameter) -> bool:
     """Return whether a parameter is a shard. The module of a shard has already been transformed."""
-    return param in _entries and _entries[param].is_shard
+    return param in _shards
 
 
-def owner_of(param: Tensor, *, is_shard: bool = True) -> tuple[State, Param] | None:
-    """Return the ``State`` and the ``Param`` of a shard; None for any other tensor.
-
-    With ``is_shard=False``, look up a parameter that a shard replaced.
-    """
-    entry: ShardEntry | None = _entries.get(param)
-    state = None if entry is None or entry.is_shard is not is_shard else entry.state()
-    return None if entry is None or state is None else (state, state.plan.by_name[entry.path])
+def owner_of(param: Tensor) -> tuple[State, Param] | None:
+    """Return the ``State`` and the ``Param`` of a shard; None for any other tensor."""
+    reference, path = _shards.get(param, (None, ""))
+    state: State | None = reference and reference()
+    return None if state is None else (state, state.plan.by_name[path])
 
 
 def owners_of(params: Iterable[Tensor]) -> list[tuple[State, Param] | None]:
@@ -207,11 +193,10 @@ def owners_of(params: Iterable[Tensor]) -> list[tuple[State, Param] | None]:
     return list(map(owner_of, params))
 
 
-def has_replaced(params: Iterable[Tensor]) -> bool:
-    """Return False only if no shard replaced any of these parameters. This check is fast, since each step calls it."""
-    return not _replaced_ids.isdisjoint(map(id, params))
-
-
 def owner_of_replaced(param: Tensor) -> tuple[State, Param] | None:
     """Return the ``State`` and the ``Param`` of a parameter that a shard replaced; None for any other tensor."""
-    return owner_of(param, is_shard=False)
+    for state in reversed(states()):
+        original, path = state.replaced.get(id(param), (None, ""))
+        if original is not None and original() is param:  # the id of a tensor that was freed may be another tensor's
+            return state, state.plan.by_name[path]
+    return None

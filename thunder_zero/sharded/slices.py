@@ -10,7 +10,7 @@ with a plain parameter::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_iter
 
 from thunder_zero.compat.private import DTensorSpec
-from thunder_zero.sharded.dtensors import as_dtensor, contiguous, has_hooks, local
+from thunder_zero.sharded.dtensors import as_dtensor, contiguous, local
 from thunder_zero.sharded.placeholders import (
     Placeholder,
     ValuesNeeded,
@@ -77,16 +77,11 @@ class Slice:
 
     torch redistributes the DTensor's gradient to the parameter's placements. This also reduces partial gradients, such
     as those of sequence parallelism.
-
-    Attributes:
-        taken: the new input of the graph, a placeholder with the shape of this rank's slice.
-        whole: a function that builds the DTensor from the slice and ``args``.
-        args: the placements and the shape. A graph is specialised on both.
     """
 
-    taken: Placeholder
-    whole: Callable[..., DTensor]
-    args: tuple[Any, ...]
+    taken: Placeholder  # the new input of the graph, a placeholder with the shape of this rank's slice
+    whole: Callable[..., DTensor]  # a function that builds the DTensor from the slice and ``args``
+    args: tuple[Any, ...]  # the placements and the shape. A graph is specialised on both.
 
 
 def slice_of(value: object) -> Slice | None:
@@ -107,11 +102,11 @@ def is_part(value: object) -> bool:
     return isinstance(value, DTensor) and any(not isinstance(placement, Replicate) for placement in value.placements)
 
 
-def require_unhooked(placeholders: Mapping[str, Tensor]) -> None:
+def require_unhooked(placeholders: Iterable[Tensor]) -> None:
     """Raise RuntimeError if forward has registered hooks on a placeholder, as Hugging Face's plans may do."""
-    for path, tensor in placeholders.items():
-        if has_hooks(tensor):
-            raise RuntimeError(hook_message(path))
+    for tensor in placeholders:
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            raise RuntimeError(hook_message(path_of(tensor) or ""))
 
 
 def require_plain_tensors(module: nn.Module) -> None:

@@ -1,9 +1,9 @@
-"""This rank's state of one model: shards, placeholders, and all objects with the model's lifetime.
+"""One model on one rank: parameters, process groups, and objects with the lifetime of the model.
 
 Training code steps the shards. Compiled traces reach this state through ``runtime.py``::
 
-    shards['w']          DTensor (5, 8) of the optimizer              placeholders['w']    (5, 8) without values
-    rows['w']            (3, 8), the shard's memory and padding       transport            gathers and reduces
+    params['w']          ShardedParam: shard, rows, placeholder       ranks                process groups
+    labels, clock        what measure_times and profilers read        transport            gathers and reduces
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any, Literal
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +25,21 @@ from thunder_zero.comm.small_collectives import all_reduce_max, barrier, next_nu
 from thunder_zero.compat.private import DTensorSpec
 from thunder_zero.compat.torch.groups import let_go_of_groups
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.plan.rows import real_rows
-from thunder_zero.sharded.accumulation import Accumulation, unreduced
-from thunder_zero.sharded.attributes import with_attributes_of
-from thunder_zero.sharded.dtensors import as_dtensor, parameter, specs_of
+from thunder_zero.sharded.digests import digests_of
+from thunder_zero.sharded.dtensors import specs_of
 from thunder_zero.sharded.outside import OutsideGradients
-from thunder_zero.sharded.resident import KeptUnsharded, ResidentParameters, lay_out
+from thunder_zero.sharded.param import ShardedParam, note_digests
 from thunder_zero.sharded.same_batch import SameBatch
-from thunder_zero.sharded.slices import placeholder_of
 from thunder_zero.sharded.waits import Clock, Labels
 from thunder_zero.sharded.wire import Wire
-from thunder_zero.sharded.writes import Versions
+
+
+def unreduced(action: str, where: str) -> RuntimeError:
+    """Return the error for an action that needs reduced gradients."""
+    return RuntimeError(
+        f"cannot {action}: no_sync still holds unreduced gradients {where}; run forward and backward of the last "
+        f"micro-batch outside of no_sync, or drop them with model.zero_grad()"
+    )
 
 
 class LocalState:
@@ -47,16 +53,14 @@ class LocalState:
         device: the device that computes.
         name: the model's name in errors, equal on all ranks: ``"model 0 (Net)"``.
         copies: asynchronous copies of shards between host memory and the device.
-        rows: the tensors that programs read, by path: this rank's rows with padding, or the full parameter.
-        specs: the DTensor spec of each parameter, by path. The mapping is empty in stage 0 without tensor parallelism.
-        frozen: paths of the parameters that do not train.
+        params: the parameters, by path.
+        resident: the parameters among ``params`` that stay in memory in full (ZeRO-1).
+        compares_digests: True if digests of resident parameters are compared.
+        may_step: True if gradients were reduced since ranks last agreed on stale parameters.
+        holds_gathered: False if no parameter that ZeRO-2 gathered is kept for the next micro-batch.
+        synced: True outside of ``no_sync``: the gradients of the current forward will be reduced.
+        grew: True if a backward under ``no_sync`` has run since the deferred gradients were last reduced.
         refrozen: names parameters that were frozen or unfrozen since the model was sharded, for tags; "" if none.
-        single_rows: paths of the sharded parameters with one row.
-        shards: the optimizer's parameters by path: aliases of ``rows``, as DTensors if there are specs.
-        accumulation: gradients whose reduction is deferred.
-        outside: gradients of full parameters that programs do not reduce.
-        resident: ZeRO-1's full parameters.
-        kept_unsharded: gathered parameters that the next micro-batch reads again.
         clock: the recorder of waits while ``measure_times`` runs.
         labels: the labels of waits and units while a profiler runs.
         training_forwards: the number of forwards that have ended in training mode with gradients enabled.
@@ -75,43 +79,45 @@ class LocalState:
     ) -> None:
         self.plan, self.device, self.name, self.wire = plan, device, name, wire
         self.transport, self.copies = wire.transport, wire.copies
-        self.accumulation = Accumulation()
+        self.synced, self.grew, self.may_step, self.holds_gathered = True, False, False, False
         self.training_forwards = 0
         self.clock = Clock(device)
         self.labels = Labels(plan)
-        memory = lay_out(plan, device, at_rest)
-        self.rows, self.specs = memory.rows, specs
-        self.frozen = self._first_frozen = plan.frozen
-        self.refrozen = ""
-        self.single_rows = frozenset(param.path for param in plan.params if param.sharded and param.shape[0] == 1)
-        self.shards: dict[str, nn.Parameter] = {}
-        self._layouts: dict[str, tuple[int | None, DTensorSpec | None]] = {}  # number of rows (if padded), spec
-        for param in plan.params:
-            rows, spec = real_rows(memory.rows[param.path].detach(), param, plan), specs.get(param.path)
-            self.shards[param.path] = parameter(rows, spec, requires_grad=param.requires_grad)
-            self._layouts[param.path] = len(rows) if param in plan.padded else None, spec
-        self.outside = OutsideGradients(plan, wire, name, device, self.shards)
-        versions = Versions(self.shards)
-        is_copied = plan.mesh.shard.size > 1 or len(memory.shared) < len(memory.buffers)
-        digested = {path: self.rows[path] for path in memory.buffers} if digests and is_copied else {}
-        self.resident = ResidentParameters(memory.buffers, memory.shared, versions, digested)
-        self.kept_unsharded = KeptUnsharded(self.rows, versions)
-        # The first forward, too, must compute with values that were encoded and decoded.
-        formatted = (param.path for param in plan.params if plan.decodes(param))
-        self.resident.mark_stale(formatted)
+        self._first_frozen, self.refrozen = plan.frozen, ""
+        self.params = {
+            param.path: ShardedParam(param, plan, device, at_rest.pop(param.path), specs.get(param.path))
+            for param in plan.params
+        }
+        self._outside = OutsideGradients(plan, wire, name, device, self.params)  # to which hooks refer weakly
+        self.resident = {path: param for path, param in self.params.items() if param.plan.resident}
+        is_copied = plan.mesh.shard.size > 1 or not all(param.shares_memory for param in self.resident.values())
+        self.compares_digests = digests and is_copied
+        if self.compares_digests:
+            note_digests(self.resident.values(), digests_of(param.rows for param in self.resident.values()))
+
+    @property
+    def deferred(self) -> list[ShardedParam]:
+        """Return the parameters whose gradients ``no_sync`` has deferred."""
+        return [param for param in self.params.values() if param.deferred is not None]
 
     def take_plan(self, plan: Plan) -> None:
         """Replace the plan by a plan in which other parameters are trained (:meth:`Plan.training`)."""
         self.labels.end()
-        self.plan, self.frozen, self.labels = plan, plan.frozen, Labels(plan)
+        self.plan, self.labels = plan, Labels(plan)
+        for param in plan.params:
+            self.params[param.path].plan = param
         first, *others = sorted(self._first_frozen ^ plan.frozen) or [""]
         count = f" and {len(others)} more" * bool(others)
         self.refrozen = f", with requires_grad of {first!r}{count} changed" if first else ""
 
-    def gradient(self, rows: Tensor, path: str) -> Tensor:
-        """Return the gradient of a shard, from the gradient of its rows with their padding."""
-        count, spec = self._layouts[path]
-        return as_dtensor(rows if count is None else rows[:count], spec)
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """Defer the gradients of forwards inside the block."""
+        was_synced, self.synced = self.synced, False
+        try:
+            yield
+        finally:
+            self.synced = was_synced
 
     def on_any_rank(self, paths: Sequence[str], changed: Container[str], flags: Tensor | None = None) -> list[str]:
         """Return the paths that are in ``changed``. Only a subclass with process groups uses ``flags``."""
@@ -124,10 +130,24 @@ class LocalState:
     def require_same_launches(self, phase: str, launches: Sequence[str]) -> None:
         """Do nothing. Only a subclass with process groups compares launches."""
 
+    def mark_stale(self, paths: Iterable[str]) -> None:
+        """Record that these parameters changed, so that the next forward gathers them again."""
+        for path in paths if self.resident or self.holds_gathered else ():
+            if self.params[path].keeps:
+                self.params[path].expire()
+
+    def release_gathered(self) -> None:
+        """Free the parameters that ZeRO-2 has gathered and kept for the next micro-batch."""
+        if self.holds_gathered:
+            self.holds_gathered = False
+            self.mark_stale(path for path, param in self.params.items() if not param.plan.resident)
+
     def drop_deferred(self) -> None:
         """Drop all deferred gradients, and the unsharded parameters kept for the next micro-batch."""
-        self.accumulation.drop()
-        self.kept_unsharded.clear()
+        for param in self.deferred:
+            param.take_deferred()
+        self.grew = False
+        self.release_gathered()
 
 
 class State(LocalState):
@@ -136,34 +156,71 @@ class State(LocalState):
     Attributes:
         ranks: the process groups that train the model.
         group: the process group of all ranks.
-        placeholders: the parameters of the plain module while forward runs, by path, with full shapes and no memory.
-        unsharded: True inside ``full_parameters``, where the model cannot be called.
+        in_module: what the plain module has: "shards", "placeholders" while forward runs, or "full parameters".
         same_batch: the comparison of inputs between tensor-parallel ranks.
         averaged: the ids of the parameters that currently hold their averages (``EMA.applied``).
+        saves: the thread of asynchronous saves (``checkpoint/background.py``); None before the first.
+        replaced: weak references to the parameters that the shards replace, with their paths, by id.
     """
 
     def __init__(
         self, module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, at_rest: dict[str, Tensor]
     ) -> None:
-        """Build the shards and placeholders of a plain module. The module is not changed."""
+        """Build the parameters of a plain module. The module is not changed until :meth:`place`."""
         self.ranks, self.group = ranks, ranks.world
-        self.unsharded = False
+        self.in_module: Literal["shards", "placeholders", "full parameters"] = "shards"
         self.averaged: frozenset[int] = frozenset()
-        name = f"model {next_number(self.group)} ({type(module).__name__})"
+        self.saves: Any = None
+        self._class_name = type(module).__name__
+        name = f"model {next_number(self.group)} ({self._class_name})"
         self.same_batch = SameBatch(plan, ranks, device, name)
         wire = Wire(model_transport(ranks, device, name, plan.policy.transport), plan, device)
         super().__init__(plan, device, name, wire, at_rest, specs_of(plan, ranks, device))
-        plain = {param.path: module.get_parameter(param.path) for param in plan.params}
-        for path, original in plain.items():
-            with_attributes_of(self.shards[path], original)
-        self.placeholders = {
-            param.path: placeholder_of(param.path, plain[param.path], param.compute_dtype, device)
-            for param in plan.params
-        }
+        plain = {path: module.get_parameter(path) for path in self.params}
+        self.replaced = {id(original): (ref(original), path) for path, original in plain.items()}
+        for param in self.params.values():
+            param.attach(module, device)
+        self._recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
+
+    def place(self) -> None:
+        """Put the shards into the plain module."""
+        self._put(param.shard for param in self.params.values())
+
+    def _put(self, tensors: Iterable[Tensor]) -> None:
+        for param, tensor in zip(self.params.values(), tensors, strict=True):
+            for holder, name in param.slots:
+                holder[name] = tensor
+        for part in self._recurrent:  # recurrent layers also have a list of their parameters
+            part._flat_weights = [part._parameters.get(name) for name in part._flat_weights_names]
+
+    @contextmanager
+    def holding(self, full: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """Temporarily replace the module's shards by full parameters, and all shards without one by placeholders.
+
+        Forward has placeholders in each call, also when nothing is captured, since dynamo guards the identity of the
+        module's parameters.
+        """
+        before, self.in_module = self.in_module, "placeholders" if full is None else "full parameters"
+        stand_ins: dict[str, Tensor] = {path: param.placeholder for path, param in self.params.items()}
+        try:
+            self._put((stand_ins | dict(full or {})).values())
+            yield
+        finally:
+            self.place()
+            self.in_module = before
+
+    def require_at_rest(self) -> None:
+        """Raise RuntimeError while forward runs, and inside ``full_parameters``."""
+        if self.in_module == "placeholders":
+            raise RuntimeError(
+                f"{self._class_name} was called inside of its own forward, or from a second thread, after thunder_zero "
+                f"sharded it; call the sharded model once at a time"
+            )
+        self.require_sharded()
 
     def require_sharded(self) -> None:
         """Raise RuntimeError inside ``full_parameters``."""
-        if self.unsharded:
+        if self.in_module == "full parameters":
             raise RuntimeError(
                 f"{self.name} is inside full_parameters; leave that block first, or call the module that it gives"
             )
@@ -179,18 +236,10 @@ class State(LocalState):
     def leave_group(self) -> None:
         """Drop all references to the process groups. Afterwards the model cannot be called."""
         vars(self.transport).clear()  # cleared, since compiled programs also refer to the transport
-        for mesh in {spec.mesh for spec in self.specs.values()}:  # since shards also refer to the meshes
+        specs = [param.spec for param in self.params.values() if param.spec is not None]
+        for mesh in {spec.mesh for spec in specs}:  # since shards also refer to the meshes
             let_go_of_groups(mesh)
         del self.ranks, self.group, self.transport, self.same_batch
-
-    def agree_on_stale(self) -> None:
-        """Let ranks agree on the parameters that the next forward must gather.
-
-        Call :meth:`thunder_zero.sharded.resident.ResidentParameters.agree_on_stale` and
-        :meth:`thunder_zero.sharded.resident.KeptUnsharded.require_unwritten`.
-        """
-        self.kept_unsharded.require_unwritten()
-        self.resident.agree_on_stale(self.on_any_rank)
 
     def on_any_rank(self, paths: Sequence[str], changed: Container[str], flags: Tensor | None = None) -> list[str]:
         """Return the paths that are in ``changed`` or set in ``flags`` on any rank. ``flags`` has a bool for each path.
@@ -223,16 +272,11 @@ class State(LocalState):
 
     def require_reduced(self, action: str, shards: Iterable[Tensor] | None = None) -> None:
         """Raise RuntimeError if ``no_sync`` holds gradients of these shards, or by default of any shard."""
-        ids = None if shards is None or not self.accumulation.paths else set(map(id, shards))
-        for path in self.accumulation.paths:
-            if ids is None or id(self.shards[path]) in ids:
-                raise unreduced(action, f"of parameter {path!r}")
-
-    def mark_stale(self, paths: Iterable[str]) -> None:
-        """Record that these parameters changed, so that the next forward gathers them again."""
-        changed = tuple(paths)
-        self.resident.mark_stale(changed)
-        self.kept_unsharded.drop(changed)
+        if deferred := self.deferred:
+            ids = None if shards is None else set(map(id, shards))
+            for param in deferred:
+                if ids is None or id(param.shard) in ids:
+                    raise unreduced(action, f"of parameter {param.path!r}")
 
     def gather_now(self, param: Param, shard: Tensor | None = None) -> Tensor:
         """Gather a full, unpadded parameter from the current shards. This is a collective.
@@ -240,7 +284,7 @@ class State(LocalState):
         If ``shard`` is given, gather this tensor instead: this rank's rows of a tensor with the parameter's shape.
         """
         encoding = param.frozen_format if shard is None else None
-        shard = self.rows[param.path] if shard is None else shard.contiguous()
+        shard = self.params[param.path].rows if shard is None else shard.contiguous()
         if not param.sharded:
             return shard.clone()
         dtype = param.dtype if encoding else shard.dtype
@@ -264,10 +308,10 @@ class State(LocalState):
 
     def seconds_alone(self, paths: Sequence[str]) -> float:
         """Return the seconds that a gather of these sharded parameters takes without overlap (a collective)."""
-        params, shards = [self.plan.by_name[path] for path in paths], [self.rows[path] for path in paths]
+        params = [self.params[path] for path in paths]
         barrier(self.group)
         self.transport.enter(CollectiveTag(f"measure_times of {self.name}", repr(paths)))
         start = self.clock.now()
-        self.wire.gather_now(shards, params)
+        self.wire.gather_now([param.rows for param in params], [param.plan for param in params])
         self.copies.wait()
         return start.until(self.clock.now())

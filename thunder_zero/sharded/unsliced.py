@@ -10,7 +10,6 @@ gradient of its local slice, nothing sums these gradients, and ranks drift apart
 from __future__ import annotations
 
 from collections.abc import Collection
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,32 +21,27 @@ from thunder_zero.sharded.state import State
 
 SAME = 0.05  # relative to a gradient's norm: far above rounding, far below differences between heads
 NOISE = 1e-6  # relative to the largest norm, for gradients that are zero in exact arithmetic
-_compared: WeakKeyDictionary[State, set[str]] = WeakKeyDictionary()  # the compared paths of each model
 
 
 def require_equal_gradients_once(state: State, stepped: Collection[int]) -> None:
     """Compare gradients of unsliced parameters between tensor-parallel ranks, once for each parameter.
 
     This is a collective of one small message. It is skipped if all shards with an id in ``stepped`` were compared.
-
-    Raises:
-        RuntimeError: a gradient differs between ranks. The error names the first such parameter.
     """
-    plan, shards, compared = state.plan, state.shards, _compared.setdefault(state, set())
     params = [
         param
-        for param in plan.params
-        if param.sliced is None and param.path not in compared and id(shards[param.path]) in stepped
+        for param in state.params.values()
+        if param.plan.sliced is None and not param.is_compared and id(param.shard) in stepped
     ]
     if not params:
         return
     summaries = torch.zeros(len(params), 2, device=state.device)
     for summary, param in zip(summaries, params, strict=True):
-        if (grad := shards[param.path].grad) is not None:
+        if (grad := param.shard.grad) is not None:
             summary.copy_(_summary(local(grad).detach()))
     with doing("the first use of gradients", state.name):
         summaries_of_ranks = torch.stack(all_gather_tensor(summaries, state.group))
-    summaries_of_slices = summaries_of_ranks.view(-1, plan.mesh.tensor.size, len(params), 2)
+    summaries_of_slices = summaries_of_ranks.view(-1, state.plan.mesh.tensor.size, len(params), 2)
     norms = summaries_of_slices[..., 0].amax(1)
     spread = (summaries_of_slices.amax(1) - summaries_of_slices.amin(1)).amax(-1)
     flags = (spread > SAME * norms + NOISE * norms.amax()).any(0).tolist()
@@ -59,7 +53,8 @@ def require_equal_gradients_once(state: State, stepped: Collection[int]) -> None
                 f"SequenceParallel, along the dimension of the slices"
             )
     if norms.any():  # otherwise no backward has run yet
-        compared.update(param.path for param in params)
+        for param in params:
+            param.is_compared = True
 
 
 def _summary(grad: Tensor) -> Tensor:

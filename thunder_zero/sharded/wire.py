@@ -76,15 +76,10 @@ def is_staged(param: Param, plan: Plan, device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientParts:
-    """The parts of a gradient before they are added in float32, on an axis of W ranks.
+    """The parts of a gradient before they are added in float32, on an axis of W ranks."""
 
-    Attributes:
-        own: this rank's part, not encoded, (n,).
-        others: the encoded parts to or from the other ranks, in rank order: (W - 1, nbytes), uint8.
-    """
-
-    own: Tensor
-    others: Tensor
+    own: Tensor  # this rank's part, not encoded, (n,)
+    others: Tensor  # the encoded parts to or from the other ranks, in rank order: (W - 1, nbytes), uint8
 
 
 OnTheWire = Tensor | GradientParts
@@ -122,7 +117,6 @@ class Wire:
     # Gathers. All parameters of a bucket have equal formats, or no format.
 
     def _gathers_bytes(self, param: Param) -> bool:
-        """Return whether a gather of this parameter sends bytes."""
         return self._uses_formats and self._plan.gathers_bytes(param)
 
     def read_by_all(self, rows: Tensor, param: Param) -> Tensor:
@@ -191,13 +185,11 @@ class Wire:
         return self.decode(self.gather(self.encode(shards, params), params).wait(), params)
 
     def _on_device(self, shard: Tensor, param: Param) -> Tensor:
-        """Return the shard on the device that computes."""
         return shard.detach().to(self._device, non_blocking=True)
 
     # Reductions, each over one axis of the mesh.
 
     def _reduces_bytes(self, param: Param, over: str) -> bool:
-        """Return whether a reduction over this axis sends bytes."""
         return self._uses_formats and self._plan.reduces_bytes(param, over)
 
     @outside_autograd
@@ -231,25 +223,11 @@ class Wire:
         """
         if not self._reduces_bytes(params[0], over):
             if over in OF_MEANS:
-                return self._reduce_rows(sent, params, over)
+                return _reduce_rows(self.transport, self._plan, sent, params, over)
             return self.transport.reduce_scatter(sent) if params[0].sharded else self.transport.all_reduce(sent, over)
         return self._trade(sent, over) if over == SHARD else self._average_bytes(sent, params, over)
 
-    def _reduce_rows(self, means: Sequence[Tensor], params: Sequence[Param], over: str) -> Waitable:
-        """Average means over replicas, or sum partial means over slices. Padding is not sent."""
-        rows = [real_rows(mean, param, self._plan) for mean, param in zip(means, params, strict=True)]
-        handle = self.transport.all_reduce(rows, over)
-        summands = self._plan.ranks_over(over) if over == TENSOR else 1
-
-        @outside_autograd
-        def wait() -> tuple[Tensor, ...]:
-            arrived = [mean.mul_(summands) if summands > 1 else mean for mean in handle.wait()]
-            return tuple(_with_padding(mean, rows) for mean, rows in zip(means, arrived, strict=True))
-
-        return WaitsBy(wait)
-
     def _trade(self, sent: Sequence[GradientParts], over: str) -> Waitable:
-        """Send each part of the gradients to the rank that will add it."""
         trade = _Trade(sent, self._plan.mesh.over(over))
         handle = self.transport.trade(trade.outgoing, trade.incoming, over)
 
@@ -267,23 +245,13 @@ class Wire:
         @outside_autograd
         def send_means(transport: Transport, _: tuple[Tensor, ...]) -> Waitable:
             parts = zip(trade.arrived(), params, strict=True)
-            means = [(self._average_parts(part, param, axis), reduce_format_of(param)) for part, param in parts]
+            means = [(_average_parts(part, param, axis, self._piece), reduce_format_of(param)) for part, param in parts]
             payloads = [encoding.encode(mean, piece=self._piece) for mean, encoding in means]
             return transport.all_gather(payloads, [(axis.size * payload.numel(),) for payload in payloads])
 
         return self.transport.in_two(
             lambda transport: transport.trade(trade.outgoing, trade.incoming), send_means, over
         )
-
-    def _average_parts(self, parts: GradientParts, param: Param, axis: Axis) -> Tensor:
-        """Add the parts of all ranks in rank order, and divide the sum by the number of ranks."""
-        total, arrived = torch.zeros_like(parts.own, dtype=torch.float32), iter(parts.others.unbind())
-        for rank in range(axis.size):
-            if rank == axis.place:
-                total.add_(parts.own)
-            else:
-                reduce_format_of(param).decode(next(arrived), total, add=True, piece=self._piece)
-        return total.div_(axis.size)
 
     @outside_autograd
     def decode_grad(self, arrived: Sequence[Any], params: Sequence[Param], over: str = SHARD) -> tuple[Tensor, ...]:
@@ -293,8 +261,7 @@ class Wire:
         """
         means = list(arrived)
         if self._reduces_bytes(params[0], over):
-            decode_mean = self._average_rows if over == SHARD else self._decode_means
-            means = [decode_mean(item, param) for item, param in zip(arrived, params, strict=True)]
+            means = [self._decode_mean(item, param, over) for item, param in zip(arrived, params, strict=True)]
         if over != self._plan.reduced_over(params[0])[-1]:
             return tuple(means)
         return tuple(
@@ -302,16 +269,14 @@ class Wire:
             for mean, param in zip(means, params, strict=True)
         )
 
-    def _average_rows(self, parts: GradientParts, param: Param) -> Tensor:
-        """Return the mean of this rank's rows, given the parts of all ranks."""
-        return self._average_parts(parts, param, self._plan.mesh.shard).view(self._plan.shard_shape(param))
-
-    def _decode_means(self, payload: Tensor, param: Param) -> Tensor:
-        """Return the means of this rank's rows, decoded from the bytes of all replicas."""
-        shape, copies = self._plan.shard_shape(param), self._plan.mesh.replicate.size
-        mean = payload.new_empty((copies, -(-prod(shape) // copies)), dtype=torch.float32)
-        for part, bytes_of_copy in zip(mean, payload.chunk(copies), strict=True):
-            reduce_format_of(param).decode(bytes_of_copy, part, piece=self._piece)
+    def _decode_mean(self, arrived: Any, param: Param, over: str) -> Tensor:
+        """Return the mean of this rank's rows, given the parts of all ranks, or the encoded means of all replicas."""
+        shape, axis = self._plan.shard_shape(param), self._plan.mesh.over(over)
+        if over == SHARD:
+            return _average_parts(arrived, param, axis, self._piece).view(shape)
+        mean: Tensor = arrived.new_empty((axis.size, -(-prod(shape) // axis.size)), dtype=torch.float32)
+        for part, payload in zip(mean, arrived.chunk(axis.size), strict=True):
+            reduce_format_of(param).decode(payload, part, piece=self._piece)
         return mean.view(-1)[: prod(shape)].view(shape)
 
     def average_now(self, grads: Sequence[Tensor], params: Sequence[Param]) -> tuple[Tensor, ...]:
@@ -349,6 +314,33 @@ def decode_frozen(payload: Tensor, param: Param, dtype: torch.dtype, piece: int 
     assert param.frozen_format is not None, f"parameter {param.path} does not rest as bytes"
     out = payload.new_empty((len(payload), *param.shape[1:]), dtype=dtype)
     return param.frozen_format.decode(payload, out, piece=piece)
+
+
+def _reduce_rows(
+    transport: TaggedTransport, plan: Plan, means: Sequence[Tensor], params: Sequence[Param], over: str
+) -> Waitable:
+    """Average means over replicas, or sum partial means over slices. Padding is not sent."""
+    rows = [real_rows(mean, param, plan) for mean, param in zip(means, params, strict=True)]
+    handle = transport.all_reduce(rows, over)
+    summands = plan.ranks_over(over) if over == TENSOR else 1
+
+    @outside_autograd
+    def wait() -> tuple[Tensor, ...]:
+        arrived = [mean.mul_(summands) if summands > 1 else mean for mean in handle.wait()]
+        return tuple(_with_padding(mean, rows) for mean, rows in zip(means, arrived, strict=True))
+
+    return WaitsBy(wait)
+
+
+def _average_parts(parts: GradientParts, param: Param, axis: Axis, piece: int) -> Tensor:
+    """Add the parts of all ranks in rank order, and divide the sum by the number of ranks."""
+    total, arrived = torch.zeros_like(parts.own, dtype=torch.float32), iter(parts.others.unbind())
+    for rank in range(axis.size):
+        if rank == axis.place:
+            total.add_(parts.own)
+        else:
+            reduce_format_of(param).decode(next(arrived), total, add=True, piece=piece)
+    return total.div_(axis.size)
 
 
 def _in_equal_parts(mean: Tensor, count: int) -> Tensor:

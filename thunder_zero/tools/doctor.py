@@ -37,17 +37,11 @@ SECONDS = 60  # timeout of the single-rank process group
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A finding about one component, such as "python".
+    """A finding about one component, such as "python"."""
 
-    Attributes:
-        what: the component.
-        found: the state of the component.
-        fault: the reason why the package cannot run; "" if the package can run.
-    """
-
-    what: str
-    found: str
-    fault: str = ""
+    what: str  # the component
+    found: str  # the state of the component
+    fault: str = ""  # the reason why the package cannot run; "" if the package can run
 
 
 def examine() -> tuple[Finding, ...]:

@@ -23,8 +23,8 @@ from thunder_zero.capture.programs import restoring
 from thunder_zero.capture.proxies import source_of
 from thunder_zero.compat import aot, dynamo
 from thunder_zero.plan.params import Plan
-from thunder_zero.sharded.accumulation import tensors_in
 from thunder_zero.sharded.placeholders import Memoryless, Placeholder, shape_of
+from thunder_zero.sharded.reduce import tensors_in
 from thunder_zero.sharded.slices import path_of, require_unhooked
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -34,21 +34,13 @@ HALF, WIDEST = (torch.float16, torch.bfloat16), 256
 
 @dataclass(frozen=True)
 class Exported:
-    """A module's graph, captured once.
+    """A module's graph, captured once."""
 
-    Attributes:
-        joint: the graph, with its backward.
-        paths: for each input, the path of a parameter or None.
-        buffers: a mapping from positions of inputs to paths, for buffers and unplanned parameters.
-        markers: an object for each output of the graph.
-        returned: the result of forward, with markers in place of the graph's outputs.
-    """
-
-    joint: aot.Joint
-    paths: Sequence[str | None]
-    buffers: Mapping[int, str]
-    markers: Sequence[Any]
-    returned: Any
+    joint: aot.Joint  # the graph, with its backward
+    paths: Sequence[str | None]  # for each input, the path of a parameter or None
+    buffers: Mapping[int, str]  # a mapping from positions of inputs to paths, for buffers and unplanned parameters
+    markers: Sequence[Any]  # an object for each output of the graph
+    returned: Any  # the result of forward, with markers in place of the graph's outputs
 
     def restored(self, outputs: Sequence[Any]) -> Any:
         """Build the result of the module's forward from the outputs of the forward trace."""
@@ -64,15 +56,10 @@ def export(
     for_gpu: bool = False,
     dynamic: bool = False,
 ) -> Exported:
-    """Capture a module's forward.
+    """Capture a module's forward. Raise RuntimeError if it is not one graph, or reads a number from a tensor.
 
-    Args:
-        args, kwargs: the arguments of forward.
-        for_gpu: True to use the GPU's attention kernels even if tensors are on the CPU.
-        dynamic: True to make the arguments' sizes symbols.
-
-    Raises:
-        RuntimeError: dynamo captures no graph or several graphs, or forward reads a number from a tensor.
+    With ``for_gpu``, the GPU's attention kernels are used even if tensors are on the CPU. With ``dynamic``, the
+    arguments' sizes are symbols.
     """
     name = type(module).__name__
     captures: list[tuple[aot.Joint, Sequence[Any], Sequence[str | None], Sequence[Any]]] = []
@@ -103,7 +90,7 @@ def export(
         returned = captured(*args, **kwargs)
     if not captures:
         raise RuntimeError(f"forward of {name} computes nothing with tensors, so there is no trace of it")
-    require_unhooked(dict(module.named_parameters()))
+    require_unhooked(module.parameters())
     for tensor in tensors_in(returned):
         if (path := path_of(tensor)) is not None:
             raise RuntimeError(returned_message(path))

@@ -33,7 +33,7 @@ from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.dry_capture import export
 from thunder_zero.traces.compiled import Traces
-from thunder_zero.traces.symbols import DryRuntime, ZeroExecutor
+from thunder_zero.traces.symbols import Runtime, ZeroExecutor
 
 from thunder.core.module import ThunderModule
 
@@ -108,25 +108,20 @@ def trace(
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """What is traced.
+    """What is traced."""
 
-    Attributes:
-        module, args, kwargs, policy, synced, fuse, device, dynamic: as for :func:`trace`.
-        mesh: the mesh of the rank.
-        slices: a mapping from paths of sliced parameters to the sliced dimension.
-        partial: paths of parameters whose gradients are summed over tensor-parallel ranks.
-    """
-
+    # module, args, kwargs, policy, synced, fuse, device, dynamic: as for :func:`trace`
     module: nn.Module
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     policy: Policy | int
-    mesh: Mesh
+    mesh: Mesh  # the mesh of the rank
     synced: bool = True
     fuse: Fuser | None = None
     device: Device | str | None = None
+    # a mapping from paths of sliced parameters to the sliced dimension
     slices: Mapping[str, int] = field(default_factory=dict)
-    partial: Container[str] = ()
+    partial: Container[str] = ()  # paths of parameters whose gradients are summed over tensor-parallel ranks
     dynamic: bool = False
 
     @property
@@ -172,7 +167,7 @@ class ProgramSource:
         """
         exported, fuses = self.exported, self._request.fuse is not None
         plan = replace(self._request, mesh=mesh or self._request.mesh).plan(policy)
-        executor = ZeroExecutor(plan, DryRuntime())
+        executor = ZeroExecutor(plan, Runtime())
         converted, program = program_of(exported.joint, exported.paths, executor, self._mode, fuses=fuses)
         names = [proxy.name for proxy in converted.trace.args]
         buffer_paths = {names[position]: path for position, path in exported.buffers.items()}

@@ -92,7 +92,7 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
         if not any(param.gather_format or param.reduce_format for param in params):
             raise ValueError("no row or gradient is written as bytes; give the model gather_format= or reduce_format=")
         state.require_reduced("measure what formats change")
-    old_grads = {path: shard.grad for path, shard in state.shards.items()}
+    old_grads = {param: param.shard.grad for param in state.params.values()}
     try:
         with state.wire.uncounted():
             rounded = _gradients(state, step)
@@ -102,11 +102,11 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
             if not exact and any(param.requires_grad for param in params):
                 raise ValueError(f"step gave no parameter of {state.name} a gradient; run its forward and backward")
     finally:
-        for path, grad in old_grads.items():
-            state.shards[path].grad = grad
+        for sharded_param, grad in old_grads.items():
+            sharded_param.shard.grad = grad
     sums = {
         param.path: (
-            _sums(state.rows[param.path], _arrived(state, param)),
+            _sums(state.params[param.path].rows, _arrived(state, param)),
             _sums(_gradient(exact, param), _gradient(rounded, param)),
         )
         for param in params
@@ -117,11 +117,12 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
 
 def _gradients(state: State, step: Callable[[], object]) -> dict[str, Tensor]:
     """Run a step, and return a mapping from paths to this rank's rows of the gradients."""
-    for shard in state.shards.values():
-        shard.grad = None
+    for param in state.params.values():
+        param.shard.grad = None
     with torch.random.fork_rng():  # both runs get equal random numbers, and training is not affected
         step()
-    return {path: local(shard.grad) for path, shard in state.shards.items() if shard.grad is not None}
+    grads = {path: param.shard.grad for path, param in state.params.items()}
+    return {path: local(grad) for path, grad in grads.items() if grad is not None}
 
 
 def _gradient(gradients: dict[str, Tensor], param: Param) -> Tensor:
@@ -130,7 +131,7 @@ def _gradient(gradients: dict[str, Tensor], param: Param) -> Tensor:
 
 def _arrived(state: State, param: Param) -> Tensor:
     """Return this rank's rows with the rounding of a gather."""
-    return state.wire.read_by_all(state.rows[param.path], param)
+    return state.wire.read_by_all(state.params[param.path].rows, param)
 
 
 def _sums(x: Tensor, y: Tensor) -> Sums:

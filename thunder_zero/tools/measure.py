@@ -85,9 +85,6 @@ def computed(waits: Sequence[Waited], expected: Sequence[tuple[str, bool, bool]]
     Args:
         waits: the waits of one step, in order.
         expected: a (first path of the bucket, True for a gather, True in backward) tuple for each wait of the timeline.
-
-    Raises:
-        RuntimeError: the step did not run one forward and one backward.
     """
     ran = [_name(wait.path, wait.gather) for wait in waits]
     planned = [_name(path, gather) for path, gather, _ in expected]

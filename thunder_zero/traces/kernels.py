@@ -25,7 +25,6 @@ from thunder_zero.compat.private import HigherOrderOperator, OpOverload, ShapeEn
 from thunder_zero.traces.fuse import graph_of
 from thunder_zero.traces.lift import proxies_in
 from thunder_zero.traces.operators import operator_of
-from thunder_zero.traces.symbols import ZeroExecutor, paths_of
 
 from thunder.core.proxies import Proxy
 from thunder.core.pytree import tree_map
@@ -37,11 +36,10 @@ DRAWS = (RUN_AND_SAVE_STATE, RUN_WITH_STATE)  # operators that run a random oper
 
 @dataclass(frozen=True)
 class Fakes:
-    """The fake values of a program: AOTAutograd's values, keyed by name, and parameters, keyed by path."""
+    """The fake values of a program, keyed by name: AOTAutograd's values, and full parameters."""
 
     traced: Mapping[str, Any]
-    parameters: Mapping[str, Any]
-    executor: ZeroExecutor
+    full: Mapping[str, Any]
 
 
 def with_kernels(
@@ -132,7 +130,6 @@ class _FakeValues:
         self.mode = detect_fake_mode(list(fakes.traced.values()))
         self.values: dict[str, Any] = {}
         self._fakes = fakes
-        self._paths: dict[str, Sequence[str]] = {}  # handle of a gather: paths of its parameters
         for proxy in proxies_in(trace.args):
             value = forward_values.get(proxy.name, fakes.traced.get(proxy.name))
             is_real = isinstance(value, Tensor) and detect_fake_mode([value]) is None
@@ -140,21 +137,10 @@ class _FakeValues:
 
     def add(self, line: BoundSymbol) -> None:
         """Add the outputs of a line."""
-        executor, outputs, target = self._fakes.executor, line.flat_proxy_outs, operator_of(line)
-        if executor.launches.get(line.sym.name) is executor.all_gather:
-            self._paths[line.output.name] = paths_of(line)
-        elif line.sym.name in executor.waits and (paths := self._paths.get(line.args[0].name)):
-            self._add_parameters(outputs, paths)  # an encoded parameter is bytes, but no operator reads bytes
-        elif executor.codes.get(line.sym.name) is executor.decode:
-            self._add_parameters(outputs, paths_of(line))
-        elif line.sym == executor.cast:
-            self.values[line.output.name] = self._fakes.parameters[line.args[1]]
-        elif target is not None and outputs:
-            self._add_operator(line, target, {proxy.name: self._fakes.traced.get(proxy.name) for proxy in outputs})
-
-    def _add_parameters(self, outputs: Sequence[Proxy], paths: Sequence[str]) -> None:
-        parameters = self._fakes.parameters
-        self.values.update((proxy.name, parameters[path]) for proxy, path in zip(outputs, paths, strict=True))
+        names, target = [proxy.name for proxy in line.flat_proxy_outs], operator_of(line)
+        self.values.update((name, self._fakes.full[name]) for name in names if name in self._fakes.full)
+        if target is not None and names:
+            self._add_operator(line, target, {name: self._fakes.traced.get(name) for name in names})
 
     def _add_operator(self, line: BoundSymbol, target: Any, traced: Mapping[str, Any]) -> None:
         if isinstance(target, OpOverload) or target in DRAWS or None in traced.values():

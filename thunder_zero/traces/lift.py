@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
+from thunder_zero.plan.traffic import slice_traffic
 from thunder_zero.schedule.ops import Compute, Defer, Exchange, Gather, Launch, Op, Reduce, Return, Wait, Work, ends
 from thunder_zero.schedule.timeline import NUMBER, ScheduleError, Timeline, Value
 from thunder_zero.traces.operators import is_collective, operator_of
@@ -72,7 +73,7 @@ def _deferring(timeline: Timeline) -> Timeline:
     ops: list[Op] = []
     for op in timeline.ops:
         if isinstance(op, Reduce) and not timeline.continues(op):
-            ops += [Defer(grad, mean_of[path], path) for grad, path in zip(op.reads, op.params, strict=True)]
+            ops += [Defer((grad,), (mean_of[path],), (path,)) for grad, path in zip(op.reads, op.params, strict=True)]
         elif not isinstance(op, Reduce) and not ends(op, Reduce):
             ops.append(op)
     return timeline.with_ops(ops)
@@ -124,7 +125,7 @@ class _Lifting:
         self._exchanges.update(written_by(line))
         tensor = line.flat_proxy_args[0]
         numel, itemsize = prod(map(int, tensor.shape)), int(tensor.dtype.bytes)
-        return Exchange(MOVES[line.sym.name], plan.slice_traffic(line.sym.name, numel, itemsize))
+        return Exchange(MOVES[line.sym.name], slice_traffic(plan, line.sym.name, numel, itemsize))
 
 
 def computation(line: BoundSymbol, *, backward: bool, exchange: Exchange | None = None) -> Compute:

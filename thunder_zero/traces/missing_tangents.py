@@ -90,9 +90,9 @@ class _Pruning:
                 self.zero.update(_where([not keeps for keeps in mask], op.writes))
                 if any(mask):
                     yield replace(op, writes=_where(mask, op.writes))
-            case Defer() if op.grad in self.zero:
-                self.lost.add(op.param)
-                self.zero.add(op.placeholder)
+            case Defer() if not self.zero.isdisjoint(op.reads):
+                self.lost.update(op.params)
+                self.zero.update(op.writes)
             case Return():
                 yield replace(op, results=tuple(None if name in self.zero else name for name in op.results))
             case _:
@@ -179,9 +179,9 @@ def _drop_unread(ops: Sequence[Op]) -> list[Op]:
     masks: dict[str, list[bool]] = {}  # handle of a gather -> for each parameter, whether it is read
     kept_ops: list[Op] = []
     for op in reversed(ops):
-        if op.backward and op.writes and needed.isdisjoint(op.writes):
-            if isinstance(op, Gather) or ends(op, Gather) or (isinstance(op, Compute) and op.repeatable):
-                continue
+        may_go = isinstance(op, Gather) or ends(op, Gather) or (isinstance(op, Compute) and op.repeatable)
+        if op.backward and op.writes and needed.isdisjoint(op.writes) and may_go:
+            continue
         if op.backward and ends(op, Gather):
             mask = masks[op.launch.handle] = [name in needed for name in op.writes]
             op = replace(op, writes=_where(mask, op.writes))

@@ -40,33 +40,22 @@ TRANSFORMS = (insert_synchronize, insert_reductions, lower)
 
 @dataclass(frozen=True, eq=False)
 class Scheduled:
-    """The operations of a lowered trace, scheduled and proved.
+    """The operations of a lowered trace, scheduled and proved."""
 
-    Attributes:
-        lowered: the trace.
-        lifted: its operations before the first pass, with the plan before scheduling.
-        timeline: its operations after the last pass, with the plan after scheduling.
-    """
-
-    lowered: JointTrace
-    lifted: Timeline
-    timeline: Timeline
+    lowered: JointTrace  # the trace
+    lifted: Timeline  # its operations before the first pass, with the plan before scheduling
+    timeline: Timeline  # its operations after the last pass, with the plan after scheduling
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The proved traces that run; ``backward`` is None if forward runs alone.
-
-    Attributes:
-        timeline: the operations that the traces are written from, one after another.
-        lines: for each operation, the positions of its lines in its phase's trace (``Phase.lines``).
-    """
+    """The proved traces that run; ``backward`` is None if forward runs alone."""
 
     scheduled: Scheduled
-    timeline: Timeline
+    timeline: Timeline  # the operations that the traces are written from, one after another
     forward: TraceCtx
     backward: TraceCtx | None
-    lines: Lines
+    lines: Lines  # for each operation, the positions of its lines in its phase's trace (``Phase.lines``)
 
     @property
     def facts(self) -> Facts:

@@ -19,15 +19,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from itertools import count
 from keyword import iskeyword
 from math import prod
 from operator import floordiv, mod
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR
 from thunder_zero.plan.params import Param, Plan
@@ -63,24 +62,15 @@ FUNCTIONS = {"Max": max, "Min": min, "Mod": mod, "FloorDiv": floordiv, "PythonMo
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about the traces of one program that their lines do not contain.
+    """Facts about the traces of one program that their lines do not contain."""
 
-    Attributes:
-        executor: the symbols of our lines.
-        plan: the plan of each parameter; scheduling marks parameters as kept unsharded.
-        inputs: a mapping from inputs of the trace to the paths of parameters of the plan.
-        synced: True if gradients are reduced, False if they are deferred.
-        sizes: the shapes of all other inputs. A dynamic size is represented by the name of the input that holds its
-            value.
-        shapes: the shapes of values that have symbolic sizes.
-    """
-
-    executor: ZeroExecutor
-    plan: Plan
-    inputs: Mapping[str, str]
-    synced: bool
+    executor: ZeroExecutor  # the symbols of our lines
+    plan: Plan  # the plan of each parameter; scheduling marks parameters as kept unsharded
+    inputs: Mapping[str, str]  # a mapping from inputs of the trace to the paths of parameters of the plan
+    synced: bool  # True if gradients are reduced, False if they are deferred
+    # the shapes of all other inputs. A dynamic size is represented by the name of the input that holds its value
     sizes: Mapping[str, tuple[int | str, ...]]
-    shapes: Mapping[str, SymbolicShape]
+    shapes: Mapping[str, SymbolicShape]  # the shapes of values that have symbolic sizes
 
     def named(self, phase: str) -> str:
         """Return the name of a phase of the program. Ranks compare names, and may run different graphs."""
@@ -95,60 +85,19 @@ class JointTrace:
     facts: Facts
 
 
-class Runtime(Protocol):
-    """The functions that the symbols call when a trace runs."""
+class Runtime:
+    """The functions that lines call. Here they refuse to run, and a model's runtime implements them.
 
-    def enter(self, phase: str, schedule: str) -> None:
-        """Begin a phase of a step. ``schedule`` is the digest of its launches."""
-
-    def encode(self, shards: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Any]:
-        """Return the payloads of a gather: rows that are cast, copied or encoded as bytes."""
-
-    def all_gather(self, sent: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Any:
-        """Launch a gather; return a handle whose ``wait()`` returns full parameters, or payloads for ``decode``."""
-
-    def decode(self, arrived: Sequence[Any], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
-        """Return the full parameters."""
-
-    def encode_grad(self, grads: Sequence[Tensor], paths: Sequence[str], over: str = SHARD) -> Sequence[Any]:
-        """Return the payloads of a reduction: gradients, or means of an earlier reduction, cast or encoded as bytes."""
-
-    def reduce(self, sent: Sequence[Any], paths: Sequence[str], over: str = SHARD) -> Any:
-        """Launch a reduction over an axis; return a handle whose ``wait()`` returns means, or payloads for
-        ``decode_grad``."""
-
-    def decode_grad(self, arrived: Sequence[Any], paths: Sequence[str], over: str = SHARD) -> Sequence[Tensor]:
-        """Return the means over an axis; after the last axis, in the dtype and on the device of the shard."""
+    ``over`` is the axis of a collective. A launch returns a handle whose ``wait()`` returns full parameters, means, or
+    payloads for ``decode`` and ``decode_grad``.
+    """
 
     @property
     def device(self) -> torch.device | None:
         """The device of compute; None if it is the parameters' device."""
+        return None
 
-    def defer(self, grad: Tensor, path: str) -> None:
-        """Hold a full gradient; the next reduction of the parameter adds it."""
-
-    def reduce_deferred(self, paths: Sequence[str]) -> None:
-        """Reduce deferred gradients at the end of backward. ``paths`` are the parameters that this graph misses."""
-
-    def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
-        """Raise on every rank if any gradient on any rank is not finite."""
-
-    def wait_offloaded(self, grads: Sequence[Tensor]) -> None:
-        """Wait until gradients have arrived in host memory."""
-
-    def note_launches(self, schedule: str, launches: Sequence[str]) -> None:
-        """Note the launches of a phase that is compiled now, by their digest, which ``enter`` takes."""
-
-    def tell_failure(self, error: Exception) -> None:
-        """Raise on every rank if a compilation failed on this rank alone."""
-
-
-class DryRuntime:
-    """The runtime of a trace that is only read. It has no process group."""
-
-    device = None
-
-    def _refuse(self, *args: Any) -> Any:
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             "cannot run this trace: thunder_zero.trace made it without a process group, only to be read; to run the "
             "model, jit the module with ZeroTransform and call it"
@@ -253,23 +202,6 @@ class ZeroExecutor(OperatorExecutor):
     def axis(self, name: str) -> tuple[str, ...]:
         """Return the trailing arguments of a launch: its axis, or no argument if the axis is the only data axis."""
         return (name,) if self.plan.mesh.replicate.size > 1 or name == TENSOR else ()
-
-    @cached_property
-    def launches(self) -> dict[str, Symbol]:
-        """A mapping from names of launches, coalesced or not, to the symbols for one tensor."""
-        singles = (self.all_gather, self.all_reduce, self.reduce_scatter)
-        return {variant.name: symbol for symbol in singles for variant in (symbol, self.coalesced[symbol])}
-
-    @cached_property
-    def codes(self) -> dict[str, Symbol]:
-        """A mapping from names of encoders and decoders, coalesced or not, to the symbols for one tensor."""
-        singles = (self.encode, self.decode, self.encode_grad, self.decode_grad)
-        return {variant.name: symbol for symbol in singles for variant in (symbol, self.coalesced[symbol])}
-
-    @cached_property
-    def waits(self) -> frozenset[str]:
-        """The names of the symbols that wait for a launch."""
-        return frozenset((self.wait.name, self.coalesced[self.wait].name))
 
     # Shapes, dtypes and devices, for tracing.
 
@@ -409,11 +341,6 @@ def _wait_meta(handle: FutureTensorProxy) -> TensorProxy:
 
 def _no_meta(*args: Any) -> None:
     return None
-
-
-def paths_of(line: BoundSymbol) -> tuple[str, ...]:
-    """Return the paths of the parameters in the arguments of one of our lines."""
-    return (line.args[1],) if isinstance(line.args[1], str) else tuple(line.args[1])
 
 
 @cache

@@ -211,7 +211,7 @@ class Writer:
                 if code is not None:
                     yield Role.CODES, self._bind(code, received, op.launch, outputs)
                     yield Role.HELPS, _del(received)
-            case Defer(grad=grad, placeholder=placeholder, param=path):
+            case Defer(reads=(grad,), writes=(placeholder,), params=(path,)):
                 output = self.proxies[placeholder]
                 yield Role.RUNS, self._executor.defer.bind(self.proxies[grad], path, output=output)
             case Free():

@@ -37,12 +37,7 @@ class Untraced(Exception):
 
 
 def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
-    """Trace a graph that dynamo is compiling. Also trace a backward if an output needs a gradient.
-
-    Raises:
-        Untraced: a recurrent layer has dropout, a checkpoint has contexts that are not those of
-            ``create_selective_checkpoint_contexts``, or an input is a nested tensor.
-    """
+    """Trace a graph that dynamo is compiling. Also trace a backward if an output needs a gradient."""
     inputs = list(map(_with_fixed_sizes, inputs))
     recurrent = [node for node in graph.graph.nodes if getattr(node.target, "__name__", "") in RECURRENT]
     if any(map(_drops, recurrent)):
@@ -80,11 +75,7 @@ def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
 
 
 def _exported(graph: fx.GraphModule, inputs: Sequence[Any], recurrent: Sequence[fx.Node]) -> JointWithDescriptors:
-    """Return the joint graph that AOTAutograd traces from a graph.
-
-    Raises:
-        Untraced: a checkpoint has a ``context_fn`` that AOTAutograd does not support.
-    """
+    """Return the joint graph that AOTAutograd traces from a graph."""
     settings = aot_config.patch(backward_pass_autocast="off")  # as in eager mode, where backward runs without autocast
     try:
         with ExitStack() as stack, _undefined_tensors_avoided(recurrent), _sources_kept(), settings:

@@ -33,31 +33,22 @@ from thunder_zero.compat.private import (
 
 @dataclass(frozen=True)
 class Joint:
-    """A graph of dynamo, with its backward.
+    """A graph of dynamo, with its backward."""
 
-    Attributes:
-        graph: the joint graph. It takes inputs, then tangents. It returns forward's outputs, then gradients of inputs.
-        differentiates: True if there is a backward.
-        turns_on: True if forward itself turns gradients on in a call with gradients off.
-        without_history: the indices of outputs that forward computes with gradients off, or only from values without
-            history.
-        names: the names of the inputs of dynamo's graph.
-        outputs: the number of forward's outputs, including new values of mutated inputs. A tensor subclass counts as
-            its inner tensors and objects.
-        mutated: the positions of inputs that forward writes to.
-        parts: the user's names of items of returned tuples, keyed like the result of :func:`names_of_parts`.
-        exported: the result of AOTAutograd's export.
-    """
-
+    # the joint graph. It takes inputs, then tangents. It returns forward's outputs, then gradients of inputs.
     graph: fx.GraphModule
-    differentiates: bool
-    turns_on: bool
+    differentiates: bool  # True if there is a backward
+    turns_on: bool  # True if forward itself turns gradients on in a call with gradients off
+    # the indices of outputs that forward computes with gradients off, or only from values without history
     without_history: Collection[int]
+    # the number of forward's outputs, including new values of mutated inputs. A tensor subclass counts as its inner
+    # tensors and objects.
     outputs: int
-    mutated: Sequence[int]
-    names: Sequence[str]
+    mutated: Sequence[int]  # the positions of inputs that forward writes to
+    names: Sequence[str]  # the names of the inputs of dynamo's graph
+    # the user's names of items of returned tuples, keyed like the result of :func:`names_of_parts`
     parts: Mapping[tuple[int, str, int | None], str]
-    exported: JointWithDescriptors
+    exported: JointWithDescriptors  # the result of AOTAutograd's export
 
     @property
     def results(self) -> Sequence[Any]:
@@ -95,11 +86,7 @@ class Joint:
         return any(map(is_part, self.described[: self.outputs]))
 
     def plain_outputs(self) -> Sequence[int]:
-        """Return the positions of the outputs of dynamo's graph among forward's outputs, in the order of the graph.
-
-        Raises:
-            RuntimeError: an output is a tensor subclass.
-        """
+        """Return the positions of the outputs of dynamo's graph among forward's outputs, in the order of the graph."""
         if self.returns_subclasses:
             raise RuntimeError(
                 "forward returns a tensor subclass, such as a DTensor, which a trace of a model that does not run "

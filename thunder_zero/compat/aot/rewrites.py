@@ -98,12 +98,8 @@ def outputs_without_history(graph: fx.GraphModule) -> frozenset[int]:
 def copy_views_of_parameters(graph: fx.GraphModule, inputs: Sequence[Any], infos: Sequence[Any]) -> bool:
     """Replace outputs that are views of parameters by copies. Return whether any output was replaced.
 
-    AOTAutograd would recompute such a view from the parameter's placeholder, which has only this rank's rows.
-
-    Args:
-        graph: a graph of dynamo.
-        inputs: the inputs of the graph.
-        infos: AOTAutograd's descriptions of the outputs.
+    AOTAutograd would recompute such a view from the parameter's placeholder, which has only this rank's rows. ``infos``
+    are its descriptions of the outputs.
     """
     output: Any = graph.graph.output_node()
     results, copied = list(output.args[0]), False

@@ -27,12 +27,7 @@ _libraries: list[torch.library.Library] = []  # kept, since a kernel goes with i
 
 
 def on_failed_steps(explain: Callable[[Optimizer, BaseException], None]) -> None:
-    """Call ``explain`` with the optimizer and the error of each failed step, for the life of the process.
-
-    A second call is a no-op.
-    """
-    if _libraries:
-        return
+    """Call ``explain`` with the optimizer and the error of each failed step, for the life of the process."""
 
     def leave(keys: DispatchKeySet, record: Any) -> None:
         error = sys.exc_info()[1]
@@ -70,26 +65,19 @@ def step_alone(optimizer: Optimizer) -> None:
 # replicated, torch's handler shares nothing: ranks would find 0 and 1, and their steps and scales would differ.
 
 UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-_handlers: list[Any] = []  # our handler, once it is registered
 
 
 def share_found_inf(is_ours: Callable[[Sequence[Tensor]], bool]) -> None:
-    """Share found_inf of our models' gradients between ranks, for the life of the process.
+    """Share found_inf of gradients between ranks, for the life of the process, if ``is_ours`` is true of the gradients.
 
-    Torch's own handler still gets all other lists of gradients. A second call is a no-op.
-
-    Args:
-        is_ours: a predicate of a list of gradients, true if one of them belongs to one of our models.
+    Torch's own handler still gets all other lists of gradients.
     """
-    if _handlers:
-        return
     torchs = custom_op_handlers[UNSCALE]
 
     def unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         (_unscale if is_ours(args[0]) else torchs)(operator, args, kwargs)
 
     custom_op_handlers[UNSCALE] = unscale
-    _handlers.append(unscale)
 
 
 def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

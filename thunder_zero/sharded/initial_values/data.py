@@ -23,7 +23,7 @@ from thunder_zero.comm import agree
 from thunder_zero.comm.group import Ranks
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import local_slice
-from thunder_zero.sharded.attributes import parameter_like
+from thunder_zero.sharded.dtensors import parameter_like
 from thunder_zero.sharded.frozen import rows_at_rest
 from thunder_zero.sharded.wire import rest_device
 

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from thunder_zero.comm.backends import transport_for
 from thunder_zero.comm.small_collectives import full_tensor
 from thunder_zero.compat.private import DTensorSpec
-from thunder_zero.sharded.attributes import parameter_like
-from thunder_zero.sharded.dtensors import as_dtensor, contiguous
+from thunder_zero.sharded.dtensors import as_dtensor, contiguous, parameter_like
 from thunder_zero.sharded.initial_values.data import CPU, Failures, PlainModel, Sharder, fitted, whole_like
 from thunder_zero.sharded.wire import decode_frozen
 
@@ -185,19 +184,14 @@ def find_written(
     stand_ins: Mapping[Tensor, Tensor],
     meta_names: Mapping[int, str],
 ) -> dict[Tensor, Any]:
-    """Call a function on a module. Return the new values of the tensors that the function wrote to or replaced.
+    """Call a function on its module ``owner``. Return the new values of the tensors that it wrote to or replaced.
 
     During the call, stand-ins replace the module's tensors. A write to a meta tensor of another module raises.
 
     Args:
-        function: ``reset_parameters`` or ``init``.
         who: the function's name in an error.
-        owner: the module.
         stand_ins: the stand-ins, by the tensors that they replace.
         meta_names: the names of all tensors on the meta device, by the addresses of their storages.
-
-    Raises:
-        ValueError: the function wrote to another module's tensor.
     """
     slots = list(direct_tensors(owner))
     versions = {tensor: stand_in._version for tensor, stand_in in stand_ins.items()}

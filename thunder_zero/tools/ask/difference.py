@@ -15,8 +15,9 @@ from itertools import groupby
 from textwrap import wrap
 
 from thunder_zero.plan.amounts import size
-from thunder_zero.plan.params import ROOT, Plan
+from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES, Policy
+from thunder_zero.plan.sizes import ROOT
 from thunder_zero.tools.printing.text import table_of, text_of_table
 from thunder_zero.tools.printing.words import WIDTH, count, summed_up
 
@@ -26,29 +27,20 @@ MOST = 12  # the most lines of units in a summary
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of one rank in a step, for one unit or for all units.
+    """Figures of one rank in a step, for one unit or for all units."""
 
-    Attributes:
-        gathers: the number of launches that gather parameters.
-        reductions: the number of launches that reduce gradients.
-        gather_bytes, reduce_bytes: the bytes that gathers and reductions send.
-        slices: the number of launches of torch's tensor parallelism. It is 0 for a single unit.
-        slice_bytes: the bytes that these launches send.
-        gathered_at_most: the most bytes of gathered parameters alive at once.
-        recomputed: the number of forward operations that backward recomputes. Operations are counted before fusion,
-            and views of parameters are not counted.
-        recomputed_flops: FLOPs of the recomputed matrix products, attention and convolutions.
-    """
-
-    gathers: int
-    reductions: int
+    gathers: int  # the number of launches that gather parameters
+    reductions: int  # the number of launches that reduce gradients
+    # gather_bytes, reduce_bytes: the bytes that gathers and reductions send
     gather_bytes: int
     reduce_bytes: int
-    slices: int
-    slice_bytes: int
-    gathered_at_most: int
+    slices: int  # the number of launches of torch's tensor parallelism. It is 0 for a single unit.
+    slice_bytes: int  # the bytes that these launches send
+    gathered_at_most: int  # the most bytes of gathered parameters alive at once
+    # the number of forward operations that backward recomputes. Operations are counted before fusion, and views of
+    # parameters are not counted.
     recomputed: int
-    recomputed_flops: int
+    recomputed_flops: int  # FLOPs of the recomputed matrix products, attention and convolutions
 
     @property
     def sent_bytes(self) -> int:

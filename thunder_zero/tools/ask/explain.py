@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, TypeVar
 from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.geometry import cut_rows
-from thunder_zero.plan.params import Param, Plan, Traffic
+from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import STAGES
+from thunder_zero.plan.traffic import Traffic
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Op, Reduce, Return, Wait
 from thunder_zero.schedule.prefetch import Bound, bounds
@@ -116,19 +117,12 @@ def _why_no_gradient(param: Param, traces: Traces) -> str:
 
 @dataclass(frozen=True)
 class _Program:
-    """A program, with lookup tables that the explanations of all parameters share.
+    """A program, with lookup tables that the explanations of all parameters share."""
 
-    Attributes:
-        traces: the program.
-        spans: the times of operations; None without a forecast of time.
-        device: the name of the forecast's device; None without a forecast of time.
-        codes: a cache that maps positions of operations to statements.
-    """
-
-    traces: Traces
-    spans: Sequence[Span] | None
-    device: str | None
-    codes: dict[int, str] = field(default_factory=dict)
+    traces: Traces  # the program
+    spans: Sequence[Span] | None  # the times of operations; None without a forecast of time
+    device: str | None  # the name of the forecast's device; None without a forecast of time
+    codes: dict[int, str] = field(default_factory=dict)  # a cache that maps positions of operations to statements
 
     @cached_property
     def gathered(self) -> tuple[int, ...]:

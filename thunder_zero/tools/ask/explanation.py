@@ -36,72 +36,46 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A gather of the parameter, from the launch to the free.
+    """A gather of the parameter, from the launch to the free."""
 
-    Attributes:
-        bucket: paths of all parameters of the launch, including the explained parameter.
-        bucket_bytes: the full bytes of the bucket.
-        launch: the line that starts the gather.
-        why_launch: the reason why the gather does not start earlier.
-        wait: the line that ends the gather. Later lines can read the parameter.
-        first_read, last_read: the first and the last line that reads the parameter, or a view or a cast of it. None if
-            no line reads the parameter.
-        free: the line that frees the parameter; None if the parameter stays gathered.
-        why_free: the reason why the parameter is freed at this line, or stays gathered.
-        sent_bytes, received_bytes: bytes of this parameter that this rank sends and receives.
-        nbytes: the bytes of the full parameter, which are allocated from the launch to the free.
-        gathered_at_most: the most bytes of gathered parameters alive at once between launch and free.
-        wire_seconds: how long its bucket is on the wires; None without a device.
-        exposed_seconds: how long compute waits for its bucket; None without a device.
-    """
-
-    bucket: tuple[str, ...]
-    bucket_bytes: int
-    launch: Line
-    why_launch: str
-    wait: Line
+    bucket: tuple[str, ...]  # paths of all parameters of the launch, including the explained parameter
+    bucket_bytes: int  # the full bytes of the bucket
+    launch: Line  # the line that starts the gather
+    why_launch: str  # the reason why the gather does not start earlier
+    wait: Line  # the line that ends the gather. Later lines can read the parameter.
+    # first_read, last_read: the first and the last line that reads the parameter, or a view or a cast of it. None if no
+    # line reads the parameter.
     first_read: Line | None
     last_read: Line | None
-    free: Line | None
-    why_free: str
+    free: Line | None  # the line that frees the parameter; None if the parameter stays gathered
+    why_free: str  # the reason why the parameter is freed at this line, or stays gathered
+    # sent_bytes, received_bytes: bytes of this parameter that this rank sends and receives
     sent_bytes: int
     received_bytes: int
-    nbytes: int
-    gathered_at_most: int
-    wire_seconds: float | None = None
-    exposed_seconds: float | None = None
+    nbytes: int  # the bytes of the full parameter, which are allocated from the launch to the free
+    gathered_at_most: int  # the most bytes of gathered parameters alive at once between launch and free
+    wire_seconds: float | None = None  # how long its bucket is on the wires; None without a device
+    exposed_seconds: float | None = None  # how long compute waits for its bucket; None without a device
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """The gradient of the parameter.
+    """The gradient of the parameter."""
 
-    Attributes:
-        made: the line that computes the full gradient; None if several lines compute it.
-        launch: the line that starts its reduction; under ``no_sync``, the line that defers it.
-        across: the line that starts the reduction over replicas; None without replicas.
-        wait: the line that ends the reduction; None if it is deferred.
-        why_wait: the reason for the position of the wait, or for the deferral of the gradient.
-        bucket: paths of all parameters whose gradients the launch reduces, including the explained parameter.
-        bucket_bytes: the full bytes of the bucket's gradients.
-        sent_bytes, received_bytes: bytes of this gradient that this rank sends and receives.
-        nbytes: the full size of the gradient.
-        wire_seconds: how long its bucket is on the wires; None without a device.
-        exposed_seconds: how long compute waits for its bucket; None without a device.
-    """
-
-    made: Line | None
-    launch: Line
-    across: Line | None
-    wait: Line | None
-    why_wait: str
+    made: Line | None  # the line that computes the full gradient; None if several lines compute it
+    launch: Line  # the line that starts its reduction; under ``no_sync``, the line that defers it
+    across: Line | None  # the line that starts the reduction over replicas; None without replicas
+    wait: Line | None  # the line that ends the reduction; None if it is deferred
+    why_wait: str  # the reason for the position of the wait, or for the deferral of the gradient
+    # paths of all parameters whose gradients the launch reduces, including the explained parameter
     bucket: tuple[str, ...]
-    bucket_bytes: int
+    bucket_bytes: int  # the full bytes of the bucket's gradients
+    # sent_bytes, received_bytes: bytes of this gradient that this rank sends and receives
     sent_bytes: int
     received_bytes: int
-    nbytes: int
-    wire_seconds: float | None = None
-    exposed_seconds: float | None = None
+    nbytes: int  # the full size of the gradient
+    wire_seconds: float | None = None  # how long its bucket is on the wires; None without a device
+    exposed_seconds: float | None = None  # how long compute waits for its bucket; None without a device
 
 
 @dataclass(frozen=True, repr=False)

@@ -120,11 +120,7 @@ def _gathered_counter(forecast: Estimate, pid: int) -> Iterator[Event]:
 
 
 def events_of(path: Path) -> list[Event]:
-    """Return the events of a profile's file.
-
-    Raises:
-        ValueError: the file is not in Chrome's trace event format.
-    """
+    """Return the events of a profile's file, which is in Chrome's trace event format."""
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     try:
         profile = json.loads(data)

@@ -88,12 +88,7 @@ class _Chain:
 
 
 def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[ShownLine]:
-    """Yield the lines to show.
-
-    Args:
-        trace: the trace of a phase.
-        freed: a mapping from positions of ``del`` lines to the names of the gathered parameters that these lines free.
-    """
+    """Yield the lines to show. ``freed`` has the gathered parameters that the ``del`` line at a position frees."""
     views = _views(trace)
     folded = {name: views.chains[name].apply(views.chains[name].root.name) for name in views.folded}
     hidden = {*views.folded, *views.appended.values()}
@@ -122,17 +117,13 @@ def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[Shown
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    """The views of a trace.
+    """The views of a trace."""
 
-    Attributes:
-        chains: a mapping from names of views to chains.
-        folded: names of views that only one operator reads. These views are printed inside the operator's line.
-        appended: a mapping from each operator's result to the view that is its only reader. These views are printed at
-            the end of the operator's line.
-    """
-
-    chains: Mapping[str, _Chain]
+    chains: Mapping[str, _Chain]  # a mapping from names of views to chains
+    # names of views that only one operator reads. These views are printed inside the operator's line.
     folded: frozenset[str]
+    # a mapping from each operator's result to the view that is its only reader. These views are printed at the end of
+    # the operator's line.
     appended: Mapping[str, str]
 
 

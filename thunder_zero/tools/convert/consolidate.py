@@ -13,17 +13,10 @@ import torch
 from torch import Tensor
 
 from thunder_zero.checkpoint.contents import EMAS, GROUPS, MODEL, OPTIM, STATE, name_some
+from thunder_zero.checkpoint.folder import create_together
 from thunder_zero.checkpoint.optimizer_states import groups_of
-from thunder_zero.checkpoint.whole_files import (
-    SUFFIX,
-    ReadTensor,
-    TensorToWrite,
-    create_together,
-    is_made_here,
-    remove_older,
-    write_parts,
-)
 from thunder_zero.plan.amounts import bytes_of, float_dtype
+from thunder_zero.safetensors_files import SUFFIX, ReadTensor, TensorToWrite, is_made_here, remove_older, write_parts
 from thunder_zero.tools.convert.open_checkpoint import OpenCheckpoint, open_checkpoint
 from thunder_zero.tools.printing.progress import show_progress
 
@@ -32,17 +25,11 @@ TORCH = (".pt", ".pth", ".bin")
 
 @dataclass(frozen=True)
 class Optim:
-    """An optimizer in a checkpoint.
+    """An optimizer in a checkpoint."""
 
-    Attributes:
-        tensors: states that are tensors, named ``"parameter.state"``.
-        values: other states, keyed by ``"parameter.state"``.
-        groups: hyper-parameters, keyed by ``"<group>.<name>"``.
-    """
-
-    tensors: list[TensorToWrite]
-    values: dict[str, Any]
-    groups: dict[str, Any]
+    tensors: list[TensorToWrite]  # states that are tensors, named ``"parameter.state"``
+    values: dict[str, Any]  # other states, keyed by ``"parameter.state"``
+    groups: dict[str, Any]  # hyper-parameters, keyed by ``"<group>.<name>"``
 
 
 def consolidate(

@@ -15,8 +15,8 @@ from thunder_zero.checkpoint import folder, manifest
 from thunder_zero.checkpoint.contents import MODEL, OPTIM, STATE, split_rank_prefix
 from thunder_zero.checkpoint.dcp_read import places_by_key, read_entries, read_metadata
 from thunder_zero.checkpoint.manifest import Manifest
-from thunder_zero.checkpoint.whole_files import TensorToWrite, dtype_to_write
 from thunder_zero.plan.amounts import name_of
+from thunder_zero.safetensors_files import TensorToWrite, dtype_to_write
 from thunder_zero.tools.printing.progress import show_progress
 from thunder_zero.tools.printing.text import stdout_console
 

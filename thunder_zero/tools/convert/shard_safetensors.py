@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -16,11 +14,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from thunder_zero.checkpoint import folder
 from thunder_zero.checkpoint.contents import MODEL
 from thunder_zero.checkpoint.dcp_write import Entries, WritePlanner, key_of, write_metadata, write_planned
-from thunder_zero.checkpoint.whole_files import SUFFIX, TensorToWrite, dtype_to_write
 from thunder_zero.plan.amounts import float_dtype
 from thunder_zero.plan.geometry import cut_rows
 from thunder_zero.plan.mesh import Mesh
-from thunder_zero.sharded.initial_values.weights_folder import SafetensorsWeights
+from thunder_zero.safetensors_files import SUFFIX, SafetensorsWeights, TensorToWrite
 from thunder_zero.tools.printing.progress import show_progress
 
 Tensors = Mapping[str, TensorToWrite]  # tensors by key
@@ -60,11 +57,12 @@ def shard_safetensors(
     target = float_dtype("dtype", dtype)
     path = Path(checkpoint)
     model_file = Path(source) / f"model{SUFFIX}"  # the folder may also contain the optimizer's file
-    files = SafetensorsWeights(model_file if model_file.is_file() else Path(source)).files
-    tensors = {tensor.key: tensor for tensor in (_describe(name, file, target) for name, file in files.items())}
+    weights = SafetensorsWeights(model_file if model_file.is_file() else Path(source))
+    described = [weights.describe(name, key_of((MODEL, name)), target) for name in weights]
+    tensors = {tensor.key: tensor for tensor in described}
     folder.prepare(path)
     try:
-        _write(path, tensors, files, ranks)
+        _write(path, tensors, weights, ranks)
     except BaseException:
         folder.abandon(path)
         raise
@@ -75,12 +73,12 @@ class FromFiles(WritePlanner):
     """DCP's plan to write the rows of one rank. Rows are read from files lazily, just before a write."""
 
     def __init__(
-        self, tensors: Tensors, files: Mapping[str, Path], ranks: int, rank: int, done: Callable[[int], None]
+        self, tensors: Tensors, weights: SafetensorsWeights, ranks: int, rank: int, done: Callable[[int], None]
     ) -> None:
         keys: Entries = {(MODEL, tensor.name): torch.empty(tensor.shape, device="meta") for tensor in tensors.values()}
         keys |= {(MODEL, alias): (MODEL, tensor.name) for tensor in tensors.values() for alias in tensor.aliases}
         super().__init__(keys)
-        self._tensors, self._files, self._ranks, self._rank, self._done = tensors, files, ranks, rank, done
+        self._tensors, self._weights, self._ranks, self._rank, self._done = tensors, weights, ranks, rank, done
 
     def create_local_plan(self) -> SavePlan:
         """Return DCP's plan to write this rank's rows."""
@@ -91,21 +89,18 @@ class FromFiles(WritePlanner):
         """Read the rows of an item, or the whole tensor if it has no dimensions."""
         assert write_item.tensor_data is not None, "safetensors files have tensors only"
         chunk, tensor = write_item.tensor_data.chunk, self._tensors[write_item.index.fqn]
-        with safe_open(self._files[tensor.name], framework="pt") as file:
-            if tensor.shape:
-                value = file.get_slice(tensor.name)[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]]
-            else:
-                value = file.get_tensor(tensor.name)
-        rows: Tensor = value.to(tensor.dtype)
+        start = chunk.offsets[0] if tensor.shape else 0
+        stop = start + chunk.sizes[0] if tensor.shape else None
+        rows = self._weights.rows(tensor.name, start, stop).to(tensor.dtype)
         self._done(rows.nbytes)
         return rows
 
 
-def _write(path: Path, tensors: Tensors, files: Mapping[str, Path], ranks: int) -> None:
+def _write(path: Path, tensors: Tensors, weights: SafetensorsWeights, ranks: int) -> None:
     staging = folder.staging_of(path)
     total = sum(tensor.nbytes for tensor in tensors.values())
     with show_progress(f"write {path.name}", total) as done:
-        parts = [write_planned(staging, rank, FromFiles(tensors, files, ranks, rank, done)) for rank in range(ranks)]
+        parts = [write_planned(staging, rank, FromFiles(tensors, weights, ranks, rank, done)) for rank in range(ranks)]
     folder.publish(path, ranks, write_metadata(staging, parts), latest=False)
 
 
@@ -121,18 +116,3 @@ def _items(tensor: TensorToWrite, ranks: int, rank: int) -> Iterator[WriteItem]:
         ChunkStorageMetadata(offsets, torch.Size(sizes)), TensorProperties(tensor.dtype), torch.Size(tensor.shape)
     )
     yield WriteItem(MetadataIndex(tensor.key, offsets), WriteItemType.SHARD, tensor_data=data)
-
-
-def _describe(name: str, path: Path, dtype: torch.dtype | None) -> TensorToWrite:
-    """Read the shape, dtype and aliases of a tensor in a file."""
-    with safe_open(path, framework="pt") as file:
-        shape = tuple(file.get_slice(name).get_shape())
-        stored = (file.get_slice(name)[:0] if shape else file.get_tensor(name)).dtype
-        text = (file.metadata() or {}).get("aliases", "{}")
-    try:
-        aliases = tuple(alias for alias, first in json.loads(text).items() if first == name)
-    except (ValueError, AttributeError):
-        raise ValueError(
-            f"{path} names its tied weights in {text!r:.80}, which is no JSON object; fetch it again"
-        ) from None
-    return TensorToWrite(name, shape, dtype_to_write(stored, dtype), key_of((MODEL, name)), aliases)

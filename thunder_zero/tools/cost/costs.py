@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR, Mesh
+from thunder_zero.plan.traffic import gather_work, reduce_work
 from thunder_zero.schedule.ops import LAUNCHES, Compute, Gather, Launch, Op, Work
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Device
@@ -40,25 +41,15 @@ class CollectiveKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """A collective on its wire, modelled as a ring.
+    """A collective on its wire, modelled as a ring."""
 
-    Attributes:
-        lane: the wire.
-        ranks: number of ranks in the ring.
-        stride: distance between neighbours, in ranks.
-        nbytes: bytes that the busiest rank sends. It receives an equal number of bytes.
-        steps: number of messages from each rank to its neighbour.
-        sends: the kind of the collective.
-        tensors: number of tensors in the bucket.
-    """
-
-    lane: Lane
-    ranks: int
-    stride: int
-    nbytes: int
-    steps: int
-    sends: CollectiveKind = CollectiveKind.GATHER
-    tensors: int = 1
+    lane: Lane  # the wire
+    ranks: int  # number of ranks in the ring
+    stride: int  # distance between neighbours, in ranks
+    nbytes: int  # bytes that the busiest rank sends. It receives an equal number of bytes.
+    steps: int  # number of messages from each rank to its neighbour
+    sends: CollectiveKind = CollectiveKind.GATHER  # the kind of the collective
+    tensors: int = 1  # number of tensors in the bucket
 
 
 def ring(op: Op, timeline: Timeline) -> Ring | None:
@@ -106,7 +97,7 @@ def _coding(op: Launch, timeline: Timeline) -> tuple[int, int]:
     """Return the bytes of memory traffic to encode a launch's payload, and to decode the launch's result."""
     plan = timeline.plan
     work = [
-        plan.gather_work(param) if isinstance(op, Gather) else plan.reduce_work(param, op.over)
+        gather_work(plan, param) if isinstance(op, Gather) else reduce_work(plan, param, op.over)
         for param in timeline.params_of(op)
     ]
     return sum(encoded for encoded, _ in work), sum(decoded for _, decoded in work)
@@ -123,27 +114,17 @@ def compute_dtype(op: Op, timeline: Timeline) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of one operation.
+    """The cost of one operation."""
 
-    Attributes:
-        flops: FLOPs of matrix products, attention and convolutions in the operation.
-        traffic_bytes: bytes of reads and writes of memory. For a launch, these are reads and writes of encodings.
-        sent_bytes: bytes that the busiest rank sends.
-        seconds: time on the compute lane.
-        wire: (wire, time on the wire) of a launch, or None if no bytes are sent.
-        load: share of the CPU core that a launch in flight takes from compute.
-        launch_seconds: time on the compute lane before a launch begins.
-        finish_seconds: time on the compute lane after all messages of a launch have arrived.
-    """
-
-    flops: int = 0
+    flops: int = 0  # FLOPs of matrix products, attention and convolutions in the operation
+    # bytes of reads and writes of memory. For a launch, these are reads and writes of encodings.
     traffic_bytes: int = 0
-    sent_bytes: int = 0
-    seconds: float = 0.0
-    wire: tuple[Lane, float] | None = None
-    load: float = 0.0
-    launch_seconds: float = 0.0
-    finish_seconds: float = 0.0
+    sent_bytes: int = 0  # bytes that the busiest rank sends
+    seconds: float = 0.0  # time on the compute lane
+    wire: tuple[Lane, float] | None = None  # (wire, time on the wire) of a launch, or None if no bytes are sent
+    load: float = 0.0  # share of the CPU core that a launch in flight takes from compute
+    launch_seconds: float = 0.0  # time on the compute lane before a launch begins
+    finish_seconds: float = 0.0  # time on the compute lane after all messages of a launch have arrived
 
 
 def costs_of(timeline: Timeline, device: Device) -> tuple[Cost, ...]:

@@ -24,22 +24,15 @@ HALF = 0.5  # the largest share of the core for rings while compute runs
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval of time on a lane.
+    """An interval of time on a lane."""
 
-    Attributes:
-        op: index of the operation in the timeline.
-        lane: the lane.
-        start, end: seconds since the step began.
-        after: index of the span whose end starts this span, or None at the beginning of the step.
-        waits: True if compute waits for a wire.
-    """
-
-    op: int
+    op: int  # index of the operation in the timeline
     lane: Lane
+    # start, end: seconds since the step began
     start: float
     end: float
-    after: int | None = None
-    waits: bool = False
+    after: int | None = None  # index of the span whose end starts this span, or None at the beginning of the step
+    waits: bool = False  # True if compute waits for a wire
 
     @property
     def seconds(self) -> float:
@@ -52,28 +45,19 @@ SpanEnd = tuple[float, int | None]  # seconds, and the index of the span that en
 
 @dataclass(slots=True, eq=False)
 class _Ring:
-    """A ring that was launched.
+    """A ring that was launched."""
 
-    Attributes:
-        op, lane, start, after: the fields of the ring's span.
-        index: index of the ring's span.
-        seconds: the ring's time if it gets the share ``load`` of the core.
-        load: the share of the CPU core that the ring needs.
-        launched: the time of the launch.
-        end: the time when the ring ends if it gets its share from now on.
-        ended: True if ``end`` is final.
-    """
-
+    # op, lane, start, after: the fields of the ring's span
     op: int
     lane: Lane
-    index: int
-    seconds: float
-    load: float
-    launched: SpanEnd
+    index: int  # index of the ring's span
+    seconds: float  # the ring's time if it gets the share ``load`` of the core
+    load: float  # the share of the CPU core that the ring needs
+    launched: SpanEnd  # the time of the launch
     start: float = inf
-    end: float = inf
+    end: float = inf  # the time when the ring ends if it gets its share from now on
     after: int | None = None
-    ended: bool = False
+    ended: bool = False  # True if ``end`` is final
 
 
 @dataclass

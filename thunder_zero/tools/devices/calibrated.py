@@ -60,21 +60,13 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCurves:
-    """The times of one kind of collective, as curves over the bytes that the busiest rank sends.
+    """The times of one kind of collective, as curves over the bytes that the busiest rank sends."""
 
-    Attributes:
-        launch: time that the launch takes from compute.
-        wire: a collective's time on the wire, within a burst of collectives.
-        finish: time that the wait takes from compute after all messages have arrived, for sums and copies.
-        taken: time that the collective takes from compute while it is in flight.
-        tensor_seconds: additional time of a launch for each further tensor in the bucket.
-    """
-
-    launch: Curve
-    wire: Curve
-    finish: Curve
-    taken: Curve
-    tensor_seconds: float = 0.0
+    launch: Curve  # time that the launch takes from compute
+    wire: Curve  # a collective's time on the wire, within a burst of collectives
+    finish: Curve  # time that the wait takes from compute after all messages have arrived, for sums and copies
+    taken: Curve  # time that the collective takes from compute while it is in flight
+    tensor_seconds: float = 0.0  # additional time of a launch for each further tensor in the bucket
 
 
 @dataclass(frozen=True, repr=False)
@@ -138,11 +130,7 @@ class Calibrated(Device):
         return self.traffic.get(work, self.traffic["pointwise"]).seconds(traffic_bytes)
 
     def collective(self, kind: str, ranks: int, stride: int, nbytes: float, steps: int, tensors: int) -> CollectiveTime:
-        """Return the time of a collective.
-
-        Raises:
-            ValueError: collectives of this number of ranks were not measured.
-        """
+        """Return the time of a collective. Raise ValueError if this number of ranks was not measured."""
         if ranks != self.ranks or stride != 1 or kind not in self.collectives:
             raise ValueError(
                 f"{self.name} was calibrated with collectives of {_ranks(self.ranks)}, but the step has one of "

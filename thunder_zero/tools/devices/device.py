@@ -35,19 +35,12 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTime:
-    """The time that a collective takes.
+    """The time that a collective takes."""
 
-    Attributes:
-        seconds: time on the wire.
-        launch_seconds: time that the launch takes from compute.
-        finish_seconds: time that the wait takes from compute, after all messages have arrived.
-        taken_seconds: time that the collective takes from compute while it is in flight.
-    """
-
-    seconds: float
-    launch_seconds: float = 0.0
-    finish_seconds: float = 0.0
-    taken_seconds: float = 0.0
+    seconds: float  # time on the wire
+    launch_seconds: float = 0.0  # time that the launch takes from compute
+    finish_seconds: float = 0.0  # time that the wait takes from compute, after all messages have arrived
+    taken_seconds: float = 0.0  # time that the collective takes from compute while it is in flight
 
 
 @dataclass(frozen=True, repr=False)

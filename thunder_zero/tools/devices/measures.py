@@ -43,21 +43,13 @@ SHORTEST = 0.002  # the least seconds of a measurement
 
 @dataclass(frozen=True)
 class Measure:
-    """One point of a curve.
+    """One point of a curve."""
 
-    Attributes:
-        work: the class of work.
-        dtype: the dtype of matrix products; "" for other work.
-        size: FLOPs of a matrix product, or bytes of memory traffic of other work.
-        run: a function that does the work once.
-        lines: number of trace lines that a run stands for. Each line has this size.
-    """
-
-    work: Work
-    dtype: str
-    size: float
-    run: Call
-    lines: int = 1
+    work: Work  # the class of work
+    dtype: str  # the dtype of matrix products; "" for other work
+    size: float  # FLOPs of a matrix product, or bytes of memory traffic of other work
+    run: Call  # a function that does the work once
+    lines: int = 1  # number of trace lines that a run stands for. Each line has this size.
 
 
 def measures(dtypes: Sequence[torch.dtype]) -> Iterator[Measure]:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from thunder_zero.plan.params import ROOT
+from thunder_zero.plan.sizes import ROOT
 from thunder_zero.tools.fitting.candidate import Candidate
 
 MOST_PARTIAL = 20_000  # with more partial choices, bytes are rounded up to a thousandth of the budget
@@ -25,17 +25,11 @@ MOST_PARTIAL = 20_000  # with more partial choices, bytes are rounded up to a th
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """The bytes and the cost of one choice for a unit.
+    """The bytes and the cost of one choice for a unit."""
 
-    Attributes:
-        left: bytes that the unit holds from its forward to its backward.
-        peak: the most bytes alive in the unit's backward, without bytes that earlier units left.
-        cost: the cost of the unit's work, in bytes on the wire.
-    """
-
-    left: int
-    peak: int
-    cost: float
+    left: int  # bytes that the unit holds from its forward to its backward
+    peak: int  # the most bytes alive in the unit's backward, without bytes that earlier units left
+    cost: float  # the cost of the unit's work, in bytes on the wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +84,14 @@ KEPT, KEPT_AND_RECOMPUTED = UnitChoice(kept=True), UnitChoice(kept=True, recompu
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a step: the end of backward, each unit's backward, and forward.
+    """The parts of a step: the end of backward, each unit's backward, and forward."""
 
-    Attributes:
-        units: the units, in the order of forward.
-        options: the choices for each unit.
-        choices: for each part, the bytes and the cost of each option. The beginning of backward belongs to the last
-            unit. Forward and the end of backward have a single option.
-        most_too_high: the most bytes by which the parts of a candidate add up to more than its peak.
-    """
-
-    units: tuple[str, ...]
-    options: tuple[UnitChoice, ...]
+    units: tuple[str, ...]  # the units, in the order of forward
+    options: tuple[UnitChoice, ...]  # the choices for each unit
+    # for each part, the bytes and the cost of each option. The beginning of backward belongs to the last unit. Forward
+    # and the end of backward have a single option.
     choices: tuple[tuple[UnitCost, ...], ...]
-    most_too_high: int = 0
+    most_too_high: int = 0  # the most bytes by which the parts of a candidate add up to more than its peak
 
     @classmethod
     def read_off(cls, units: tuple[str, ...], options: tuple[UnitChoice, ...], alike: Sequence[Candidate]) -> Parts:

@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import combinations, product
 
 from thunder_zero.plan.policy import STAGES, Policy
+from thunder_zero.plan.sizes import unit_bytes
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.fitting.budget import KEPT, KEPT_AND_RECOMPUTED, PLAIN, RECOMPUTED, Parts, UnitChoice, cheapest
 from thunder_zero.tools.fitting.candidate import USUAL_PRICES, Candidate, Prices
@@ -26,21 +27,14 @@ FINEST = 500  # the relative precision of the least bytes is 1 / FINEST
 
 @dataclass(frozen=True)
 class Search:
-    """The candidates for one program.
+    """The candidates for one program."""
 
-    Attributes:
-        lifted: the program's timeline before any pass.
-        asked: the requested policy.
-        prices: the prices of recomputed work and of launches.
-        tell: a function that is called with the number of candidates before each evaluation.
-        evaluated: a mapping from policies to candidates.
-    """
-
-    lifted: Timeline
-    asked: Policy
-    prices: Prices = USUAL_PRICES
+    lifted: Timeline  # the program's timeline before any pass
+    asked: Policy  # the requested policy
+    prices: Prices = USUAL_PRICES  # the prices of recomputed work and of launches
+    # a function that is called with the number of candidates before each evaluation
     tell: Callable[[int], None] = lambda count: None
-    evaluated: dict[Policy, Candidate] = field(default_factory=dict)
+    evaluated: dict[Policy, Candidate] = field(default_factory=dict)  # a mapping from policies to candidates
 
     def candidate(self, policy: Policy) -> Candidate:
         """Return the candidate of a policy. Each policy is evaluated once."""
@@ -97,7 +91,8 @@ class Search:
     @cached_property
     def sized(self) -> tuple[Policy, ...]:
         """The requested policy, and copies with fewer bytes in flight: the bytes of two units, of one unit, and 0."""
-        sizes, largest = self.lifted.plan.sizes, self.lifted.plan.largest_unit_bytes
+        plan = self.lifted.plan
+        sizes, largest = plan.sizes, max(unit_bytes(plan).values(), default=0)
         smaller = [(min(sizes.bucket_bytes, in_flight // 2), in_flight) for in_flight in (2 * largest, largest, 0)]
         pairs = [(sizes.bucket_bytes, sizes.in_flight_bytes)]
         pairs += [(bucket, in_flight) for bucket, in_flight in smaller if in_flight < sizes.in_flight_bytes]

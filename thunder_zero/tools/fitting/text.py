@@ -52,22 +52,14 @@ def _figures(peak: int, candidate: Candidate, least: float) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LeastMemory:
-    """The compiled policy that takes the least memory.
+    """The compiled policy that takes the least memory."""
 
-    Attributes:
-        nbytes: bytes at the peak.
-        recomputed: number of units that are recomputed as a whole; None for a model without units.
-        saved_by_units: bytes by which the requested policy's peak shrinks if all units are recomputed. Negative if the
-            peak grows.
-        saved_by_cheap: bytes that ``recompute="cheap"`` saves if the requested policy has ``"none"``; otherwise 0.
-        in_flight_bytes: bytes in flight.
-    """
-
-    nbytes: int
-    recomputed: int | None
+    nbytes: int  # bytes at the peak
+    recomputed: int | None  # number of units that are recomputed as a whole; None for a model without units
+    # bytes by which the requested policy's peak shrinks if all units are recomputed. Negative if the peak grows.
     saved_by_units: int
-    saved_by_cheap: int
-    in_flight_bytes: int
+    saved_by_cheap: int  # bytes that ``recompute="cheap"`` saves if the requested policy has ``"none"``; otherwise 0
+    in_flight_bytes: int  # bytes in flight
 
 
 def refusal(as_asked: Memory, least: LeastMemory, memory_bytes: int) -> str:

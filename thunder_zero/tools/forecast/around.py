@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.schedule.ops import Compute, Work
 from thunder_zero.schedule.timeline import Timeline, Value
-from thunder_zero.sharded.writes import digests_of
+from thunder_zero.sharded.digests import digests_of
 from thunder_zero.tools.forecast.figures import Holds, Memory
 from thunder_zero.tools.forecast.for_loss import for_loss
 from thunder_zero.tools.forecast.memory import backend_of, begin_replay, excluded_from, run_step
@@ -36,14 +36,7 @@ ALLOCATORS = ("empty", "new_empty")  # prefixes of operators that do not touch m
 def memory_and_timeline(
     traces: Traces, *, loss: Loss | None = None, optimizer: MakeOptimizer | None = None
 ) -> tuple[Memory, Timeline]:
-    """Return the results of ``memory`` and ``whole_step`` from one rehearsal.
-
-    Raise the errors of :func:`thunder_zero.tools.memory`.
-
-    Args:
-        traces: the result of :func:`for_loss`.
-        loss, optimizer: as for :func:`thunder_zero.tools.memory`.
-    """
+    """Return the results of :func:`thunder_zero.tools.memory` and ``whole_step`` from one rehearsal."""
     backend, operators = backend_of(traces), _Around()
     with Watch(Holds.PARAMETER) as watch:
         replay = begin_replay(traces, backend, optimizer, watch, contexts=(operators.loss, operators.optimizer))
@@ -123,10 +116,10 @@ class _Around:
         """Return the timeline of a replayed step, including the operators around its phases."""
         plan, timeline, digests = replay.traces.plan, replay.traces.timeline, Operators("digests")
         # ZeRO-1 begins with digests of this rank's rows, which show the ranks which parameters to refresh.
-        rows = [replay.rehearsal.rows[param.path] for param in plan.params if param.resident]
+        rows = [param.rows for param in replay.rehearsal.resident.values()]
         if rows and plan.mesh.shard.size > 1:
             with digests:
-                digests_of(rows)
+                torch.cat(digests_of(rows))
         ops, border = timeline.ops, timeline.backward_start
         all_ops = (*digests.ops, *ops[:border], *self.loss.ops, *ops[border:-1], *self.optimizer.ops, ops[-1])
         return timeline.with_ops(all_ops, digests.values | self.loss.values | self.optimizer.values)

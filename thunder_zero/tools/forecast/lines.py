@@ -63,12 +63,9 @@ def _compiled(lines: Iterable[BoundSymbol]) -> Iterable[PythonLine]:
 
 
 def run_region(region: BoundSymbol, values: dict[str, Any], record: Callable[[Tensor], object]) -> None:
-    """Run a fused line and add its outputs to ``values``.
+    """Run a fused line and add its outputs to ``values``, which maps names to the meta tensors of earlier lines.
 
-    Args:
-        region: the fused line.
-        values: a mapping from names to the values of earlier lines. Tensors are meta tensors.
-        record: a function that counts a tensor's storage from its call until the storage is freed.
+    ``record`` counts a tensor's storage from its call until the storage is freed.
     """
     returned = {proxy.name for proxy in region.flat_proxy_outs}
     counted = returned | _buffers(region.subsymbols)

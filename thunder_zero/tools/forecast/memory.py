@@ -215,12 +215,7 @@ def _plan_to_compare(traces: Traces) -> Plan:
 
 
 def require_forecast_of(traces: Traces, memory: Memory) -> None:
-    """Raise unless ``memory`` is a forecast of these traces.
-
-    Raises:
-        TypeError: ``memory`` is not a forecast.
-        ValueError: ``memory`` is a forecast of other traces.
-    """
+    """Raise TypeError or ValueError unless ``memory`` is a forecast of these traces."""
     action = "give what thunder_zero.tools.memory returns for these traces"
     if not isinstance(memory, Memory):
         raise TypeError(f"memory is of type {type(memory).__name__}; {action}")

@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_iter
 
 from thunder_zero.compat.private import disable_current_modes
 from thunder_zero.plan.params import Plan
-from thunder_zero.sharded.accumulation import Accumulation
+from thunder_zero.sharded.digests import digests_of
 from thunder_zero.sharded.state import LocalState
-from thunder_zero.sharded.writes import digests_of
 from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.forecast.unsent import UnsentWire
 from thunder_zero.tools.forecast.watch import META, NoForecast, Watch, needs_no_values
@@ -28,17 +27,9 @@ MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 def optimizer_at_rest(
     make: MakeOptimizer, shards: Mapping[str, nn.Parameter], watch: Watch, *, foreach: bool
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of meta shards. A first step has allocated the optimizer's state.
+    """Return an optimizer of meta shards. A first step has allocated the optimizer's state, which ``watch`` counts.
 
-    Args:
-        make: a class of optimizers, or a function from parameters to an optimizer.
-        shards: the sharded parameters, keyed by path.
-        watch: the watch that counts the optimizer's state.
-        foreach: True if torch chooses foreach by default for the model's shards: plain tensors on CUDA, not DTensors.
-
-    Raises:
-        TypeError: ``make`` is not a function from parameters to an optimizer.
-        NoForecast: the optimizer reads a tensor's value, or its step needs a closure.
+    ``foreach`` is True if torch chooses foreach by default for the shards: plain tensors on CUDA, not DTensors.
     """
     if isinstance(make, torch.optim.Optimizer) or not callable(make):
         raise TypeError(
@@ -113,30 +104,30 @@ class Rehearsal(LocalState):
             for param in plan.params
         }
         super().__init__(plan, META, "the model", wire, tensors, {}, digests=False)
-        self.accumulation = Accumulation(synced=synced)
-        self.resident.mark_stale(self.shards)
+        self.synced = synced
+        self.mark_stale(self.params)
 
     def at_rest(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (path, tensor) pairs of the tensors alive between steps: shards, and ZeRO-1's full parameters."""
-        yield from self.rows.items()
-        yield from ((param.path, self.resident.full(param)) for param in self.plan.params if param.resident)
+        yield from ((path, param.rows) for path, param in self.params.items())
+        yield from ((path, param.full_value()) for path, param in self.resident.items())
 
     def on_host(self) -> Iterator[Tensor]:
         """Yield the shards that are in host memory between steps (``cpu_offload``)."""
-        return (self.rows[param.path] for param in self.plan.params if self.plan.rests_on_host(param))
+        return (param.rows for param in self.params.values() if self.plan.rests_on_host(param.plan))
 
     def trained_on_device(self) -> dict[str, nn.Parameter]:
         """Return a mapping from paths to shards, for shards whose optimizer state is on the device."""
-        params = self.plan.params
         return {
-            param.path: self.shards[param.path]
-            for param in params
-            if param.requires_grad and not self.plan.rests_on_host(param)
+            path: param.shard
+            for path, param in self.params.items()
+            if param.plan.requires_grad and not self.plan.rests_on_host(param.plan)
         }
 
     def accumulate(self) -> Iterator[str]:
         """Defer a gradient of each trained parameter, as under ``no_sync``. Yield the paths of these parameters."""
-        for param in self.plan.params:
-            if param.requires_grad:
-                self.accumulation.defer(torch.empty(param.shape, dtype=param.reduce_dtype, device=META), param.path)
-                yield param.path
+        self.grew = True
+        for path, param in self.params.items():
+            if param.plan.requires_grad:
+                param.defer(torch.empty(param.plan.shape, dtype=param.plan.reduce_dtype, device=META))
+                yield path

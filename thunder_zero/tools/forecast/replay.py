@@ -52,46 +52,32 @@ class _LossInput(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class RunLine:
-    """A line that ran.
+    """A line that ran."""
 
-    Attributes:
-        phase: "forward", "loss", "backward" or "optimizer step".
-        position: its position in the trace of its phase; -1 outside a trace.
-        code: its Python statement.
-        highest: the most bytes alive while the line ran.
-        events: the number of allocations and frees until the line ended.
-    """
-
-    phase: str
-    position: int
-    code: str
-    highest: int
-    events: int
+    phase: str  # "forward", "loss", "backward" or "optimizer step"
+    position: int  # its position in the trace of its phase; -1 outside a trace
+    code: str  # its Python statement
+    highest: int  # the most bytes alive while the line ran
+    events: int  # the number of allocations and frees until the line ended
 
 
 @dataclass
 class Replay:
-    """A step that runs line by line.
-
-    Attributes:
-        rehearsal: the model's state, on which the collectives of lines run.
-        optimizer: the optimizer that steps the shards after backward, if any.
-        around_loss, around_optimizer: contexts in which the loss and the optimizer run.
-        lines: the lines that ran.
-        gradients: the gradients that backward returned, keyed by path of the parameter.
-        caller_inputs: the inputs. Like a caller, the replay keeps the inputs alive until the optimizer's step.
-        buffers: the module's buffers. Like the module, the replay keeps the buffers alive.
-    """
+    """A step that runs line by line."""
 
     traces: Traces
     watch: Watch
-    rehearsal: Rehearsal
-    optimizer: torch.optim.Optimizer | None
+    rehearsal: Rehearsal  # the model's state, on which the collectives of lines run
+    optimizer: torch.optim.Optimizer | None  # the optimizer that steps the shards after backward, if any
+    # around_loss, around_optimizer: contexts in which the loss and the optimizer run
     around_loss: Context = field(default_factory=nullcontext)
     around_optimizer: Context = field(default_factory=nullcontext)
-    lines: list[RunLine] = field(default_factory=list)
+    lines: list[RunLine] = field(default_factory=list)  # the lines that ran
+    # the gradients that backward returned, keyed by path of the parameter
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    # the inputs. Like a caller, the replay keeps the inputs alive until the optimizer's step.
     caller_inputs: list[Tensor] = field(default_factory=list)
+    # the module's buffers. Like the module, the replay keeps the buffers alive.
     buffers: list[Tensor] = field(default_factory=list)
 
     def run_phases(self, loss: Loss | None) -> None:
@@ -130,7 +116,7 @@ class Replay:
         shards = self.rehearsal.trained_on_device()
         returned = self.gradients.items()
         with self.around_optimizer:
-            gradients = {path: self.rehearsal.gradient(grad, path) for path, grad in returned if path in shards}
+            gradients = {path: self.rehearsal.params[path].gradient(grad) for path, grad in returned if path in shards}
             take_step(self.optimizer, gradients, shards)
         self.gradients.clear()
         self._end_line(OPTIMIZER_STEP, -1, "optimizer.step()")
@@ -143,7 +129,7 @@ class Replay:
             if isinstance(proxy, NumberProxy):
                 values[proxy.name] = proxy.value
             elif path := timeline.inputs.get(proxy.name):
-                values[proxy.name] = self.rehearsal.rows[path]
+                values[proxy.name] = self.rehearsal.params[path].rows
             elif isinstance(proxy, TensorProxy):
                 is_buffer = proxy.name in buffer_paths
                 self.watch.kind = Holds.BUFFER if is_buffer else Holds.INPUT
@@ -315,12 +301,7 @@ def _returned_values(trace: TraceCtx) -> dict[str, Any]:
 
 @torch.enable_grad()
 def call_loss(loss: Loss, output: Any) -> Tensor:
-    """Return the loss of a model's result.
-
-    Raises:
-        NoForecast: the loss reads a tensor's value.
-        TypeError: ``loss`` takes other arguments, or its result is not a tensor of one number with a gradient.
-    """
+    """Return the loss of a model's result, one number with a gradient. Raise if the loss reads a tensor's value."""
     action = "give one that reads no value (.item(), if, a boolean mask), or none"
     try:
         with needs_no_values("the loss: it", action):

@@ -34,12 +34,7 @@ class NoForecast(RuntimeError):
 def needs_no_values(subject: str, action: str) -> Iterator[None]:
     """Convert torch's errors on meta tensors inside the block to ``NoForecast``.
 
-    Args:
-        subject: the subject of the message, such as "the loss: it".
-        action: the advice at the end of the message.
-
-    Raises:
-        NoForecast: the block does not run on meta tensors.
+    The message begins with ``subject``, such as "the loss: it", and ends with ``action``.
     """
     try:
         yield
@@ -54,23 +49,14 @@ def needs_no_values(subject: str, action: str) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Allocation:
-    """The life of a storage, from allocation to free.
+    """The life of a storage, from allocation to free."""
 
-    Attributes:
-        nbytes: the size of the storage.
-        line: the number of the line that allocated the storage; 0 before the first line.
-        born: the number of allocations and frees before the storage was allocated.
-        freed: the number of allocations and frees before the storage was freed; None while it is alive.
-        kind: the kind of data in the storage. The kind is final when the allocating line has run.
-        name: as in :class:`thunder_zero.tools.forecast.figures.Storage`; "" until the name is known.
-    """
-
-    nbytes: int
-    line: int
-    born: int
-    kind: Holds
-    freed: int | None = None
-    name: str = ""
+    nbytes: int  # the size of the storage
+    line: int  # the number of the line that allocated the storage; 0 before the first line
+    born: int  # the number of allocations and frees before the storage was allocated
+    kind: Holds  # the kind of data in the storage. The kind is final when the allocating line has run.
+    freed: int | None = None  # the number of allocations and frees before the storage was freed; None while it is alive
+    name: str = ""  # as in :class:`thunder_zero.tools.forecast.figures.Storage`; "" until the name is known
 
     def is_alive_after(self, events: int) -> bool:
         """Return whether the storage is alive after this number of allocations and frees."""

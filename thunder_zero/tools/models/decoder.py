@@ -24,25 +24,15 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines of each position, (length,
 
 @dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """The sizes of a decoder.
+    """The sizes of a decoder."""
 
-    Attributes:
-        blocks: number of blocks.
-        width: size of a token's vector between blocks.
-        heads: number of query heads.
-        key_heads: number of key and value heads. Each head is shared by ``heads / key_heads`` query heads.
-        hidden: size of a token's vector inside an MLP.
-        vocabulary: number of rows of the embedding.
-        length: number of tokens of a sequence.
-    """
-
-    blocks: int
-    width: int
-    heads: int
-    key_heads: int
-    hidden: int
-    vocabulary: int
-    length: int
+    blocks: int  # number of blocks
+    width: int  # size of a token's vector between blocks
+    heads: int  # number of query heads
+    key_heads: int  # number of key and value heads. Each head is shared by ``heads / key_heads`` query heads.
+    hidden: int  # size of a token's vector inside an MLP
+    vocabulary: int  # number of rows of the embedding
+    length: int  # number of tokens of a sequence
 
 
 class Attention(nn.Module):

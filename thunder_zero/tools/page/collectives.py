@@ -12,58 +12,38 @@ from thunder_zero.tools.ask.explanation import Explanation
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """An interval on a lane, in which compute or a collective runs.
+    """An interval on a lane, in which compute or a collective runs."""
 
-    Attributes:
-        lane: "compute", a kind of launch with its wire, such as "gather shard", or "tensor" for torch's tensor
-            parallelism.
-        line: the position of the bar's line on the page. The bar of a collective has the line of the launch.
-        start, end: times in seconds since the step began.
-        waits: True if compute waits for a wire.
-    """
-
+    # "compute", a kind of launch with its wire, such as "gather shard", or "tensor" for torch's tensor parallelism
     lane: str
-    line: int
+    line: int  # the position of the bar's line on the page. The bar of a collective has the line of the launch.
+    # start, end: times in seconds since the step began
     start: float
     end: float
-    waits: bool = False
+    waits: bool = False  # True if compute waits for a wire
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A launch with its wait.
+    """A launch with its wait."""
 
-    Attributes:
-        op: the position of the launch in the timeline.
-        kind: "gather", "reduce", or "tensor" for torch's tensor parallelism.
-        backward: True if the launch is in backward.
-        unit: the unit of the parameters. For tensor parallelism, the unit that computes.
-        params: paths of the parameters.
-        label: a short name of the parameters. For tensor parallelism, the operation and the value.
-        sent_bytes: the bytes that this rank sends.
-        launch, wait: positions of the lines of launch and wait on the page.
-        launched, waited: the times at which launch and wait begin, in seconds since the step began.
-        wire_seconds: time on the wires.
-        exposed_seconds: time that compute waits for the collective.
-        why: the reason for the position of the launch.
-        why_exposed: the reason why compute waits for the collective; "" if compute does not wait.
-    """
-
-    op: int
-    kind: str
-    backward: bool
-    unit: str
-    params: tuple[str, ...]
-    label: str
-    sent_bytes: int
+    op: int  # the position of the launch in the timeline
+    kind: str  # "gather", "reduce", or "tensor" for torch's tensor parallelism
+    backward: bool  # True if the launch is in backward
+    unit: str  # the unit of the parameters. For tensor parallelism, the unit that computes.
+    params: tuple[str, ...]  # paths of the parameters
+    label: str  # a short name of the parameters. For tensor parallelism, the operation and the value.
+    sent_bytes: int  # the bytes that this rank sends
+    # launch, wait: positions of the lines of launch and wait on the page
     launch: int
     wait: int
+    # launched, waited: the times at which launch and wait begin, in seconds since the step began
     launched: float
     waited: float
-    wire_seconds: float
-    exposed_seconds: float
-    why: str
-    why_exposed: str
+    wire_seconds: float  # time on the wires
+    exposed_seconds: float  # time that compute waits for the collective
+    why: str  # the reason for the position of the launch
+    why_exposed: str  # the reason why compute waits for the collective; "" if compute does not wait
 
     @property
     def hidden_share(self) -> float:
@@ -95,12 +75,8 @@ def why_there(op: Op, position: int, explanations: Mapping[str, Explanation]) ->
 def why_exposed(wire: float, exposed: float, ahead: float, queued: float, earlier: str) -> str:
     """Return the reason why compute waits for a collective; "" if compute does not wait.
 
-    Args:
-        wire: seconds of the collective on the wires.
-        exposed: seconds that compute waits for the collective.
-        ahead: seconds of compute between the launch and the wait.
-        queued: seconds after the launch in which the wire carries an earlier collective.
-        earlier: the parameters of the earlier collective.
+    Seconds: ``wire`` on the wires, ``exposed`` of waiting, ``ahead`` of compute between launch and wait, ``queued``
+    behind the ``earlier`` collective on the wire.
     """
     if not exposed:
         return ""

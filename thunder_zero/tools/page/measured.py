@@ -88,14 +88,8 @@ def _scaled(cost: Cost, compute: float, wire: float) -> Cost:
 def by_profile(forecast: Estimate, events: Sequence[Mapping[str, Any]]) -> Estimate:
     """Return the estimate with the host's times, from the last whole step of a profile.
 
-    A collective is in flight from its launch to the end of its wait.
-
-    Args:
-        forecast: the estimate of forward and backward, without a loss and an optimizer.
-        events: events in Chrome's trace event format. Only events with labels of this package are used.
-
-    Raises:
-        ValueError: the profile has no whole step of this program.
+    A collective is in flight from its launch to the end of its wait. ``forecast`` has neither loss nor optimizer. Of
+    the events, in Chrome's format, only those with labels of this package are used.
     """
     ops = forecast.timeline.ops
     marked = [index for index, op in enumerate(ops) if isinstance(op, (*LAUNCHES, Wait))]

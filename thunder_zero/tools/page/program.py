@@ -39,48 +39,30 @@ AROUND = {
 
 @dataclass(frozen=True, slots=True)
 class PageLine:
-    """A line of the page.
+    """A line of the page."""
 
-    Attributes:
-        phase: "digests", "forward", "loss", "backward" or "optimizer step".
-        code: its Python statement.
-        row: the meaning of the line; None outside a trace.
-        unit: the unit of the line's parameters, or else the unit of the surrounding lines.
-        ops: positions of the line's operations in ``Traces.timeline``.
-        start, end: the times of the line on the compute lane, in seconds since the step began.
-        memory: the position in ``Memory.lines`` of this line, or else of the last line before it. None before the
-            first.
-    """
-
-    phase: str
-    code: str
-    row: Row | None
-    unit: str
-    ops: tuple[int, ...]
+    phase: str  # "digests", "forward", "loss", "backward" or "optimizer step"
+    code: str  # its Python statement
+    row: Row | None  # the meaning of the line; None outside a trace
+    unit: str  # the unit of the line's parameters, or else the unit of the surrounding lines
+    ops: tuple[int, ...]  # positions of the line's operations in ``Traces.timeline``
+    # start, end: the times of the line on the compute lane, in seconds since the step began
     start: float
     end: float
+    # the position in ``Memory.lines`` of this line, or else of the last line before it. None before the first.
     memory: int | None
 
 
 @dataclass(frozen=True)
 class PageProgram:
-    """A program with its forecasts.
+    """A program with its forecasts."""
 
-    Attributes:
-        name: a name such as "ZeRO-3" or "measured times".
-        traces: the program.
-        estimate: the program's time, forecast or measured.
-        memory: the program's forecast of memory, if any.
-        no_memory: the reason why there is no forecast of memory; "" with a forecast.
-        note: the origin of measured times; "" for a forecast.
-    """
-
-    name: str
-    traces: Traces
-    estimate: Estimate
-    memory: Memory | None
-    no_memory: str = ""
-    note: str = ""
+    name: str  # a name such as "ZeRO-3" or "measured times"
+    traces: Traces  # the program
+    estimate: Estimate  # the program's time, forecast or measured
+    memory: Memory | None  # the program's forecast of memory, if any
+    no_memory: str = ""  # the reason why there is no forecast of memory; "" with a forecast
+    note: str = ""  # the origin of measured times; "" for a forecast
 
     @cached_property
     def lines(self) -> tuple[PageLine, ...]:

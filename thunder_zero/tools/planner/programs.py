@@ -14,6 +14,7 @@ from thunder_zero.comm.slices import mesh_and_slices
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES, Policy
+from thunder_zero.plan.sizes import largest_block_bytes
 from thunder_zero.tools.absent_ranks import fake_mesh
 from thunder_zero.tools.cost.estimate import Estimate
 from thunder_zero.tools.devices.device import Device
@@ -40,37 +41,26 @@ class StepForecast:
 
 @dataclass(frozen=True)
 class SubjectPrograms:
-    """The compiled programs of a subject.
+    """The compiled programs of a subject."""
 
-    Attributes:
-        subject: the module to plan for.
-        asked: a policy with the user's precision and formats.
-        shards: number of ranks of a replica at compilation. Schedules do not depend on this number.
-        device: the device of the estimates.
-        tell: a function that shows the current work.
-        slices: number of tensor-parallel ranks.
-        how: the tensor-parallel plan.
-        captured: captured modules, keyed by number of blocks.
-        compiled: traces, keyed by policy, presence of replicas, and number of blocks.
-        enough: a mapping from policies to the number of blocks to trace until their work repeats.
-    """
-
-    subject: Subject
-    asked: Policy
-    shards: int
-    device: Device
-    tell: Callable[[str], None]
-    slices: int = 1
-    how: Slicing = field(default_factory=dict)
-    captured: dict[int, ProgramSource] = field(default_factory=dict)
+    subject: Subject  # the module to plan for
+    asked: Policy  # a policy with the user's precision and formats
+    shards: int  # number of ranks of a replica at compilation. Schedules do not depend on this number.
+    device: Device  # the device of the estimates
+    tell: Callable[[str], None]  # a function that shows the current work
+    slices: int = 1  # number of tensor-parallel ranks
+    how: Slicing = field(default_factory=dict)  # the tensor-parallel plan
+    captured: dict[int, ProgramSource] = field(default_factory=dict)  # captured modules, keyed by number of blocks
+    # traces, keyed by policy, presence of replicas, and number of blocks
     compiled: dict[tuple[Policy, bool, int], Traces] = field(default_factory=dict)
+    # a mapping from policies to the number of blocks to trace until their work repeats
     enough: dict[Policy, int] = field(default_factory=dict)
 
     @cached_property
     def block_bytes(self) -> int:
         """The bytes of the largest block. This number does not depend on the policy."""
         policy = Policy(mixed_precision=self.asked.mixed_precision)
-        return self.plan(policy, MeshShape(1, self.shards, self.slices)).largest_block_bytes
+        return largest_block_bytes(self.plan(policy, MeshShape(1, self.shards, self.slices)))
 
     def plan(self, policy: Policy, mesh: MeshShape) -> Plan:
         """Return the whole model's plan for rank 0."""

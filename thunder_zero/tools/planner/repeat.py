@@ -94,11 +94,7 @@ class NotPeriodic(Exception):
 
 
 def lengthen(keys: Sequence[Hashable], marks: Sequence[int], copies: int) -> tuple[list[int], Period | None]:
-    """Return the :func:`positions` of a sequence with ``copies`` more periods, and the period.
-
-    Raises:
-        NotPeriodic: ``copies`` is above 0, and there is no period.
-    """
+    """Return the :func:`positions` of a sequence with ``copies`` more periods, and the period."""
     period = find_period(keys, marks) if copies else None
     if copies and period is None:
         raise NotPeriodic
@@ -135,11 +131,7 @@ def _phases(timeline: Timeline, units: Sequence[str]) -> Iterator[tuple[range, l
 
 
 def estimate_whole(traces: Traces, device: Device, units: Sequence[str], copies: int) -> Estimate:
-    """Return the estimate of a step with ``copies`` blocks in addition to the traced ``units``.
-
-    Raises:
-        NotPeriodic: the units do not repeat.
-    """
+    """Return the estimate of a step with ``copies`` blocks in addition to the traced ``units``."""
     timeline, lifted = traces.timeline, traces.lifted
     traced = step_time(timeline, device, model=lifted)
     if not copies:
@@ -211,49 +203,30 @@ STEPPED = (*AT_REST, Holds.REDUCED_GRADIENT)  # kinds of a block's bytes in the 
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """The memory of one rank in a step, in bytes of tensors' storages.
+    """The memory of one rank in a step, in bytes of tensors' storages."""
 
-    Attributes:
-        at_rest: bytes between two steps, except gradients.
-        peak: the most bytes in forward, the loss and backward.
-        optimizer_step: the most bytes in the optimizer's step.
-        phase: the phase of the peak.
-        by_kind: bytes alive after the peak's line, keyed by kind, largest first.
-        storages: the most storages alive at once.
-    """
-
-    at_rest: int
-    peak: int
-    optimizer_step: int
-    phase: str
-    by_kind: Mapping[str, int]
-    storages: int
+    at_rest: int  # bytes between two steps, except gradients
+    peak: int  # the most bytes in forward, the loss and backward
+    optimizer_step: int  # the most bytes in the optimizer's step
+    phase: str  # the phase of the peak
+    by_kind: Mapping[str, int]  # bytes alive after the peak's line, keyed by kind, largest first
+    storages: int  # the most storages alive at once
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """The change of the live bytes over one line.
+    """The change of the live bytes over one line."""
 
-    Attributes:
-        rise: the most live bytes during the line, minus the live bytes before the line.
-        total: the live bytes after the line, minus the live bytes before the line.
-        kinds: ``total``, split by kind.
-        count: the number of storages that the line allocates, minus the number that it frees.
-    """
-
-    rise: int
-    total: int
-    kinds: tuple[tuple[Holds, int], ...]
-    count: int
+    rise: int  # the most live bytes during the line, minus the live bytes before the line
+    total: int  # the live bytes after the line, minus the live bytes before the line
+    kinds: tuple[tuple[Holds, int], ...]  # ``total``, split by kind
+    count: int  # the number of storages that the line allocates, minus the number that it frees
 
 
 def memory_whole(memory: Memory, traces: Traces, units: Sequence[str], copies: int) -> StepMemory:
     """Return the memory of a step with ``copies`` blocks in addition to the traced ``units``.
 
     ``memory`` is the forecast of the traced step, including the optimizer.
-
-    Raises:
-        NotPeriodic: the units do not repeat.
     """
     changes = _changes(memory)
     order = _order(memory, traces, units, changes, copies)

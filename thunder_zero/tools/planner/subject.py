@@ -33,28 +33,18 @@ class AlikeBlocks:
 
 @dataclass(frozen=True)
 class Subject:
-    """A module to plan for.
+    """A module to plan for."""
 
-    Attributes:
-        name: the name in tables and messages.
-        module: the module. It may be on the meta device, since its values are never read.
-        args, kwargs: the arguments of forward, for one rank's share of a batch.
-        loss: a function from the outputs of forward to the loss, or None.
-        tokens: number of tokens of one rank in a step.
-        alike: the identical blocks with the most parameters. None if there are no identical blocks.
-        batch: number of rows of the inputs, or 1 if the caller cannot choose the number.
-        build: a line of Python that makes the module, for the plan's code to paste.
-    """
-
-    name: str
-    module: nn.Module
+    name: str  # the name in tables and messages
+    module: nn.Module  # the module. It may be on the meta device, since its values are never read.
+    # args, kwargs: the arguments of forward, for one rank's share of a batch
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    loss: Callable[[Any], Tensor] | None
-    tokens: int
-    alike: AlikeBlocks | None
-    batch: int
-    build: str
+    loss: Callable[[Any], Tensor] | None  # a function from the outputs of forward to the loss, or None
+    tokens: int  # number of tokens of one rank in a step
+    alike: AlikeBlocks | None  # the identical blocks with the most parameters. None if there are no identical blocks.
+    batch: int  # number of rows of the inputs, or 1 if the caller cannot choose the number
+    build: str  # a line of Python that makes the module, for the plan's code to paste
 
     @property
     def blocks(self) -> int:
@@ -92,16 +82,8 @@ def subject_of(
 ) -> Subject:
     """Return the subject that the arguments describe.
 
-    Args:
-        model: a module, a named model or its key in ``MODELS``, or ``FILE.py:function``.
-        args, kwargs: the arguments of a module's forward.
-        loss: a function from outputs to the loss, for a module or a file.
-        length: tokens of a sequence, for a named model (default: the model's).
-        micro_batch: sequences of one rank in a step, for a named model.
-
-    Raises:
-        ValueError: an option does not fit this kind of model, or no parameter is trained.
-        TypeError: ``model`` has a wrong type.
+    ``model`` is a module, a named model or its key in ``MODELS``, or ``FILE.py:function``. ``length`` and
+    ``micro_batch`` are options of a named model, and the other arguments those of a module or a file.
     """
     if isinstance(model, nn.Module):
         if length is not None or micro_batch != 1:

@@ -93,49 +93,29 @@ def meshes(stage: int, world_size: int, devices_per_node: int, slices: int = 1) 
 
 @dataclass(frozen=True, repr=False)
 class PlanRow:
-    """A stage on a mesh, with the lowest recompute level that fits. Bytes and seconds refer to the busiest rank.
+    """A stage on a mesh, with the lowest recompute level that fits. Bytes and seconds refer to the busiest rank."""
 
-    Attributes:
-        stage: the stage, 0 to 3.
-        mesh: the sizes of the mesh.
-        recompute: the value of ``Policy.recompute``.
-        fits: True if ``needed_bytes`` fit into the memory of a rank.
-        needed_bytes: memory at the peak, including overhead that belongs to no tensor.
-        peak_bytes: bytes of tensors at the peak, which may be in the optimizer's step.
-        at_rest_bytes: bytes of tensors between two steps.
-        peak_phase: "forward", "loss", "backward" or "optimizer step".
-        by_kind: a mapping from kinds to bytes of tensors, at the peak of forward, loss and backward.
-        sent_bytes: bytes that a rank sends in a step.
-        compute_seconds: time of compute in forward and backward.
-        exposed_seconds: time that compute waits for communication.
-        tensor_exposed_seconds: the part of ``exposed_seconds`` that waits for tensor parallelism.
-        loss_seconds: time of the loss and its gradient.
-        optimizer_seconds: time of AdamW's step.
-        seconds: time of the step: compute, exposed communication, loss and optimizer.
-        tokens_per_second: tokens of a rank's batch, divided by the seconds of a step and by the tensor-parallel ranks.
-        mfu: Model FLOPs utilization: time of the model's FLOPs at the device's peak, divided by the step's time.
-        traced_blocks: number of traced blocks, which represent all blocks.
-    """
-
-    stage: int
-    mesh: MeshShape
-    recompute: str
-    fits: bool
-    needed_bytes: int
-    peak_bytes: int
-    at_rest_bytes: int
-    peak_phase: str
+    stage: int  # the stage, 0 to 3
+    mesh: MeshShape  # the sizes of the mesh
+    recompute: str  # the value of ``Policy.recompute``
+    fits: bool  # True if ``needed_bytes`` fit into the memory of a rank
+    needed_bytes: int  # memory at the peak, including overhead that belongs to no tensor
+    peak_bytes: int  # bytes of tensors at the peak, which may be in the optimizer's step
+    at_rest_bytes: int  # bytes of tensors between two steps
+    peak_phase: str  # "forward", "loss", "backward" or "optimizer step"
+    # a mapping from kinds to bytes of tensors, at the peak of forward, loss and backward
     by_kind: Mapping[str, int] = field(hash=False)
-    sent_bytes: int
-    compute_seconds: float
-    exposed_seconds: float
-    tensor_exposed_seconds: float
-    loss_seconds: float
-    optimizer_seconds: float
-    seconds: float
+    sent_bytes: int  # bytes that a rank sends in a step
+    compute_seconds: float  # time of compute in forward and backward
+    exposed_seconds: float  # time that compute waits for communication
+    tensor_exposed_seconds: float  # the part of ``exposed_seconds`` that waits for tensor parallelism
+    loss_seconds: float  # time of the loss and its gradient
+    optimizer_seconds: float  # time of AdamW's step
+    seconds: float  # time of the step: compute, exposed communication, loss and optimizer
+    # tokens of a rank's batch, divided by the seconds of a step and by the tensor-parallel ranks
     tokens_per_second: float
-    mfu: float
-    traced_blocks: int
+    mfu: float  # Model FLOPs utilization: time of the model's FLOPs at the device's peak, divided by the step's time
+    traced_blocks: int  # number of traced blocks, which represent all blocks
 
     def __repr__(self) -> str:
         fits = "fits" if self.fits else "does not fit"

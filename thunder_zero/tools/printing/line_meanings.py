@@ -28,7 +28,6 @@ from thunder_zero.schedule.ops import (
     Defer,
     Free,
     Gather,
-    Launch,
     Op,
     Reduce,
     Return,
@@ -45,8 +44,8 @@ VALUES_WIDTH = 32  # a fixed width, so that two timelines can be compared line b
 def format_timeline(timeline: Timeline, *, numbered: bool = False) -> str:
     """Return a line for each operation, in order, with its kind, writes, reads and parameters.
 
-    FREEs of other values than gathered parameters are left out. Lines of recomputed operations end with "again". A border separates the phases. Lines may be long. A numbered line
-    begins with the operation's number, as errors name it: "op 22".
+    FREEs of other values than gathered parameters are left out. Lines of recomputed operations end with "again". A
+    border separates the phases. Lines may be long. A numbered line begins with "op 22", as errors name it.
     """
     lines: list[str] = []
     for index, op in enumerate(timeline.ops):
@@ -68,49 +67,31 @@ PHASES = {"forward": ("forward",), "backward": ("backward",), "both": ("forward"
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """A line of a trace.
+    """A line of a trace."""
 
-    Attributes:
-        code: its Python statement.
-        position: the line's position in its phase's trace, as in ``Traces.lines``.
-        origin: the corresponding line of the user's program; "" if unknown.
-        alive: forecast bytes of all tensors alive after the line; None without a forecast.
-        peak: the most bytes alive while the line runs; None for all lines except the line of the step's peak.
-    """
-
-    code: str
-    position: int
-    origin: str = ""
-    alive: int | None = None
+    code: str  # its Python statement
+    position: int  # the line's position in its phase's trace, as in ``Traces.lines``
+    origin: str = ""  # the corresponding line of the user's program; "" if unknown
+    alive: int | None = None  # forecast bytes of all tensors alive after the line; None without a forecast
+    # the most bytes alive while the line runs; None for all lines except the line of the step's peak
     peak: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line and its meaning.
+    """A line and its meaning."""
 
-    Attributes:
-        line: the line.
-        kind: the kind of the line's operation. None without an operation: unpacking, encoding, or the ``del`` of an
-            activation.
-        does: the kind as text, "encode", "decode", or "tensor" for torch's tensor parallelism. "" outside the schedule.
-        params: paths of the line's parameters, including parameters whose gradients the line computes.
-        gradients: True if the line handles gradients of the parameters.
-        sent: bytes that this rank sends; None if the line launches no collective.
-        deferred: bytes of full gradients that the line keeps for the reduction in a later backward.
-        gathered: bytes of gathered parameters alive after the line.
-        form: the encoding of a collective's messages, such as "int8/128"; "" without an encoding.
-    """
-
-    line: SourceLine
+    line: SourceLine  # the line
+    # the kind of the line's operation. None without an operation: unpacking, encoding, or the ``del`` of an activation.
     kind: str | None
+    # the kind as text, "encode", "decode", or "tensor" for torch's tensor parallelism. "" outside the schedule.
     does: str
-    params: tuple[str, ...]
-    gradients: bool
-    sent: int | None
-    deferred: int
-    gathered: int
-    form: str = ""
+    params: tuple[str, ...]  # paths of the line's parameters, including parameters whose gradients the line computes
+    gradients: bool  # True if the line handles gradients of the parameters
+    sent: int | None  # bytes that this rank sends; None if the line launches no collective
+    deferred: int  # bytes of full gradients that the line keeps for the reduction in a later backward
+    gathered: int  # bytes of gathered parameters alive after the line
+    form: str = ""  # the encoding of a collective's messages, such as "int8/128"; "" without an encoding
 
     def label(self, plan: Plan) -> str:
         """Return a short name of the parameters, and the encoding of the messages."""
@@ -136,56 +117,57 @@ class Gap:
 def rows(
     lines: Iterable[SourceLine], timeline: Timeline, positions: Sequence[Sequence[int]], *, backward: bool
 ) -> tuple[Row, ...]:
-    """Return the rows of one phase: the lines with their meanings. ``positions`` are :attr:`Traces.lines`.
-
-    Raises:
-        ValueError: the timeline has an operation whose line is missing.
-    """
-    alive = gathered_bytes(timeline)
-    params_of_value, params_of_gradient = _parameters_in(timeline), _gradients(timeline)
-    ops_of_line: dict[int, list[int]] = {}
-    codes: dict[int, Launch | Wait] = {}
-    for index, op in enumerate(timeline.ops):
-        if op.backward is backward:
-            if op.params or not isinstance(op, Free):
-                ops_of_line.setdefault(positions[index][0], []).append(index)
-            if isinstance(op, (*LAUNCHES, Wait)):
-                codes |= dict.fromkeys(positions[index][1:], op)
-    first = min((index for indices in ops_of_line.values() for index in indices), default=0)
-    gathered = alive[first - 1] if first else 0
+    """Return the rows of one phase: the lines with their meanings. ``positions`` are :attr:`Traces.lines`."""
+    alive, read, made = gathered_bytes(timeline), _parameters_in(timeline), _gradients(timeline)
+    index_of = {
+        position: index
+        for index, (op, of_op) in enumerate(zip(timeline.ops, positions, strict=True))
+        for position in of_op
+        if op.backward is backward and (op.params or not isinstance(op, Free))
+    }
+    gathered = alive[timeline.backward_start - 1] if backward else 0
     result: list[Row] = []
     for line in lines:
-        if line.position in codes:
-            result.append(_code_row(line, codes.pop(line.position), timeline, gathered))
-            continue
-        indices = ops_of_line.pop(line.position, [])
-        ops = [timeline.ops[index] for index in indices]
-        gathered = alive[indices[-1]] if indices else gathered
-        read = _merged(
-            _lookup(op.reads, params_of_value) if isinstance(op, Compute | Return) else op.params for op in ops
-        )
-        computed = _merged(_lookup(op.writes, params_of_gradient) for op in ops if isinstance(op, Compute))
-        reduces = any(isinstance(op, Reduce | Defer) or ends(op, Reduce) for op in ops)
-        is_torchs = any(isinstance(op, Compute) and op.exchange is not None for op in ops)
-        sent = sum(timeline.traffic(op).sent for op in ops) if any(map(starts_collective, ops)) else None
-        deferred = sum(timeline.traffic(op).full for op in ops if isinstance(op, Defer))
-        gradients = reduces or (not read and bool(computed))
-        kind, formats = (
-            ops[0].kind if ops else None,
-            {format_text for op in ops if (format_text := format_of(op, timeline))},
-        )
-        format_text = ", ".join(sorted(formats))
-        verb = TENSOR if is_torchs else kind or ""
-        result.append(Row(line, kind, verb, read or computed, gradients, sent, deferred, gathered, format_text))
-    if ops_of_line:
-        missing = sorted(ops_of_line)
-        raise ValueError(f"the timeline has operations at positions {missing}, but the trace has no lines there")
+        index = index_of.pop(line.position, None)
+        if index is None:
+            result.append(Row(line, None, "", (), False, None, 0, gathered))
+        elif line.position != positions[index][0]:
+            result.append(_code_row(line, timeline.ops[index], timeline, gathered))
+        else:
+            gathered = alive[index]
+            op = timeline.ops[index]
+            paths = (
+                _lookup(op.reads, read) or _lookup(op.writes, made) if isinstance(op, Compute | Return) else op.params
+            )
+            is_made = isinstance(op, Compute) and not _lookup(op.reads, read) and bool(paths)
+            result.append(_row(line, op, timeline, paths, gathered, gradients=is_made))
+    if index_of:
+        raise ValueError(f"the timeline has operations at {sorted(index_of)}, but the trace has no lines there")
     return tuple(result)
 
 
-def _code_row(line: SourceLine, op: Launch | Wait, timeline: Timeline, gathered: int) -> Row:
+def _row(
+    line: SourceLine, op: Op, timeline: Timeline, paths: tuple[str, ...], gathered: int, *, gradients: bool
+) -> Row:
+    """Return the row of the line that runs an operation."""
+    traffic = timeline.traffic(op)
+    return Row(
+        line,
+        op.kind,
+        TENSOR if isinstance(op, Compute) and op.exchange else op.kind,
+        paths,
+        gradients or isinstance(op, Reduce | Defer) or ends(op, Reduce),
+        traffic.sent if starts_collective(op) else None,
+        traffic.full if isinstance(op, Defer) else 0,
+        gathered,
+        format_of(op, timeline),
+    )
+
+
+def _code_row(line: SourceLine, op: Op, timeline: Timeline, gathered: int) -> Row:
     """Return the row of a line that encodes a payload before a launch, or decodes a payload in a wait."""
     launch = op.launch if isinstance(op, Wait) else op
+    assert isinstance(launch, LAUNCHES), "nothing else is encoded"
     form = str(timeline.travels_as(launch, timeline.params_of(launch)[0]))
     return Row(line, None, CODES[op.kind], op.params, isinstance(launch, Reduce), None, 0, gathered, form)
 
@@ -276,19 +258,10 @@ def _parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:
 
 
 def _gradients(timeline: Timeline) -> dict[str, tuple[str, ...]]:
-    """Return a mapping from values to the parameters whose full gradients they hold, possibly several."""
-    gradients: dict[str, tuple[str, ...]] = {}
-    for op in timeline.ops:
-        if isinstance(op, Reduce | Defer):
-            one_to_one = len(op.reads) == len(op.params)
-            for index, name in enumerate(op.reads):
-                gradients[name] = (op.params[index],) if one_to_one else op.params
-    return gradients
+    """Return a mapping from values to the parameters whose full gradients they hold."""
+    ops = (op for op in timeline.ops if isinstance(op, Reduce | Defer))
+    return {name: (path,) for op in ops for name, path in zip(op.reads, op.params, strict=True)}
 
 
 def _lookup(names: Iterable[str], params: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    return _merged(params.get(name, ()) for name in names)
-
-
-def _merged(parts: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(item for part in parts for item in part))
+    return tuple(dict.fromkeys(path for name in names for path in params.get(name, ())))

@@ -43,14 +43,7 @@ def stdout_console() -> Console:
 def table_of(
     heads: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ("",), *, apart: int = 2
 ) -> Table:
-    """Return a table without borders.
-
-    Args:
-        heads: the heads of the columns.
-        rows: the cells of each row.
-        left: heads of the left-aligned columns. Other columns are right-aligned.
-        apart: spaces between columns.
-    """
+    """Return a table without borders. The columns with heads in ``left`` are left-aligned, ``apart`` spaces apart."""
     table = Table(box=None, padding=(0, apart, 0, 0), pad_edge=False)
     for head in heads:
         table.add_column(head, justify="left" if head in left else "right", no_wrap=True)
@@ -82,11 +75,8 @@ def fold(code: str, widths: Sequence[int]) -> list[str]:
     """Return lines that show the statements of ``code``, without its comments.
 
     A long statement takes the fewest lines. Its collections and argument lists show the first items that fit, and then
-    the number of omitted items. Calls of operators keep all arguments.
-
-    Args:
-        code: Python statements.
-        widths: the most characters of each line. All further lines have the last width.
+    the number of omitted items. Calls of operators keep all arguments. All lines after the last width have the last
+    width.
     """
     lines: list[str] = []
     for statement in ast.parse(code).body:
@@ -97,10 +87,7 @@ def fold(code: str, widths: Sequence[int]) -> list[str]:
 def fill(pieces: Sequence[str], widths: Sequence[int], indent: str = "") -> list[str]:
     """Join pieces into lines. Clip only pieces that are longer than any line.
 
-    Args:
-        pieces: parts of a text.
-        widths: the most characters of each line. All further lines have the last width.
-        indent: the beginning of each line except the first.
+    All lines after the last width have the last width. ``indent`` begins each line except the first.
     """
     lines: list[str] = []
     line = ""

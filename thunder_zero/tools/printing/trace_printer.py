@@ -45,14 +45,7 @@ STYLES: dict[str, str] = {
 
 
 def print_rows(rows: Sequence[Row | Gap], plan: Plan, phase: str, console: Console) -> None:
-    """Print a table of rows. Code is folded to the width of its column.
-
-    Args:
-        rows: the rows and gaps of a phase.
-        plan: the plan of the traces.
-        phase: the phase for the title, such as "backward under no_sync".
-        console: the console, which selects the colours. A terminal also selects the width.
-    """
+    """Print a table of a phase's rows and gaps. Code is folded to the width of its column."""
     width = min(max(console.width, NARROWEST), WIDEST) if console.is_terminal else WIDTH
     columns = _columns(rows, width)
     syntax = Syntax("", "python", theme="ansi_dark", background_color="default")

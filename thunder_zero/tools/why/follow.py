@@ -38,44 +38,30 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A measured step.
+    """A measured step."""
 
-    Attributes:
-        seconds: seconds of the step.
-        optimizer: seconds of the optimizer's step.
-        core: CPU seconds of the process.
-        waits: seconds of waits, keyed by (True for a gather, path of the bucket's first parameter).
-        forwards: the number of forwards.
-        peak: the most bytes of CUDA tensors, or of the process's resident memory; 0 if unknown.
-    """
-
-    seconds: float
-    optimizer: float
-    core: float
+    seconds: float  # seconds of the step
+    optimizer: float  # seconds of the optimizer's step
+    core: float  # CPU seconds of the process
+    # seconds of waits, keyed by (True for a gather, path of the bucket's first parameter)
     waits: Mapping[tuple[bool, str], float]
-    forwards: int
-    peak: int
+    forwards: int  # the number of forwards
+    peak: int  # the most bytes of CUDA tensors, or of the process's resident memory; 0 if unknown
 
 
 @dataclass
 class Followed:
-    """A model with measured steps. A step ends when the model's first optimizer steps.
-
-    Attributes:
-        steps: the measured steps.
-        programs: the compiled programs of the model.
-        traces: two lists of each graph's traces, one for programs that reduce gradients and one for ``no_sync``.
-        at_rest: bytes of the optimizer's states.
-        open: an exit stack. Closing the stack, at the end of a step, stops the model's clock.
-    """
+    """A model with measured steps. A step ends when the model's first optimizer steps."""
 
     model: ref[ZeroModule]
     state: State
     optimizer: ref[Optimizer]
-    steps: list[MeasuredStep] = field(default_factory=list)
-    programs: Sequence[CompiledProgram] = ()
+    steps: list[MeasuredStep] = field(default_factory=list)  # the measured steps
+    programs: Sequence[CompiledProgram] = ()  # the compiled programs of the model
+    # two lists of each graph's traces, one for programs that reduce gradients and one for ``no_sync``
     traces: Sequence[Sequence[Traces]] = ()
-    at_rest: int = 0
+    at_rest: int = 0  # bytes of the optimizer's states
+    # an exit stack. Closing the stack, at the end of a step, stops the model's clock.
     open: ExitStack = field(default_factory=ExitStack)
     waits: list[Waited] = field(default_factory=list)
     begun: Moment | None = None

@@ -1,4 +1,4 @@
-"""Detects writes to shards by tensor versions, and by digests if a write bumps no version.
+"""Computes digests of shards, which detect the writes that bump no version.
 
 Writes through ``.data``, numpy or a kernel bump no version. A digest is a weighted sum of a shard's 64-bit words modulo
 2 ** 64, with a random weight for each position. Integer sums do not depend on the order of the words. One pass
@@ -7,38 +7,11 @@ suffices. A change goes undetected with a probability below 2 ** -30, unless an 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from functools import cache
 
 import torch
 from torch import Tensor
-
-from thunder_zero.sharded.dtensors import local
-
-
-class Versions:
-    """The last recorded versions of shards.
-
-    An in-place operator bumps the version of the DTensor. A write to its local tensor bumps the local tensor's version.
-    Fused optimizers bump neither, so ``optimizers.py`` reports their steps.
-    """
-
-    def __init__(self, shards: Mapping[str, Tensor]) -> None:
-        self._shards = shards
-        self._noted: dict[str, tuple[int, int]] = {}
-
-    def note(self, paths: Iterable[str]) -> None:
-        """Record the current versions of these shards."""
-        self._noted.update((path, self._version(path)) for path in paths)
-
-    def changed(self, path: str) -> bool:
-        """Return whether a shard's version has changed since it was recorded."""
-        return self._version(path) != self._noted[path]
-
-    def _version(self, path: str) -> tuple[int, int]:
-        shard = self._shards[path]
-        return shard._version, local(shard)._version
-
 
 WORD_BYTES = 8
 BLOCK = 1024  # words in one sum; further levels add these sums
@@ -49,9 +22,9 @@ SLICE = 4096  # blocks at a time on other devices
 
 
 @torch.no_grad()
-def digests_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return an int64 digest for each tensor, on the tensors' device."""
-    return torch.cat([_sum(_words(tensor.detach().reshape(-1))) for tensor in tensors])
+def digests_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return an int64 digest for each tensor, (1,), on the tensors' device."""
+    return [_sum(_words(tensor.detach().reshape(-1))) for tensor in tensors]
 
 
 def _words(flat: Tensor) -> Tensor:

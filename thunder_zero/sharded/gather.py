@@ -1,0 +1,166 @@
+"""Gathers a bucket of parameters, and decides which parameters need a gather.
+
+::
+
+    ZeRO-1, rank 1 of 2      buffer [ rows of rank 0 | of rank 1 ]   the optimizer steps this rank's rows in place;
+                                      ^ stale after a step           a gather then updates the other rows
+    ZeRO-2, accumulating     the first micro-batch gathers, later micro-batches read these tensors, the last frees them
+    otherwise                every gather sends the whole bucket, and the program frees the results
+
+If an optimizer may have stepped, ranks agree on the stale parameters before the next forward. Otherwise a rank without
+stale parameters would not take part in the gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from thunder_zero.comm.handle import Waitable, WaitsBy
+from thunder_zero.sharded.digests import digests_of
+from thunder_zero.sharded.param import ShardedParam, changed_digests, note_digests
+from thunder_zero.sharded.state import LocalState
+
+Full = TypeVar("Full", bound=Sequence[Tensor])
+
+
+class GatherBucket:
+    """The parameters that one collective gathers. Either all of them are kept between forwards, or none."""
+
+    def __init__(self, state: LocalState, paths: Sequence[str]) -> None:
+        self._state, self._wire = state, state.wire
+        self._params = tuple(state.params[path] for path in paths)
+        self._plans = tuple(param.plan for param in self._params)
+        self._keeps, self._is_resident = self._params[0].keeps, self._plans[0].resident
+        self._decodes = state.plan.decodes(*self._plans)
+
+    def encode(self, shards: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the payloads of the parameters that are due, and other shards unchanged."""
+        if not self._keeps:
+            return self._wire.encode(shards, self._plans)
+        return self._replace(self._wire.encode, self._due(), shards)
+
+    def launch(self, sent: Sequence[Tensor]) -> Waitable:
+        """Launch the gather of the parameters that are due. The handle returns all parameters of the bucket."""
+        if not self._keeps:
+            return self._wire.gather(sent, self._plans)
+        due = self._due()
+        full = {index: param.full_value() for index, param in enumerate(self._params) if index not in due}
+        handle = self._wire.gather(*self._select(due, sent)) if due else None
+        self._note_launch([self._params[index] for index in due])  # after it, since rows are still stale if it fails
+
+        def wait() -> tuple[Tensor, ...]:
+            arrived = full | dict(zip(due, handle.wait() if handle else (), strict=True))
+            results = tuple(arrived[index] for index in range(len(self._params)))
+            return results if self._decodes else self._note_arrival(results)
+
+        return WaitsBy(wait)
+
+    def decode(self, arrived: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return full parameters: decode parameters that arrived as bytes, and return other parameters unchanged."""
+        if not self._keeps:
+            return self._wire.decode(arrived, self._plans)
+        due = [index for index, tensor in enumerate(arrived) if tensor.dtype is torch.uint8]
+        return self._note_arrival(self._replace(self._wire.decode, due, arrived))
+
+    def _due(self) -> list[int]:
+        """Return the indices of the parameters that must be gathered."""
+        for param in self._params:
+            if not self._is_resident and param.status == "full" and param.is_written:  # ranks agree on resident ones
+                param.expire()
+        return [index for index, param in enumerate(self._params) if param.is_due]
+
+    def _select(self, due: Sequence[int], tensors: Sequence[Tensor]) -> Any:
+        """Return the arguments of a function of ``Wire``: tensors, plans, and ZeRO-1's buffers to gather into."""
+        into = [self._params[index].full for index in due] if self._is_resident else None
+        return [tensors[index] for index in due], [self._plans[index] for index in due], into
+
+    def _replace(self, function: Callable[..., Any], due: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Replace the tensors at the indices ``due`` by the results of a function of ``Wire``."""
+        results = list(tensors)
+        for index, result in zip(due, function(*self._select(due, tensors)) if due else (), strict=True):
+            results[index] = result
+        return results
+
+    def _note_launch(self, due: Sequence[ShardedParam]) -> None:
+        for param in due:
+            param.gather()
+        if self._is_resident:
+            return
+        if self._state.synced:  # the last micro-batch, whose results are not kept: they arrive after they have expired
+            for param in self._params:
+                param.expire()
+        else:
+            self._state.holds_gathered = True
+            note_digests(due, digests_of(param.rows for param in due))
+
+    def _note_arrival(self, full: Full) -> Full:
+        for param, tensor in zip(self._params, full, strict=True):
+            param.arrive(tensor)
+        return full
+
+
+def agree_on_stale(state: LocalState) -> None:
+    """Let ranks agree on the parameters that the next forward must gather.
+
+    Ranks agree in one small collective after each backward. An optimizer may have stepped on some ranks only, for
+    example if a scaler found an Inf. Ranks also agree after other changes on this rank, such as a load or a write in
+    place. All ranks must make these changes, since a rank without a change would not join the collective. If no
+    parameter can have changed, there is no collective.
+
+    Digests detect writes that bump no version, such as writes through ``.data``. If ranks agree in this call, such a
+    write makes its parameter stale. Otherwise this function raises, since a rank without the write would not join a
+    collective.
+    """
+    if state.holds_gathered:
+        _require_unwritten(state)
+    if not state.resident:
+        return
+    params = tuple(state.resident.values())
+    stale = {param.path for param in params if param.status == "sharded" or param.is_written}
+    is_written, digests = changed_digests(params) if state.compares_digests else (None, ())
+    if state.may_step or stale:
+        for path in state.on_any_rank(tuple(state.resident), stale, is_written):
+            state.resident[path].expire()
+        state.may_step = False
+        note_digests(params[: len(digests)], digests)
+    elif is_written is not None and is_written.any():
+        raise RuntimeError(
+            f"parameter {_first(params, is_written)!r} was written to in a way that PyTorch does not see (.data, "
+            f"numpy, a kernel), with no backward since ranks last compared their rows, so ZeRO-1 cannot know whether "
+            f"all ranks did so; write in place, as in param.copy_(new) under torch.no_grad(), on every rank"
+        )
+
+
+def _require_unwritten(state: LocalState) -> None:
+    """Raise RuntimeError if a shard was written to since ZeRO-2 gathered it, by a write that bumped no version.
+
+    A rank without the write would not join a second gather.
+    """
+    params = (param for param in state.params.values() if not param.plan.resident)
+    kept = [param for param in params if param.status == "full" and not param.is_written]
+    if kept and (is_written := changed_digests(kept)[0]).any():
+        raise RuntimeError(
+            f"parameter {_first(kept, is_written)!r} was written to in the middle of an accumulation, in a way that "
+            f"PyTorch does not see (.data, numpy, a kernel), and reshard_after_backward=False still holds its old "
+            f"values; write to it after the last micro-batch, outside of no_sync"
+        )
+
+
+def _first(params: Sequence[ShardedParam], flags: Tensor) -> str:
+    return params[int(flags.int().argmax())].path
+
+
+def out_of_date(state: LocalState, paths: Sequence[str]) -> list[bool]:
+    """Return a flag for each path: False only if this rank knows that ZeRO-1's full value equals the shards.
+
+    The flag is True for a parameter without such a value, and for one that shares no memory with the shard.
+    """
+    params = [state.params[path] for path in paths]
+    seen = [param for param in params if param.shares_memory and param.status == "full" and not param.is_written]
+    flags = changed_digests(seen)[0].tolist() if seen and state.compares_digests else [False] * len(seen)
+    up_to_date = {param.path for param, is_written in zip(seen, flags, strict=True) if not is_written}
+    return [path not in up_to_date for path in paths]
