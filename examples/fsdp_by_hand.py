@@ -27,14 +27,15 @@ import thunder_zero as tz
 from thunder_zero.capture.convert import convert
 from thunder_zero.capture.programs import thunder_context
 from thunder_zero.schedule import Plan, passes, verify, verify_recompute
+from thunder_zero.schedule.free import free
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.tools.dry_run import ProgramSource, TraceRequest
 from thunder_zero.tools.printing.line_meanings import format_timeline
 from thunder_zero.traces.insert import insert_reductions, insert_synchronize
-from thunder_zero.traces.lift import emit, lift, lift_phases
+from thunder_zero.traces.lift import lift
 from thunder_zero.traces.lower import lower
-from thunder_zero.traces.split import split
-from thunder_zero.traces.symbols import DryRuntime, Facts, JointTrace, ZeroExecutor
+from thunder_zero.traces.symbols import JointTrace, Runtime, ZeroExecutor
+from thunder_zero.traces.write import Writer
 
 from thunder.core.trace import TraceCtx
 
@@ -82,16 +83,13 @@ def shard(plan: Plan, module: nn.Module) -> dict[str, Tensor]:
     return {param.path: local_rows(values[param.path], param, plan).requires_grad_() for param in plan.params}
 
 
-def rows_of_ranks(param: tz.schedule.Param, plan: Plan) -> list[slice]:
-    return [plan.geometry(param).rows_of(rank) for rank in range(plan.mesh.shard.size)]
-
-
 def show_shards(plan: Plan) -> None:
-    lines = [
-        f"{param.path:<11}  unit {param.unit:<4}  {param.shape!s:<6} -> {plan.shard_shape(param)!s:<6}  rows "
-        + ", ".join(f"{rows.start}:{rows.stop} on rank {rank}" for rank, rows in enumerate(rows_of_ranks(param, plan)))
-        for param in plan.params
-    ]
+    lines = []
+    for param in plan.params:
+        rows = [plan.geometry(param).rows_of(rank) for rank in range(WORLD_SIZE)]
+        places = ", ".join(f"{part.start}:{part.stop} on rank {rank}" for rank, part in enumerate(rows))
+        shapes = f"{param.shape!s:<6} -> {plan.shard_shape(param)!s:<6}"
+        lines.append(f"{param.path:<11}  unit {param.unit:<4}  {shapes}  rows {places}")
     show("2. The plan: each parameter and its shard", "\n".join(lines))
 
 
@@ -112,22 +110,15 @@ def transformed(plain: JointTrace) -> JointTrace:
 
 
 # 6. This trace is correct, but it is slow and not yet ZeRO-3: each wait follows its launch directly, and backward
-#    reads the parameters that forward gathered. To change that, lift the trace into a timeline, whose operations are
-#    small frozen dataclasses.
-
-
-def lifted(trace: TraceCtx, facts: Facts) -> tz.schedule.Timeline:
-    timeline = lift(trace, facts)
-    show("6. Lifted: the trace as a timeline", format_timeline(timeline))
-    return timeline
-
-
+#    reads the parameters that forward gathered. To change that, lift the trace into a timeline. Its operations are
+#    small frozen dataclasses, such as Gather, Wait, Compute and Reduce. A Compute has its line.
 # 7. Each pass takes a timeline, makes one decision and returns a new timeline. verify.check_pass checks the result of
 #    each pass, and verify.check_schedule the final one.
 
 
-def scheduled(timeline: tz.schedule.Timeline) -> tz.schedule.Timeline:
-    reference = timeline
+def scheduled(lowered: JointTrace) -> tz.schedule.Timeline:
+    timeline = reference = lift(lowered)
+    show("6. Lifted: the trace as a timeline", format_timeline(timeline))
     for step in passes.PASSES:
         before, timeline = timeline, step(timeline)
         verify.check_pass(timeline, reference)
@@ -139,18 +130,24 @@ def scheduled(timeline: tz.schedule.Timeline) -> tz.schedule.Timeline:
     return timeline
 
 
-# 8. Emitting puts the lines of the lowered trace into the order of the timeline; only buckets get new lines. A free
-#    gets no line: the del that the next step inserts frees the gathered parameter.
+# 8. free inserts a Free after the last use of values; shown are those that free parameters. Forward's return also reads
+#    what it saves for backward: the shard of down.weight, and no full parameter. verify.check proves what will run.
 
 
-def emitted(trace: TraceCtx, timeline: tz.schedule.Timeline, executor: ZeroExecutor) -> TraceCtx:
-    trace = emit(trace, timeline, executor)
-    show("8. Emitted: the joint trace in its new order", code(trace))
-    return trace
+def freed(timeline: tz.schedule.Timeline) -> tz.schedule.Timeline:
+    before, timeline = timeline, free(timeline)
+    verify.check(timeline, trained=[path for path, _ in timeline.gradients])
+    show("8. Freed: each value is dropped after its last use", changes(before, timeline))
+    return timeline
 
 
-# 9. split cuts the trace in two and deletes every value after its last use. Forward's return also lists the values that
-#    it saves for backward: the shard of down.weight is one of them, and no full parameter.
+# 9. A Writer writes one operation after another: a Compute is its line, a Free is a del, and a bucket is one call.
+#    zero_enter, before the first launch, names the phase and the digest of its launches, which ranks compare.
+
+
+def written(lowered: JointTrace, timeline: tz.schedule.Timeline) -> tuple[TraceCtx, TraceCtx]:
+    writer = Writer(lowered)
+    return writer.forward(timeline).trace, writer.backward(timeline).trace
 
 
 # 10. ZeroTransform does the same. Both must gather, wait, reduce and free the same parameters in the same order.
@@ -185,9 +182,12 @@ class Done:
         return self.results
 
 
-class BothRanks(DryRuntime):
+class BothRanks(Runtime):
     def __init__(self, plan: Plan, others: Mapping[str, Tensor]) -> None:
         self.plan, self.others = plan, others
+
+    def enter(self, phase: str, schedule: str) -> None:
+        """Compare nothing: there is one process."""
 
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Done:
         rows = [self.plan.by_name[path].shape[0] for path in paths]
@@ -286,18 +286,18 @@ def one_process() -> None:
     show("1. The trace of the plain module: parameters are arguments", code(plain.trace))
     show_shards(plan)
     lowered = transformed(plain)
-    trace, facts = lowered.trace, lowered.facts  # facts: what is known besides the lines
-    trace = emitted(trace, scheduled(lifted(trace, facts)), executor)
-    forward, backward = split(trace)
+    timeline = freed(scheduled(lowered))
+    forward, backward = written(lowered, timeline)
     show("9. The forward that runs", code(forward))
     show("9. The backward that runs", code(backward))
 
     by_itself = tz.trace(module, x, policy=POLICY, world_size=WORLD_SIZE)
-    compare(lift_phases(forward, backward, facts), by_itself.timeline)
-    arguments = [shards[facts.inputs[arg.name]] if arg.name in facts.inputs else x for arg in forward.args]
+    compare(timeline, by_itself.timeline)
+    inputs = lowered.facts.inputs  # the parameter of each argument, except x
+    arguments = [shards[inputs[arg.name]] if arg.name in inputs else x for arg in forward.args]
     output, grads, saved = run(forward, backward, arguments, torch.ones(6, 3))
     show("11. It runs: the tensors that forward saves for backward", saved)
-    check_numbers(module, x, plan, output, dict(zip(facts.inputs.values(), grads, strict=True)))
+    check_numbers(module, x, plan, output, dict(zip(inputs.values(), grads, strict=True)))
     gather_last_unit_once(by_itself.timeline, module, x)
 
 

