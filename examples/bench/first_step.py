@@ -33,7 +33,9 @@ from examples.bench.model import Size, loss_of, make_batch, make_model
 from examples.llama import Llama, LlamaConfig
 from thunder_zero.capture import programs
 from thunder_zero.compat import aot
+from thunder_zero.schedule import verify
 from thunder_zero.traces import pipeline
+from thunder_zero.traces.write import Writer
 
 Step = Callable[[Any], Tensor]  # the loss of a model
 
@@ -76,9 +78,11 @@ PASSES: dict[str, tuple[Any, str]] = {
     "exporting (AOTAutograd)": (aot, "export"),
     "converting": (programs, "convert"),
     "inserting and lowering": (pipeline, "shard"),
-    "scheduling": (pipeline, "schedule_trace"),
-    "splitting and freeing": (pipeline, "make_phases"),
-    "proving": (pipeline, "prove"),
+    "scheduling": (pipeline, "schedule"),
+    "freeing": (pipeline, "free"),
+    "proving": (verify, "check"),
+    "writing forward": (Writer, "forward"),
+    "writing backward": (Writer, "backward"),
     "writing Python": (programs, "function_of"),
 }
 
