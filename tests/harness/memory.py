@@ -32,7 +32,7 @@ from tests.harness.timelines import in_flight_bytes
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.schedule.lifetimes import gathered_bytes
-from thunder_zero.schedule.timeline import Kind
+from thunder_zero.schedule.ops import Gather
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.runtime import ModelRuntime
 
@@ -157,10 +157,10 @@ def run(case: Case, rank: int, world_size: int) -> dict[str, Any]:
             "inferred": inferred.clone(),
             "peak": peak,
             "planned peak": max(gathered_bytes(traces.timeline)),
-            "in flight": max(in_flight_bytes(traces.timeline, Kind.GATHER)),
+            "in flight": max(in_flight_bytes(traces.timeline, Gather)),
             "at reductions": at_reductions,
             "kept unsharded": traces.plan.kept_unsharded,
-            "again": {path for op in traces.backward_timeline.ops if op.kind is Kind.GATHER for path in op.params},
+            "again": {path for op in traces.backward_timeline.ops if isinstance(op, Gather) for path in op.params},
             "spread": spread(traces.forward_timeline),
             "saved of parameters": saved(traces.forward)
             & from_parameters_alone(traces.forward, parameter_inputs(traces)),
@@ -170,7 +170,7 @@ def run(case: Case, rank: int, world_size: int) -> dict[str, Any]:
 
 def spread(timeline: tz.schedule.Timeline) -> str:
     """Spell the order of a phase in letters: g(ather), w(ait), c(ompute). Consecutive computations are one letter."""
-    letters = {Kind.GATHER: "g", Kind.WAIT: "w", Kind.COMPUTE: "c", Kind.FREE: ""}
+    letters = {"gather": "g", "wait": "w", "compute": "c", "return": "c", "free": ""}
     text = "".join(letters[op.kind] for op in timeline.ops)
     while "cc" in text:
         text = text.replace("cc", "c")

@@ -14,10 +14,11 @@ import torch
 from hypothesis import strategies as st
 
 from thunder_zero.plan.layout import is_sharded
-from thunder_zero.plan.mesh import SHARD, Mesh
+from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import RECOMPUTE, STAGES, MiB, Policy, Times
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
+from thunder_zero.schedule.ops import KINDS, Compute, Defer, Free, Gather, Launch, Op, Reduce, Return, Wait, Work, ends
+from thunder_zero.schedule.timeline import Timeline, Value
 
 CHEAP_BITS = 12
 WORK = {"*": Work.MATMUL, "?": Work.OTHER, "~": Work.RANDOM, "/": Work.VIEW, "|": Work.VIEW}  # by mark, see ``program``
@@ -40,19 +41,20 @@ def make_param(path: str, shape: tuple[int, ...], unit: str, policy: Policy, **f
     return replace(param, **fields)  # type: ignore[arg-type]
 
 
-def lines(timeline: Timeline, *kinds: Kind, backward: bool | None = None) -> list[str]:
-    """Describe each operation in a line: its kind and parameters, or the values that it writes and reads."""
+def lines(timeline: Timeline, *kinds: type[Op], backward: bool | None = None) -> list[str]:
+    """Describe each operation in a line: its kind and parameters, or the values that it writes and reads. FREEs of
+    other values than gathered parameters are left out."""
 
     def line(op: Op) -> str:
-        assignment = f"{' '.join(op.writes) or 'return'} <- {' '.join(op.reads)}"
+        assignment = f"{' '.join(op.writes) or 'return'} <- {' '.join(getattr(op, 'returned', op.reads))}"
         return f"{op.kind} {' '.join(op.params)}" if op.params else assignment
 
-    wanted = kinds or tuple(Kind)
-    return [line(op) for op in timeline.ops if op.kind in wanted and backward in (None, op.backward)]
+    ops = (op for op in timeline.ops if op.params or not isinstance(op, Free))
+    return [line(op) for op in ops if isinstance(op, kinds or KINDS) and backward in (None, op.backward)]
 
 
 def gathered(timeline: Timeline, *, backward: bool) -> Counter[str]:
-    gathers = (op for op in timeline.ops if op.kind is Kind.GATHER and op.backward == backward)
+    gathers = (op for op in timeline.ops if isinstance(op, Gather) and op.backward == backward)
     return Counter(path for op in gathers for path in op.params)
 
 
@@ -62,9 +64,9 @@ def split(text: str) -> list[str]:
     return [piece.strip() for piece in pieces if piece.strip()]
 
 
-def in_flight_bytes(timeline: Timeline, kind: Kind) -> tuple[int, ...]:
+def in_flight_bytes(timeline: Timeline, kind: type[Launch]) -> tuple[int, ...]:
     """Return the full bytes that launches of a kind have in flight after each operation."""
-    changes = (timeline.full_bytes(op) * ((op.kind is kind) - timeline.ends(op, kind)) for op in timeline.ops)
+    changes = (timeline.traffic(op).full * (isinstance(op, kind) - ends(op, kind)) for op in timeline.ops)
     return tuple(accumulate(changes))
 
 
@@ -100,15 +102,13 @@ class Builder:
     full: dict[str, str] = field(default_factory=dict)  # path -> value of the full parameter
     backward: bool = False
 
-    def add(
-        self, kind: Kind, reads: Iterable[str], *writes: str, path: str = "", repeatable: bool = True, over: str = SHARD
-    ) -> None:
-        params = (path,) if path else ()
+    def compute(self, reads: Iterable[str], *writes: str, repeatable: bool = True) -> None:
         for name in (*reads, *writes):
             self.values.setdefault(name, Value(8, "float32"))
-        repeatable = repeatable and kind is Kind.COMPUTE
-        source = (len(self.ops),)
-        self.ops.append(Op(kind, tuple(reads), writes, params, self.backward, repeatable, source=source, over=over))
+        self.ops.append(Compute(tuple(reads), writes, len(self.ops), self.backward, repeatable=repeatable))
+
+    def launch(self, launch: Launch, result: str) -> None:
+        self.ops += launch, Wait(launch, (result,))
 
     def weigh(self, param: Param, *names: str) -> None:
         self.values.update(dict.fromkeys(names, Value(param.full_bytes, str(param.compute_dtype))))
@@ -120,14 +120,13 @@ class Builder:
             self.full[path] = f"t_{path}"
             if param.is_cast:
                 self.weigh(param, path)
-                self.add(Kind.COMPUTE, (f"t_{path}",), path)
+                self.compute((f"t_{path}",), path)
                 self.full[path] = path
         if path not in self.full:
             self.weigh(param, f"fut_{path}", path)
             nbytes = prod(self.plan.shard_shape(param)) * param.dtype.itemsize
             self.values[f"t_{path}"] = Value(nbytes, str(param.dtype))
-            self.add(Kind.GATHER, (f"t_{path}",), f"fut_{path}", path=path)
-            self.add(Kind.WAIT, (f"fut_{path}",), path, path=path)
+            self.launch(Gather((f"t_{path}",), f"fut_{path}", (path,)), path)
             self.full[path] = path
         return self.full[path]
 
@@ -136,16 +135,16 @@ class Builder:
         for depth, step in enumerate(use.steps):
             name = f"c{number}.{depth}"
             if step == "view":
-                self.add(Kind.COMPUTE, (value,), name)
+                self.compute((value,), name)
             elif step == "pair":
-                self.add(Kind.COMPUTE, (value,), f"{name}'", name)
+                self.compute((value,), f"{name}'", name)
             elif step == "random":
-                self.add(Kind.COMPUTE, (value,), name, repeatable=False)
+                self.compute((value,), name, repeatable=False)
             elif step == "constant":
-                self.add(Kind.COMPUTE, (), f"k{number}.{depth}")
-                self.add(Kind.COMPUTE, (value, f"k{number}.{depth}"), name)
+                self.compute((), f"k{number}.{depth}")
+                self.compute((value, f"k{number}.{depth}"), name)
             else:
-                self.add(Kind.COMPUTE, dict.fromkeys((value, self.use(step))), name)
+                self.compute(dict.fromkeys((value, self.use(step))), name)
             value = name
         return value
 
@@ -157,8 +156,7 @@ class Builder:
             self.weigh(param, handle, read, mean)
             if over != axes[0]:  # between two reductions a mean has the dtype in which both travel
                 self.values[read] = replace(self.values[read], dtype=str(param.reduce_dtype))
-            self.add(Kind.REDUCE, (read,), handle, path=param.path, over=over)
-            self.add(Kind.WAIT, (handle,), mean, path=param.path)
+            self.launch(Reduce((read,), handle, (param.path,), over), mean)
             read = mean
         return read
 
@@ -171,21 +169,22 @@ def lifted(plan: Plan, uses: Sequence[Use], *, training: bool = True) -> Timelin
     for number, use in enumerate(uses):
         value = builder.derived(number, use)
         last.append((x, value))
-        builder.add(Kind.COMPUTE, (x, value), f"y{number}")
+        builder.compute((x, value), f"y{number}")
         x = f"y{number}"
         if use.random:
-            builder.add(Kind.COMPUTE, (x,), f"d{number}", repeatable=False)
+            builder.compute((x,), f"d{number}", repeatable=False)
             x = f"d{number}"
         if use.returned:
             outputs[value] = None
     outputs[x] = None
+    builder.ops.append(Return(tuple(outputs)))
     gradients: list[tuple[str, str]] = []
     if training:
         gradients, last_gradient = _backward(builder, uses, last)
-        outputs |= dict.fromkeys([*(mean for _, mean in gradients), last_gradient])
-    builder.add(Kind.COMPUTE, outputs, repeatable=False)
-    inputs = {"x": None, "gy": None, **{f"t_{param.path}": param.path for param in plan.params}}
-    return Timeline(tuple(builder.ops), builder.values, plan, inputs, tuple(gradients))
+        builder.ops.append(Return((*(mean for _, mean in gradients), last_gradient), backward=True))
+    inputs = {"x": None, **{f"t_{param.path}": param.path for param in plan.params}}
+    tangents = frozenset({"g"} if training else ())
+    return Timeline(tuple(builder.ops), builder.values, plan, inputs, tangents, tuple(gradients))
 
 
 def _backward(
@@ -193,7 +192,6 @@ def _backward(
 ) -> tuple[list[tuple[str, str]], str]:
     """Append backward; return the parameters' gradients with their paths, and the gradient of ``x``."""
     builder.backward = True
-    builder.add(Kind.COMPUTE, ("gy",), "g", repeatable=False)  # Thunder's get_grad
     left = Counter(use.path for use in uses)
     made: dict[str, list[str]] = {}
     g = "g"
@@ -201,16 +199,16 @@ def _backward(
     for number, (use, (x, value)) in reversed(list(enumerate(zip(uses, last, strict=True)))):
         param = builder.plan.by_name[use.path]
         if use.needed and use.view_in_backward:
-            builder.add(Kind.COMPUTE, (value,), f"b{number}")
+            builder.compute((value,), f"b{number}")
             value = f"b{number}"
         if param.requires_grad:
-            builder.add(Kind.COMPUTE, dict.fromkeys((g, x)), f"gw{number}")
+            builder.compute(dict.fromkeys((g, x)), f"gw{number}")
             made.setdefault(use.path, []).append(f"gw{number}")
-        builder.add(Kind.COMPUTE, (g, value) if use.needed else (g,), f"gx{number}")
+        builder.compute((g, value) if use.needed else (g,), f"gx{number}")
         g = f"gx{number}"
         left[use.path] -= 1
         if param.requires_grad and not left[use.path]:
-            builder.add(Kind.COMPUTE, made[use.path], f"g_{use.path}")
+            builder.compute(made[use.path], f"g_{use.path}")
             reduced.append((param.path, builder.reduce(param)))
     return reduced, g
 
@@ -243,28 +241,26 @@ def program(text: str, policy: Policy, nbytes: Mapping[str, int] = MappingProxyT
     values = {name: Value(size, "float32") for name, size in {"x": 8, **nbytes}.items()}
     backward = False
     for line in split(text):
-        index = (len(ops),)
         if line == "--":
             backward = True
-            ops.append(Op(Kind.COMPUTE, (), ("g",), backward=True, source=index))
+            ops.append(Return(tuple(name for name in values if name.startswith("out"))))
         elif line.startswith("gather "):
             path = line.split()[1]
-            ops.append(Op(Kind.GATHER, (f"t_{path}",), (f"fut_{path}",), (path,), source=index))
-            ops.append(Op(Kind.WAIT, (f"fut_{path}",), (path,), (path,), source=(len(ops),)))
+            launch = Gather((f"t_{path}",), f"fut_{path}", (path,))
+            ops += launch, Wait(launch, (path,))
             values[f"t_{path}"] = Value(20, "float32")
             values |= dict.fromkeys((f"fut_{path}", path), Value(36, "float32"))
         else:
             writes, mark, reads = re.fullmatch(r"(.*) <-(\S*)(.*)", line).groups()
-            work, inputs, outputs = WORK.get(mark, Work.POINTWISE), tuple(reads.split()), tuple(writes.split())
+            inputs, outputs = tuple(reads.split()), tuple(writes.split())
             repeatable, cheap = mark not in ("~", "!"), mark in ("", "/")
-            updates = (inputs[1],) if mark == "!" else ()
-            ops.append(Op(Kind.COMPUTE, inputs, outputs, (), backward, repeatable, False, index, work, cheap, updates))
+            work, updates = WORK.get(mark, Work.POINTWISE), (inputs[1],) if mark == "!" else ()
+            ops.append(Compute(inputs, outputs, line, backward, False, repeatable, work, cheap, updates))
             base = values[inputs[0]].base or inputs[0] if mark == "/" else ""
             values |= {name: Value(nbytes.get(name, 8), "float32", base) for name in outputs}
-    returned = (*(name for name in values if name.startswith("out")), ops[-1].writes[0])
-    ops.append(Op(Kind.COMPUTE, returned, (), backward=backward, source=(len(ops),)))
+    ops.append(Return(ops[-1].writes[:1], backward))
     arguments = {"x": None, **{f"t_{path}": path for path in paths}}
-    return Timeline(tuple(ops), values, Plan(policy, Mesh.of(2), params), arguments)
+    return Timeline(tuple(ops), values, Plan(policy, Mesh.of(2), params), arguments, frozenset({"g"}))
 
 
 @st.composite
@@ -324,12 +320,12 @@ def timed(draw: st.DrawFn) -> Timeline:
 def with_cheap(timeline: Timeline, which: int) -> Timeline:
     """Make some repeatable computations cheap, by the bits of ``which``, and give values various sizes."""
     values = dict(timeline.values)
-    ops = []
+    ops: list[Op] = []
     for index, op in enumerate(timeline.ops):
-        is_work = op.kind is Kind.COMPUTE and op.repeatable
-        ops.append(replace(op, cheap=True, work=Work.POINTWISE) if is_work and which >> index % CHEAP_BITS & 1 else op)
-        for name in op.writes if is_work else ():
-            values[name] = Value(4 * (1 + index * (which | 1) % 5), "float32")
+        if isinstance(op, Compute) and op.repeatable:
+            values |= dict.fromkeys(op.writes, Value(4 * (1 + index * (which | 1) % 5), "float32"))
+            op = replace(op, cheap=True, work=Work.POINTWISE) if which >> index % CHEAP_BITS & 1 else op
+        ops.append(op)
     return timeline.with_ops(ops, values)
 
 
@@ -355,42 +351,40 @@ def interpret(timeline: Timeline, terms: dict[object, int]) -> tuple[int, ...]:
     """Return the expressions that a timeline returns, each as its number in ``terms``. Equal ones have equal numbers.
 
     Raises:
-        AssertionError: a value is read before it is written, or after its memory was freed.
+        AssertionError: a value is read before it is written, or after its free; or a launch has no wait.
     """
     value: dict[str, int] = {}
     pending: dict[str, list[int]] = {}
-    memory: dict[str, frozenset[str]] = {}  # value -> gathered values whose memory it may share
     freed: set[str] = set()
-    runs: Counter[int] = Counter()
+    runs: Counter[object] = Counter()
     written = {name for op in timeline.ops for name in op.writes}
+    results: list[int] = []
 
     def term(*parts: object) -> int:
         return terms.setdefault(parts, len(terms))
 
     def read(name: str) -> int:
-        assert memory.get(name, frozenset()).isdisjoint(freed), f"{name} is read after its free"
+        assert name not in freed, f"{name} is read after its free"
         assert name in value or name not in written, f"{name} is read before it is written"
         return value.get(name, term("input", name))
 
     for op in timeline.ops:
-        if op.kind in (Kind.GATHER, Kind.REDUCE):
-            work = [term(op.kind, path, read(name)) for name, path in zip(op.reads, op.params, strict=True)]
-            pending[op.writes[0]] = work
-        elif op.kind is Kind.WAIT:
-            is_gather = timeline.launches[op.reads[0]].kind is Kind.GATHER
-            value.update(zip(op.writes, pending.pop(op.reads[0]), strict=True))
-            memory.update({name: frozenset((name,)) for name in op.writes if is_gather})
-        elif op.kind is Kind.FREE:
-            assert freed.isdisjoint(op.reads), f"{op.reads} is freed twice"
-            freed.update(op.reads)
-        else:
-            reads = tuple(read(name) for name in op.reads)
-            runs[op.source[0]] += not op.repeatable
-            value |= {
-                name: term("op", op.source, reads, number, runs[op.source[0]]) for number, name in enumerate(op.writes)
-            }
-            if op.repeatable and all(name in memory or name in timeline.replicated for name in op.reads):
-                held = frozenset[str]().union(*(memory.get(name, frozenset()) for name in op.reads))
-                memory.update(dict.fromkeys(op.writes, held))
+        match op:
+            case Gather() | Reduce():
+                work = [term(op.kind, path, read(name)) for name, path in zip(op.reads, op.params, strict=True)]
+                pending[op.handle] = work
+            case Wait():
+                value.update(zip(op.writes, pending.pop(op.launch.handle), strict=True))
+            case Free():
+                assert freed.isdisjoint(op.reads), f"{op.reads} is freed twice"
+                freed.update(op.reads)
+            case Defer():
+                value[op.placeholder] = term(op.kind, op.param, read(op.grad))
+            case Compute():
+                runs[op.line] += not op.repeatable
+                parts = ("op", op.line, runs[op.line], *map(read, op.reads))
+                value |= {name: term(*parts, number) for number, name in enumerate(op.writes)}
+            case Return():
+                results += [read(name) for name in op.returned]
     assert not pending, f"{sorted(pending)} is never waited for"
-    return tuple(read(name) for name in timeline.ops[-1].reads)
+    return tuple(results)

@@ -73,7 +73,7 @@ def count(name: str) -> dict[str, Any]:
     if name in WHOLE:
         counts["whole"] = bytes_of_a_step(model, tz.whole(torch.optim.Adafactor, model.parameters(), lr=0.01))
     traces = tz.traces_of(model)
-    foreseen = sum(map(traces.timeline.bytes_sent, traces.timeline.ops))
+    foreseen = sum(traces.timeline.traffic(op).sent for op in traces.timeline.ops)
     return {**counts, "foreseen": foreseen, "kept": traces.plan.kept_unsharded}
 
 

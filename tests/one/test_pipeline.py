@@ -1,4 +1,4 @@
-"""The functions of traces/pipeline.py keep no state between calls, and their proved traces are what runs."""
+"""The functions of traces/pipeline.py keep no state between calls, and what runs is written from proved operations."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch
 
 import thunder_zero as tz
 from tests.harness.models import LENGTH, VOCABULARY, GptShape
+from tests.harness.read_traces import plain, require_written
 from thunder_zero.capture.programs import thunder_context
+from thunder_zero.schedule import verify
 from thunder_zero.traces import pipeline
-from thunder_zero.traces.lift import lift_phases
+from thunder_zero.traces.lift import lift
 from thunder_zero.traces.pipeline import Program, Scheduled
 from thunder_zero.traces.symbols import JointTrace
 
@@ -29,7 +31,7 @@ def joint_traces() -> dict[str, JointTrace]:
     model = tz.compile(GptShape(), stage=3)
     joints = {}
     for name, context in {"step": nullcontext, "no_sync": model.no_sync, "no_grad": torch.no_grad}.items():
-        with mock.patch.object(pipeline, "schedule_trace", wraps=pipeline.schedule_trace) as scheduled, context():
+        with mock.patch.object(pipeline, "schedule", wraps=pipeline.schedule) as scheduled, context():
             output = model(TOKENS)
             if output.requires_grad:
                 output.sum().backward()
@@ -44,50 +46,51 @@ def lines_of(trace: TraceCtx | None) -> list[str]:
 
 def describe(program: Program) -> dict[str, Any]:
     """Return all that two equal programs have in common."""
-    scheduled = program.scheduled
     return {
         "forward": lines_of(program.forward),
         "backward": lines_of(program.backward),
-        "timelines": (program.timeline, scheduled.lifted),
-        "facts": (scheduled.facts, scheduled.trained),
+        "operations": [plain(timeline.ops) for timeline in (program.timeline, program.scheduled.lifted)],
+        "lines": program.lines,
+        "facts": program.facts,
     }
 
 
 def compile_scheduled(scheduled: Scheduled) -> Program:
     with thunder_context():
-        return pipeline.compile_program(scheduled, pipeline.make_phases)
+        return pipeline.compile_program(scheduled, fuses=False)
 
 
 def test_compilations_of_one_model_do_not_affect_each_other() -> None:
     joints = joint_traces()
     before = {name: lines_of(joint.trace) for name, joint in joints.items()}
-    one_by_one = {name: describe(compile_scheduled(pipeline.schedule_trace(joint))) for name, joint in joints.items()}
-    all_scheduled = {name: pipeline.schedule_trace(joint) for name, joint in joints.items()}
+    one_by_one = {name: describe(compile_scheduled(pipeline.schedule(joint))) for name, joint in joints.items()}
+    all_scheduled = {name: pipeline.schedule(joint) for name, joint in joints.items()}
     interleaved = {name: describe(compile_scheduled(scheduled)) for name, scheduled in all_scheduled.items()}
     assert interleaved == one_by_one
     assert {name: lines_of(joint.trace) for name, joint in joints.items()} == before, "a step changed its input"
-    kinds = [words["facts"][0].synced for words in one_by_one.values()], len(set(map(str, one_by_one.values())))
+    kinds = [words["facts"].synced for words in one_by_one.values()], len(set(map(str, one_by_one.values())))
     assert kinds == ([True, False, True], 3)
 
 
-def test_the_traces_that_run_were_proved() -> None:
+def test_the_traces_that_run_were_written_from_the_proved_operations() -> None:
     model = tz.compile(GptShape(), stage=3)
-    with mock.patch.object(pipeline, "prove", wraps=pipeline.prove) as prove:
+    with mock.patch.object(verify, "check", wraps=verify.check) as check:
         model(TOKENS).sum().backward()
         traces = tz.traces_of(model)
         with torch.no_grad():
             model(TOKENS)
-    (_, *proved), (_, *inference) = (call.args for call in prove.call_args_list)
-    for trace, proved_trace in zip((traces.forward, traces.backward), proved, strict=True):
-        assert trace is not None
-        assert [line for line in trace.bound_symbols if line.sym.name != "zero_enter"] == proved_trace.bound_symbols
-    assert [trace is not None for trace in inference] == [True, False]
+    training, inference = (call.args[0] for call in check.call_args_list)
+    assert training is traces.timeline
+    require_written(traces)
+    assert not any(op.backward for op in inference.ops)
+    assert inference is tz.traces_of(model).timeline
+    require_written(tz.traces_of(model))
 
 
-def test_tools_lift_a_program_once() -> None:
-    model = tz.compile(GptShape(), stage=3)
-    model(TOKENS).sum().backward()
-    with mock.patch("thunder_zero.traces.pipeline.lift_phases", wraps=lift_phases) as lifts:
+def test_a_program_is_lifted_once() -> None:
+    with mock.patch.object(pipeline, "lift", wraps=lift) as lifts:
+        model = tz.compile(GptShape(), stage=3)
+        model(TOKENS).sum().backward()
         traces = tz.traces_of(model)
         assert tz.traces_of(model).timeline is traces.timeline
         tz.print_trace(model, file=StringIO())
@@ -97,4 +100,4 @@ def test_tools_lift_a_program_once() -> None:
         with model.no_sync():
             model(TOKENS).sum().backward()
         assert tz.traces_of(model).timeline is not traces.timeline, "another program has another timeline"
-        assert tz.traces_of(model, synced=True).timeline is traces.timeline
+        assert lifts.call_count == 2

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tests.harness.timelines import model
 from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.lifetimes import alive_bytes
+from thunder_zero.schedule.ops import Compute, Gather, Work
 from thunder_zero.schedule.passes import run
-from thunder_zero.schedule.timeline import Kind, Op, Value, Work
+from thunder_zero.schedule.timeline import Value
 from thunder_zero.tools.fitting.budget import KEPT, PLAIN, UnitCost, cheapest
 from thunder_zero.tools.fitting.candidate import Candidate, flops_to_repeat
 from thunder_zero.tools.fitting.search import Search, with_choices
@@ -73,8 +74,8 @@ def test_a_search_is_no_worse_than_all_schedules(in_flight_bytes: int) -> None:
 def test_alive_bytes_count_gathered_units(stage: int) -> None:
     timeline = run(model(Policy(stage, reshard_after_forward=True, prefetch=0, in_flight_bytes=0), "a.w", "b.w"))
     alive = alive_bytes(timeline)
-    gathers = [index for index, op in enumerate(timeline.ops) if op.kind is Kind.GATHER]
-    full = timeline.full_bytes(timeline.ops[gathers[0]])
+    gathers = [index for index, op in enumerate(timeline.ops) if isinstance(op, Gather)]
+    full = timeline.traffic(timeline.ops[gathers[0]]).full
     assert alive[gathers[0]] == full
     units = 2 if stage == 2 else 1  # ZeRO-2 still holds the first unit
     assert units * full <= alive[gathers[1]] < units * full + 100
@@ -97,6 +98,6 @@ def test_a_candidate_has_figures_for_each_unit() -> None:
 
 def test_repeating_costs_a_products_flops_or_the_written_elements() -> None:
     timeline = model(Policy(), "a.w").with_ops((), {"x": Value(24, "float32"), "y": Value(40, "float64")})
-    product = Op(Kind.COMPUTE, ("x",), ("y",), work=Work.MATMUL, flops=60)
+    product = Compute(("x",), ("y",), work=Work.MATMUL, flops=60)
     assert flops_to_repeat(product, timeline) == 60
-    assert flops_to_repeat(Op(Kind.COMPUTE, ("x",), ("y",), work=Work.POINTWISE), timeline) == 5
+    assert flops_to_repeat(Compute(("x",), ("y",), work=Work.POINTWISE), timeline) == 5

@@ -16,7 +16,8 @@ from tests.harness.timelines import make_param
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
+from thunder_zero.schedule.ops import Compute, Reduce, Wait, Work
+from thunder_zero.schedule.timeline import Timeline, Value
 from thunder_zero.tools.cost.costs import Cost, Lane, costs_of
 from thunder_zero.tools.cost.estimate import step_time
 from thunder_zero.tools.cost.lanes import Lanes
@@ -95,11 +96,12 @@ def test_unmeasured_sizes_dtypes_and_ranks_are_refused(call: Callable[[], object
 def reduce_of(*, sharded: bool) -> Timeline:
     """Build a reduction of two float32 gradients of 10 rows and 5 columns, beside compute of 150 FLOPs."""
     params = tuple(make_param(name, (10, 5), "", Policy(3), sharded=sharded) for name in ("v", "w"))
+    launch = Reduce(("gv", "gw"), "fut", ("v", "w"))
     ops = (
-        Op(Kind.REDUCE, ("gv", "gw"), ("fut",), ("v", "w")),
-        Op(Kind.COMPUTE, ("x",), ("y",), work=Work.MATMUL, flops=150),
-        Op(Kind.WAIT, ("fut",), ("mv", "mw"), ("v", "w")),
-        Op(Kind.COMPUTE, ("mv", "mw"), work=Work.NONE),
+        launch,
+        Compute(("x",), ("y",), work=Work.MATMUL, flops=150),
+        Wait(launch, ("mv", "mw")),
+        Compute(("mv", "mw"), (), work=Work.NONE),
     )
     return Timeline(ops, {"x": Value(4, "float32")}, Plan(Policy(3), Mesh.of(2), params))
 

@@ -16,8 +16,9 @@ from thunder_zero.encodings.int8 import Int8
 from thunder_zero.plan.mesh import ALL, REPLICATE, Mesh
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
+from thunder_zero.schedule.ops import Compute, Gather, Launch, Op, Reduce, Wait, Work
 from thunder_zero.schedule.passes import run
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
+from thunder_zero.schedule.timeline import Timeline, Value
 from thunder_zero.tools.cost.costs import (
     CollectiveKind,
     Cost,
@@ -49,15 +50,16 @@ def lanes(text: str, *, overlaps: bool) -> list[str]:
 
     The lane is "wait" if compute waits. ``across`` launches on the wire between copies of the model.
     """
-    ops, costs = [], []
+    ops: list[Op] = []
+    costs = []
     for line in split(text):
         kind, *words = line.split()
         name = "y" if kind == "compute" else words.pop(0)
         if kind in ("gather", "across"):
-            ops.append(Op(Kind.GATHER, (f"t_{name}",), (f"fut_{name}",)))
+            ops.append(Gather((f"t_{name}",), f"fut_{name}", ()))
             costs.append(Cost(wire=(Lane.SHARD if kind == "gather" else Lane.REPLICATE, float(words[0]))))
         else:
-            ops.append(Op(Kind(kind), (f"fut_{name}",) if kind == "wait" else ("x",), (name,)))
+            ops.append(Wait(Gather((), f"fut_{name}", ()), (name,)) if kind == "wait" else Compute(("x",), (name,)))
             costs.append(Cost(seconds=sum(map(float, words))))
     spans = simulate(Timeline(tuple(ops), {}, PLAN), costs, replace(SECOND, overlaps=overlaps))
     return [f"{'wait' if span.waits else span.lane} {span.start:g} {span.end:g}" for span in spans]
@@ -105,9 +107,9 @@ def test_a_step_has_the_figures_of_arithmetic() -> None:
     # A gather of 4 bytes, a product of 6 FLOPs and 12 bytes of traffic, and the product recomputed.
     param = make_param("w", (2,), "", PLAN.policy)
     values = {name: Value(4, "float32") for name in ("x", "w", "y")}
-    product = Op(Kind.COMPUTE, ("x", "w"), ("y",), work=Work.MATMUL, flops=6)
-    launch, wait = Op(Kind.GATHER, ("t_w",), ("fut",), ("w",)), Op(Kind.WAIT, ("fut",), ("w",), ("w",))
-    ops = (launch, wait, product, replace(product, repeated=True))
+    product = Compute(("x", "w"), ("y",), work=Work.MATMUL, flops=6)
+    launch = Gather(("t_w",), "fut", ("w",))
+    ops = (launch, Wait(launch, ("w",)), product, replace(product, repeated=True))
     estimate = step_time(Timeline(ops, values, replace(PLAN, params=(param,))), SECOND)
     assert [cost.seconds for cost in estimate.costs] == [0, 0, 12, 12]
     assert (estimate.seconds, estimate.compute_seconds, estimate.exposed_seconds) == (28, 24, 4)
@@ -119,32 +121,33 @@ def test_a_step_has_the_figures_of_arithmetic() -> None:
     assert str(estimate).replace("\n ", "").endswith("a bound, expect 42.4 s to 49.1 s")
 
 
-def launch_of(shape: tuple[int, ...], kind: Kind, world: int, copies: int, **fields: object) -> tuple[Op, Timeline]:
+def launch_of(
+    shape: tuple[int, ...], kind: type[Launch], world: int, copies: int, **fields: object
+) -> tuple[Launch, Timeline]:
     param = make_param("w", shape, "", Policy(3), dtype=torch.bfloat16, **fields)
-    op = Op(kind, ("g",), ("fut",), ("w",))
+    op = kind(("g",), "fut", ("w",))
     return op, Timeline((op,), {}, Plan(Policy(3), Mesh.of(world, replicas=copies), (param,)))
 
 
 def test_a_launch_has_the_ring_of_its_ranks() -> None:
     # 5 rows of 3 bfloat16 on 2 ranks: the busiest rank owns 3 rows, 18 bytes.
     inside = Ring(Lane.SHARD, 2, 1, 18, 1, CollectiveKind.GATHER, 1)
-    assert ring(*launch_of((5, 3), Kind.GATHER, 2, 1)) == inside
-    assert ring(*launch_of((5, 3), Kind.GATHER, 2, 4)) == inside
-    op, timeline = launch_of((5, 3), Kind.REDUCE, 2, 4)
+    assert ring(*launch_of((5, 3), Gather, 2, 1)) == inside
+    assert ring(*launch_of((5, 3), Gather, 2, 4)) == inside
+    op, timeline = launch_of((5, 3), Reduce, 2, 4)
     assert ring(op, timeline) == replace(inside, sends=CollectiveKind.SCATTER)
     across = Ring(Lane.REPLICATE, 4, 2, 2 * 14, 6, CollectiveKind.ALL_REDUCE, 1)  # 13.5 elements
-    assert ring(replace(op, over=REPLICATE), timeline) == across
-    op, timeline = launch_of((5, 3), Kind.REDUCE, 2, 2, sharded=False)
+    assert ring(Reduce(("g",), "fut", ("w",), REPLICATE), timeline) == across
+    op, timeline = launch_of((5, 3), Reduce, 2, 2, sharded=False)
     in_full = Ring(Lane.REPLICATE, 4, 1, 2 * 23, 6, CollectiveKind.ALL_REDUCE, 1)  # 22.5 elements: 2 * 3 / 4 of 15
-    assert ring(replace(op, over=ALL), timeline) == in_full
-    assert ring(*launch_of((5, 3), Kind.GATHER, 1, 1)) is None
+    assert ring(Reduce(("g",), "fut", ("w",), ALL), timeline) == in_full
+    assert ring(*launch_of((5, 3), Gather, 1, 1)) is None
 
 
 @pytest.mark.slow
 @given(timelines(), st.booleans())
 def test_the_critical_path_is_as_long_as_the_step(timeline: Timeline, overlaps: bool) -> None:
     timeline = run(timeline)
-    timeline = timeline.with_ops(replace(op, work=Work.OTHER) for op in timeline.ops)
     estimate = step_time(timeline, replace(SECOND, overlaps=overlaps, devices_per_node=3))
     path = estimate.critical_path
     assert sum(span.seconds for span in path) == pytest.approx(estimate.seconds)
@@ -162,7 +165,7 @@ def traffic(work: Work, *, reads: tuple[str, ...] = ("x", "table"), updates: tup
     """Return the traffic of an operation that writes 8 bytes."""
     values = {"x": Value(4, "float32"), "table": Value(100, "float32"), "y": Value(8, "float32")}
     values["wide"] = Value(64, "float32", base="x")  # expanded
-    op = Op(Kind.COMPUTE, reads, ("y",), work=work, updates=updates)
+    op = Compute(reads, ("y",), work=work, updates=updates)
     return traffic_bytes(op, Timeline((op,), values, PLAN))
 
 
@@ -180,7 +183,7 @@ def test_traffic_counts_the_bytes_read_and_written() -> None:
 def test_a_product_computes_in_the_dtype_of_its_inputs() -> None:
     values = {"i": Value(4, "int64"), "x": Value(4, "bfloat16"), "w": Value(4, "float32")}
     for reads, dtype in {("i", "x", "w"): "bfloat16", ("i",): "int64", (): ""}.items():
-        assert compute_dtype(Op(Kind.COMPUTE, reads), Timeline((), values, PLAN)) == dtype
+        assert compute_dtype(Compute(reads, ()), Timeline((), values, PLAN)) == dtype
 
 
 def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
@@ -215,27 +218,29 @@ def test_an_error_names_what_a_device_lacks(call: Callable[[], object], words: s
 
 def test_devices_have_names_and_the_costs_of_their_numbers() -> None:
     assert len({device.name for device in DEVICES.values()}) == len(DEVICES)
-    op, timeline = launch_of((800, 3), Kind.GATHER, 8, 1)
+    op, timeline = launch_of((800, 3), Gather, 8, 1)
     (cost,) = costs_of(timeline, H100)
     assert cost.wire == (Lane.SHARD, H100.intra_node.seconds(7 * 100 * 3 * 2, steps=7))
-    assert cost.sent_bytes == timeline.wire_bytes(op)
+    assert cost.sent_bytes == timeline.traffic(op).busiest
 
 
 @pytest.mark.parametrize(
     ("kind", "fields", "before", "after"),
     [
-        (Kind.GATHER, {}, 0, 0),
-        (Kind.REDUCE, {}, 0, 0),
-        (Kind.GATHER, {"compute_dtype": torch.bfloat16}, 4 * 6, 0),  # the shard
-        (Kind.REDUCE, {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, 8 * 6, 0),  # the full gradient
-        (Kind.REDUCE, {"reduce_dtype": torch.bfloat16}, 8 * 6, 4 * 6),  # the mean comes back to float32
-        (Kind.GATHER, {"gather_format": Int8(4)}, 16 + 8, 2 * 8 + 32),  # a payload is 8 bytes
-        (Kind.REDUCE, {"reduce_format": Int8(4)}, 32 + 8, 8 + 16),  # the peer's part
+        (Gather, {}, 0, 0),
+        (Reduce, {}, 0, 0),
+        (Gather, {"compute_dtype": torch.bfloat16}, 4 * 6, 0),  # the shard
+        (Reduce, {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, 8 * 6, 0),  # the full gradient
+        (Reduce, {"reduce_dtype": torch.bfloat16}, 8 * 6, 4 * 6),  # the mean comes back to float32
+        (Gather, {"gather_format": Int8(4)}, 16 + 8, 2 * 8 + 32),  # a payload is 8 bytes
+        (Reduce, {"reduce_format": Int8(4)}, 32 + 8, 8 + 16),  # the peer's part
     ],
 )
-def test_a_launch_has_the_traffic_of_both_ends(kind: Kind, fields: dict[str, object], before: int, after: int) -> None:
+def test_a_launch_has_the_traffic_of_both_ends(
+    kind: type[Launch], fields: dict[str, object], before: int, after: int
+) -> None:
     # Encoding reads and writes before the launch, decoding after the wait.
-    launch = Op(kind, ("given",), ("handle",), ("w",))
+    launch = kind(("given",), "handle", ("w",))
     plan = Plan(Policy(3), Mesh.of(2), (make_param("w", (8,), "", Policy(3), **fields),))
     (cost,) = costs_of(Timeline((launch,), {"given": Value(32, "float32")}, plan), SECOND)
     assert (cost.launch_seconds, cost.finish_seconds, cost.traffic_bytes) == (before, after, before + after)
@@ -243,8 +248,8 @@ def test_a_launch_has_the_traffic_of_both_ends(kind: Kind, fields: dict[str, obj
 
 def test_a_copy_on_several_nodes_shares_its_wire_with_other_copies() -> None:
     # Rings inside a copy and rings across copies both use all network cards of a node.
-    op, timeline = launch_of((5, 3), Kind.REDUCE, 4, 2)
-    timeline = timeline.with_ops((op, replace(op, over=REPLICATE)))
+    op, timeline = launch_of((5, 3), Reduce, 4, 2)
+    timeline = timeline.with_ops((op, Reduce(("g",), "fut", ("w",), REPLICATE)))
     for devices, lanes in {4: [Lane.SHARD, Lane.REPLICATE], 2: [Lane.SHARD, Lane.SHARD]}.items():
         costs = costs_of(timeline, replace(SECOND, devices_per_node=devices))
         assert [cost.wire and cost.wire[0] for cost in costs] == lanes

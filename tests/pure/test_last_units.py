@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from tests.harness.timelines import Use, gathered, lines, model, split, timelines, with_policy
 from thunder_zero.plan.policy import Policy
+from thunder_zero.schedule.free import free
 from thunder_zero.schedule.last_units import largest
 from thunder_zero.schedule.lifetimes import gathered_bytes
+from thunder_zero.schedule.ops import Free, Reduce, Return, ends
 from thunder_zero.schedule.passes import run
-from thunder_zero.schedule.timeline import Kind, Timeline
+from thunder_zero.schedule.timeline import Timeline
 
 UNITS = "a.w b.w c.w d.w e.w"
 UNREAD = Use("e.bias", needed=False)
@@ -36,24 +38,24 @@ def test_the_last_units_are_kept_unsharded_as_far_as_the_peak_allows(policy: Pol
     freed = run(model(replace(policy, reshard_after_forward=True), *units.split()))
     assert freed.plan.kept_unsharded == ()
     assert gathered(freed, backward=True) == dict.fromkeys(units.split(), 1)
-    assert max(gathered_bytes(after)) == max(gathered_bytes(freed))
+    assert max(gathered_bytes(free(after))) == max(gathered_bytes(free(freed)))
 
 
 def test_a_unit_is_kept_unsharded_with_all_its_parameters() -> None:
     # Backward does not read the bias, but the unit's gather carries it, and forward frees it.
-    after = run(model(Policy(prefetch=0), "d.w", "d.v", "e.w", UNREAD))
+    after = free(run(model(Policy(prefetch=0), "d.w", "d.v", "e.w", UNREAD)))
     assert after.plan.kept_unsharded == ("e.w", "e.bias")
     assert gathered(after, backward=True) == {"d.w": 1, "d.v": 1}
-    assert lines(after, Kind.FREE) == split("free d.w; free d.v; free e.bias; free e.w; free d.v; free d.w")
+    assert lines(after, Free) == split("free d.w; free d.v; free e.bias; free e.w; free d.v; free d.w")
     unread = run(model(Policy(), *UNITS.split(), Use("f.bias", needed=False)))
     assert unread.plan.kept_unsharded == ("d.w", "e.w"), "backward reads nothing of f"
 
 
 def test_a_unit_kept_unsharded_counts_as_gathered_ahead() -> None:
-    after = run(model(Policy(prefetch=2), *UNITS.split()))
-    forward_work = (op for op in after.ops[:-1] if op.kind is not Kind.REDUCE and not after.ends(op, Kind.REDUCE))
-    assert lines(after.with_ops(forward_work), backward=True) == split("""
-        g <- gy; gw4 <- g y3; gx4 <- g e.w; free e.w; g_e.w <- gw4  # d and c are gathered ahead already
+    after = free(run(model(Policy(prefetch=2), *UNITS.split())))
+    work = (op for op in after.ops if not isinstance(op, Reduce | Return) and not ends(op, Reduce))
+    assert lines(after.with_ops(work), backward=True) == split("""
+        gw4 <- g y3; gx4 <- g e.w; free e.w; g_e.w <- gw4  # d and c are gathered ahead already
         gw3 <- gx4 y2; gather b.w; gx3 <- gx4 d.w; free d.w; g_d.w <- gw3  # right before the first read of d
         gw2 <- gx3 y1; gather a.w; gx2 <- gx3 c.w; free c.w; g_c.w <- gw2  # right before the first read of c
         gw1 <- gx2 y0; wait b.w; gx1 <- gx2 b.w_again; free b.w; g_b.w <- gw1
@@ -76,6 +78,6 @@ def test_the_largest_number_that_fits_takes_few_tries(fitting: int, limit: int) 
 
 @given(timelines())
 def test_the_peak_does_not_rise(timeline: Timeline) -> None:
-    peaks = [max(gathered_bytes(run(with_policy(timeline, reshard_after_forward=frees)))) for frees in (None, True)]
-    kept, freed = peaks
+    timelines = (run(with_policy(timeline, reshard_after_forward=frees)) for frees in (None, True))
+    kept, freed = (max(gathered_bytes(free(after))) for after in timelines)
     assert kept <= freed

@@ -31,11 +31,12 @@ from thunder_zero.plan.policy import MiB, Policy, Times
 from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.free import free
 from thunder_zero.schedule.lifetimes import gathered_bytes
+from thunder_zero.schedule.ops import Compute, Free, Gather, Reduce, Return, Wait
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.prefetch import prefetch
 from thunder_zero.schedule.regather import regather
 from thunder_zero.schedule.sink_waits import sink_waits
-from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
@@ -45,7 +46,7 @@ ROOMY = replace(ALONE, bucket_bytes=MiB, in_flight_bytes=MiB)
 
 def with_line(timeline: Timeline, index: int, writes: str, reads: str) -> Timeline:
     """Insert a computation at an index."""
-    op = Op(Kind.COMPUTE, (reads,), (writes,), backward=timeline.ops[index].backward, repeatable=True, source=(99,))
+    op = Compute((reads,), (writes,), backward=timeline.ops[index].backward, repeatable=True)
     return timeline.with_ops([*timeline.ops[:index], op, *timeline.ops[index:]])
 
 
@@ -59,10 +60,10 @@ def test_regather_gathers_again_before_the_first_reader_in_backward() -> None:
     bases = {name: after.values[name].base for name in ("c0.0", "c0.0_again", "gx0")}
     assert bases == {"c0.0": "a.w", "c0.0_again": "a.w_again", "gx0": "a.w_again"}
     assert lines(after, backward=True) == split("""
-        g <- gy; gw0 <- g x
+        gw0 <- g x
         gather a.w; wait a.w; c0.0_again <- a.w_again
         gx0 <- g c0.0_again; g_a.w <- gw0
-        reduce a.w; wait a.w; return <- y0 mean_a.w gx0
+        reduce a.w; wait a.w; return <- mean_a.w gx0
     """)
 
 
@@ -84,7 +85,7 @@ def test_backward_recomputes_values_of_a_regathered_parameter(uses: list[Use | s
     after = regather(before.with_ops(before.ops, views))
     copies = [line.replace("_again", "") for line in lines(after.with_ops(op for op in after.ops if op.repeated))]
     assert copies == ([] if again is None else ["gather a.w", "wait a.w", *split(again)])
-    assert after.ops[-1] == before.ops[-1], "forward's outputs are forward's"
+    assert [op for op in after.ops if isinstance(op, Return)] == [op for op in before.ops if isinstance(op, Return)]
     for name in after.values.keys() - before.values.keys():
         value = after.values[name.removesuffix("_again")]
         assert after.values[name] == replace(value, base=value.base and "a.w_again"), name
@@ -100,7 +101,7 @@ def test_regather_gathers_again_for_each_unit_in_forward_and_once_in_backward() 
         assert gathered(per_unit, backward=False) == {"root.tied": 3, "a.w": 1, "b.w": 1}
         assert gathered(per_unit, backward=True) == gathered(once, backward=True)
         if not training:
-            assert (max(gathered_bytes(once)), max(gathered_bytes(per_unit))) == (8, 4)
+            assert (max(gathered_bytes(free(once))), max(gathered_bytes(free(per_unit)))) == (8, 4)
 
 
 # bucket
@@ -110,16 +111,16 @@ def test_bucket_merges_a_units_gathers_where_the_first_stood_and_reductions_wher
     after = bucket(regather(model(replace(ALONE, bucket_bytes=MiB), "a.w", "a.v", "b.w")))
     assert lines(after) == split("""
         gather a.w a.v; wait a.w a.v; y0 <- x a.w; y1 <- y0 a.v
-        gather b.w; wait b.w; y2 <- y1 b.w
-        g <- gy; gw2 <- g y1
+        gather b.w; wait b.w; y2 <- y1 b.w; return <- y2
+        gw2 <- g y1
         gather b.w; wait b.w; gx2 <- g b.w_again; g_b.w <- gw2
         reduce b.w; wait b.w; gw1 <- gx2 y0
         gather a.v a.w; wait a.v a.w; gx1 <- gx2 a.v_again; g_a.v <- gw1
         gw0 <- gx1 x; gx0 <- gx1 a.w_again; g_a.w <- gw0
-        reduce a.v a.w; wait a.v a.w; return <- y2 mean_b.w mean_a.v mean_a.w gx0
+        reduce a.v a.w; wait a.v a.w; return <- mean_b.w mean_a.v mean_a.w gx0
     """)
     merged = after.ops[0]
-    assert (merged.reads, merged.writes, merged.source) == (("t_a.w", "t_a.v"), ("fut_a.w",), (0, 3))
+    assert (merged.reads, merged.writes) == (("t_a.w", "t_a.v"), ("fut_a.w",))
     assert after.values["fut_a.w"].nbytes == 8
 
 
@@ -138,7 +139,7 @@ def test_a_bucket_has_one_unit_dtype_and_collective_and_at_most_bucket_bytes(
     nbytes: int, paths: str, q: dict[str, object], launches: str
 ) -> None:
     timeline = model(replace(ALONE, bucket_bytes=nbytes), *paths.split(), a_q=q)
-    assert lines(bucket(timeline), Kind.GATHER, Kind.REDUCE) == split(launches)
+    assert lines(bucket(timeline), Gather, Reduce) == split(launches)
 
 
 @pytest.mark.parametrize(
@@ -166,10 +167,10 @@ def test_reductions_end_as_late_as_the_bytes_in_flight_allow() -> None:
     # Two gradients of b count 8 bytes from the first on. With c's 4 bytes they exceed the limit, so c ends first.
     policy = replace(ALONE, bucket_bytes=MiB, in_flight_bytes=8)
     assert lines(sink_waits(bucket(model(policy, "b.w", "b.v", "c.w"))), backward=True) == split("""
-        g <- gy; gw2 <- g y1; gx2 <- g c.w; g_c.w <- gw2; reduce c.w
+        gw2 <- g y1; gx2 <- g c.w; g_c.w <- gw2; reduce c.w
         gw1 <- gx2 y0; gx1 <- gx2 b.v; wait c.w
         g_b.v <- gw1; gw0 <- gx1 x; gx0 <- gx1 b.w; g_b.w <- gw0; reduce b.v b.w
-        wait b.v b.w; return <- y2 mean_c.w mean_b.v mean_b.w gx0
+        wait b.v b.w; return <- mean_c.w mean_b.v mean_b.w gx0
     """)
 
 
@@ -177,7 +178,7 @@ def test_reductions_make_room_for_gathers_ahead() -> None:
     # The reduction of d ends before a is gathered. The reductions of c and b stay in flight longer.
     policy = replace(ALONE, bucket_bytes=MiB, in_flight_bytes=8, prefetch=1)
     timeline = prefetch(bucket(regather(model(policy, "a.w", "b.w", "c.w", "d.w"))))
-    collectives = (Kind.GATHER, Kind.WAIT, Kind.REDUCE)
+    collectives = (Gather, Wait, Reduce)
     assert lines(sink_waits(timeline), *collectives, backward=True) == split("""
         gather d.w; wait d.w; gather c.w; reduce d.w
         wait c.w; gather b.w; reduce c.w
@@ -188,8 +189,8 @@ def test_reductions_make_room_for_gathers_ahead() -> None:
 
 def test_sink_waits_ends_a_reduction_that_nobody_reads() -> None:
     timeline = model(Policy(stage=2), "a.w")
-    after = sink_waits(timeline.with_ops([*timeline.ops[:-1], replace(timeline.ops[-1], reads=("y0",))]))
-    assert lines(after)[-2:] == ["wait a.w", "return <- y0"]
+    after = sink_waits(timeline.with_ops([*timeline.ops[:-1], Return(("g",), backward=True)]))
+    assert lines(after)[-2:] == ["wait a.w", "return <- g"]
 
 
 # free
@@ -216,9 +217,9 @@ def test_a_free_comes_after_the_last_read_of_a_possible_view() -> None:
 def test_each_phase_frees_the_parameters_that_it_reads_last(
     policy: Policy, uses: list[Use | str], forward: str, backward: str
 ) -> None:
-    after = run(model(policy, *uses))
-    assert lines(after, Kind.FREE, backward=False) == split(forward)
-    assert lines(after, Kind.FREE, backward=True) == split(backward)
+    after = free(run(model(policy, *uses)))
+    assert lines(after, Free, backward=False) == split(forward)
+    assert lines(after, Free, backward=True) == split(backward)
 
 
 # all passes
@@ -235,8 +236,8 @@ def test_the_collectives_and_gathered_bytes_of_a_gpt() -> None:
     # ZeRO-2 holds the whole model. ZeRO-3 holds three blocks, which it therefore gathers once.
 
     def figures(layers: int, stage: int, **fields: object) -> tuple[int, int, int]:
-        after = run(gpt(layers, Policy(stage=stage, **fields)))  # type: ignore[arg-type]
-        reductions, gathers = (len(lines(after, kind)) for kind in (Kind.REDUCE, Kind.GATHER))
+        after = free(run(gpt(layers, Policy(stage=stage, **fields))))  # type: ignore[arg-type]
+        reductions, gathers = (len(lines(after, kind)) for kind in (Reduce, Gather))
         return reductions, gathers, max(gathered_bytes(after))
 
     tied, block, in_backward = 4, 12, 8  # bytes; backward needs no bias
@@ -250,8 +251,8 @@ def test_the_collectives_and_gathered_bytes_of_a_gpt() -> None:
 def test_the_reduction_between_copies_starts_right_after_the_one_between_shards() -> None:
     policy = replace(ALONE, stage=2, bucket_bytes=MiB, in_flight_bytes=MiB)
     after = sink_waits(bucket(model(policy, "a.w", "a.v", "b.w", replicas=3)))
-    local = (op for op in after.ops if op.backward and op.kind in (Kind.REDUCE, Kind.WAIT))
-    order = [f"{op.kind} {' '.join(op.params)} {after.launches.get(op.reads[0], op).over}" for op in local]
+    local = (op for op in after.ops if op.backward and isinstance(op, Reduce | Wait))
+    order = [f"{op.kind} {' '.join(op.params)} {op.launch.over if isinstance(op, Wait) else op.over}" for op in local]
     assert order == split("""
         reduce b.w shard; wait b.w shard; reduce b.w replicate
         reduce a.v a.w shard; wait a.v a.w shard; reduce a.v a.w replicate
@@ -265,14 +266,14 @@ def test_a_schedule_is_right(timeline: Timeline, rank: int) -> None:
     ops, values = timeline.ops, dict(timeline.values)
     after = run(timeline)
     assert (timeline.ops, timeline.values) == (ops, values), "no pass changes anything in place"
-    assert same_results(after, timeline)
+    assert same_results(free(after), timeline)
     seen = run(with_rank(timeline, rank))
     assert (seen.ops, seen.plan.params) == (after.ops, after.plan.params), "all ranks schedule alike"
-    computed = [op.source for op in after.ops if op.kind is Kind.COMPUTE and not op.repeated]
-    assert computed == [op.source for op in timeline.ops if op.kind is Kind.COMPUTE]
-    launched = [op for op in after.ops if op.kind in (Kind.COMPUTE, Kind.REDUCE) and not after.continues(op)]
+    computed = [op.line for op in after.ops if isinstance(op, Compute) and not op.repeated]
+    assert computed == [op.line for op in timeline.ops if isinstance(op, Compute)]
+    launched = [op for op in after.ops if isinstance(op, Compute | Reduce) and not after.continues(op)]
     for previous, op in pairwise(launched):
-        assert op.kind is not Kind.REDUCE or previous.kind is Kind.REDUCE or op.reads[-1] in previous.writes, (
+        assert not isinstance(op, Reduce) or isinstance(previous, Reduce) or op.reads[-1] in previous.writes, (
             "a late reduction"
         )
 

@@ -138,12 +138,12 @@ def test_a_parameter_has_the_shapes_dtypes_and_bytes_of_arithmetic() -> None:
     (param,) = plan.params
     assert (param.shape, param.dtype, param.full_bytes) == ((5, 3), torch.bfloat16, 30)
     assert plan.shard_shape(param) == (2, 3)  # ceil(5 / 4) rows
-    assert plan.gather_bytes(param) == 1 * 3 * 2 * 3  # rank 2 owns row 4 and sends it to 3 peers
-    assert plan.reduce_bytes(param) == 4 * 3 * 2  # the 4 rows that peers own
+    assert plan.gather_traffic(param).sent == 1 * 3 * 2 * 3  # rank 2 owns row 4 and sends it to 3 peers
+    assert plan.reduce_traffic(param).sent == 4 * 3 * 2  # the 4 rows that peers own
     replicated = make_plan(module, DDP, Mesh.of(4, 2))
     assert replicated.shard_shape(replicated.params[0]) == (5, 3)
-    assert replicated.gather_bytes(replicated.params[0]) == 0
-    assert replicated.reduce_bytes(replicated.params[0]) == 46  # ceil(2 * 3 / 4 * 15 elements) * 2 bytes
+    assert replicated.gather_traffic(replicated.params[0]).sent == 0
+    assert replicated.reduce_traffic(replicated.params[0]).sent == 46  # ceil(2 * 3 / 4 * 15 elements) * 2 bytes
     assert plan.params == make_plan(module, ZERO3, Mesh.of(4)).params, "all ranks have equal params"
     frozen = make_plan(parameter((5, 3)).requires_grad_(False), ZERO3, Mesh.of(4)).params[0]
     assert (param.requires_grad, frozen.requires_grad) == (True, False)
@@ -157,7 +157,8 @@ def test_a_slice_counts_as_a_parameter() -> None:
     plan = make_plan(module, ZERO3, Mesh.of(2, 1, slices=2), {"p": 0})
     (param,) = plan.params
     assert (param.shape, plan.whole_shape(param), plan.shard_shape(param)) == ((4, 3), (8, 3), (2, 3))
-    assert (param.full_bytes, plan.gather_bytes(param), plan.reduce_bytes(param)) == (24, 12, 12)
+    sent = plan.gather_traffic(param).sent, plan.reduce_traffic(param).sent
+    assert (param.full_bytes, *sent) == (24, 12, 12)
     assert plan.ranks == 4
     columns = make_plan(parameter((3, 8)), ZERO3, Mesh.of(2, 1, slices=4, part=1), {"p": 1})
     assert (columns.params[0].shape, columns.shard_shape(columns.params[0])) == ((3, 2), (2, 2))

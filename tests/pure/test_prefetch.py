@@ -17,9 +17,10 @@ from tests.harness.timelines import ALONE, in_flight_bytes, lines, model, timed,
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import MiB, Policy, Times
 from thunder_zero.schedule.bucket import bucket
+from thunder_zero.schedule.ops import LAUNCHES, Compute, Gather, ends
 from thunder_zero.schedule.prefetch import ended_before, ended_in_time, prefetch
 from thunder_zero.schedule.regather import regather
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, ScheduleError, Timeline
+from thunder_zero.schedule.timeline import ScheduleError, Timeline
 from thunder_zero.schedule.verify import check_pass
 
 NAMES = ("a.w", "b.w", "c.w", "d.w")
@@ -33,7 +34,7 @@ ALL_AHEAD = "+a -a +b +c +d a -b b -c c -d d"  # a has the wire to itself: a sec
 
 def order(timeline: Timeline) -> str:
     """Return the order of a schedule: ``+a`` gathers parameter a, ``-a`` waits for it, and ``a`` computes with it."""
-    marks = {Kind.GATHER: "+", Kind.WAIT: "-", Kind.COMPUTE: ""}
+    marks = {"gather": "+", "wait": "-", "compute": ""}
     return " ".join(f"{marks[op.kind]}{(op.params or op.reads[1:])[0][0]}" for op in timeline.ops[:-1])
 
 
@@ -75,12 +76,12 @@ def test_a_gather_starts_at_the_last_wait_that_is_early_enough(
 def test_at_most_prefetch_units_are_in_flight(units: int, under_way: int) -> None:
     policy = replace(ALONE, in_flight_bytes=MiB, prefetch=units)
     after = prefetch(model(policy, *NAMES, "e.w", training=False))
-    assert max(in_flight_bytes(after, Kind.GATHER)) == 4 * under_way
+    assert max(in_flight_bytes(after, Gather)) == 4 * under_way
 
 
 def test_prefetch_keeps_the_gathers_of_backward_in_backward() -> None:
     after = bucketed(model(replace(ALONE, in_flight_bytes=MiB), "a.w", "b.w"))
-    assert lines(after, backward=True)[:4] == ["gather b.w", "g <- gy", "gw1 <- g y0", "wait b.w"]
+    assert lines(after, backward=True)[:3] == ["gather b.w", "gw1 <- g y0", "wait b.w"]
 
 
 def test_backward_has_its_own_times_and_its_reductions_use_the_wire() -> None:
@@ -89,7 +90,7 @@ def test_backward_has_its_own_times_and_its_reductions_use_the_wire() -> None:
     for bytes_per_second, expected in orders.items():
         wire = Times({}, {"d.w": 2.0, "c.w": 2.0, "b.w": 2.0}, bytes_per_second)
         after = bucketed(model(replace(ALONE, in_flight_bytes=MiB, times=wire), *NAMES))
-        gathers = [op for op in after.ops if op.backward and (op.kind is Kind.GATHER or after.ends(op, Kind.GATHER))]
+        gathers = [op for op in after.ops if op.backward and (isinstance(op, Gather) or ends(op, Gather))]
         assert order(after.with_ops([*gathers, after.ops[-1]])) == expected
 
 
@@ -99,11 +100,11 @@ def test_the_busiest_rank_decides() -> None:
         timeline = model(ALONE, "a.w", "a.scalar", a_w={"shape": (7, 3)}, a_scalar={"shape": ()})
         timeline = replace(timeline, plan=replace(timeline.plan, mesh=Mesh.of(world_size)))
         ranks = [with_rank(timeline, rank) for rank in range(world_size)]
-        for op in (op for op in timeline.ops if op.kind in LAUNCHES):
-            busiest = max(seen.bytes_sent(op) for seen in ranks)
-            assert timeline.wire_bytes(op) >= busiest
-            if op.kind is Kind.GATHER or op.params == ("a.scalar",):
-                assert {seen.wire_bytes(op) for seen in ranks} == {busiest}
+        for op in (op for op in timeline.ops if isinstance(op, LAUNCHES)):
+            busiest = max(seen.traffic(op).sent for seen in ranks)
+            assert timeline.traffic(op).busiest >= busiest
+            if isinstance(op, Gather) or op.params == ("a.scalar",):
+                assert {seen.traffic(op).busiest for seen in ranks} == {busiest}
 
 
 # Properties of all timelines
@@ -115,19 +116,19 @@ def moments(timeline: Timeline, times: Times, more: int) -> list[float]:
     Computations between two waits take the seconds in ``times`` plus ``more``.
     """
     now, wire, phase = 0.0, 0.0, False
-    ends: dict[str, float] = {}
+    arrival: dict[str, float] = {}
     waited: list[float] = []
     computing = 0.0  # until the next wait, unless that comes at once
     for op in timeline.ops:
         if op.backward is not phase:
             phase, computing = True, 0.0
-        if op.kind is Kind.GATHER:
-            wire = max(wire, now) + timeline.wire_bytes(op) / times.bytes_per_second
-            ends[op.writes[0]] = wire
-        elif op.kind is Kind.COMPUTE:
+        if isinstance(op, Gather):
+            wire = max(wire, now) + timeline.traffic(op).busiest / times.bytes_per_second
+            arrival[op.handle] = wire
+        elif isinstance(op, Compute):
             now, computing = now + computing, 0.0
-        elif timeline.ends(op, Kind.GATHER):
-            now = max(now + computing, ends[op.reads[0]])
+        elif ends(op, Gather):
+            now = max(now + computing, arrival[op.launch.handle])
             waited.append(now)
             computing = (times.backward if phase else times.forward).get(op.params[0], 0.0) + more
     return waited
@@ -146,7 +147,7 @@ def test_compute_waits_no_longer_than_if_all_gathers_started_early(timeline: Tim
     late, early = moments(after, times, more), moments(eager, times, more)
     assert len(late) == len(early)
     assert all(later <= earlier for later, earlier in zip(late, early, strict=True))
-    most = [max(in_flight_bytes(schedule, Kind.GATHER), default=0) for schedule in (after, eager)]
+    most = [max(in_flight_bytes(schedule, Gather), default=0) for schedule in (after, eager)]
     assert most[0] <= most[1]
 
 

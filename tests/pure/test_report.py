@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Callable
 from functools import cache
 from io import StringIO
 
@@ -17,7 +17,8 @@ from thunder_zero.plan.amounts import size
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
-from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.ops import Compute, Free, Gather, Op, Reduce, Return, Wait
+from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.printing.line_meanings import Gap, Row, SourceLine, format_timeline, label, rows, select
 from thunder_zero.tools.printing.text import fold
 from thunder_zero.tools.printing.trace_printer import print_rows, print_total
@@ -36,43 +37,48 @@ FORWARD = (  # lines of code, and their operations
     ("(w, b) = zero_wait_coalesced(f)", "wait w b <- f: h.0.w h.0.b"),
     ("del f", ""),
     ("wt = torch.permute(w, (1, 0))", "compute wt <- w"),
-    ("del w", ""),
+    ("del w", "free <- w"),
     ("y = torch.matmul(c, wt)", "compute y <- c wt"),
-    ("del c, wt", "free <- w: h.0.w"),
+    ("del c, wt", "free <- c wt: h.0.w"),
     ("z = torch.add(y, b)", "compute z <- y b"),
     ("del b", "free <- b: h.0.b"),
-    ("return z", "compute <- z"),
+    ("return z", "return <- z"),
 )
 BACKWARD = (
     ("f2 = zero_reduce_scatter(gw, 'h.0.w')", "reduce f2 <- gw0: h.0.w"),
     ("g = zero_wait(f2)", "wait g <- f2: h.0.w"),
     ("gw = torch.sin(g)", "compute gw <- g"),
     ("f3 = zero_reduce_scatter(gw, 'h.0.b')", "reduce f3 <- gw: h.0.b"),
-    ("return g", "compute <- g"),
+    ("return g", "return <- g"),
 )
 
 
-def op(text: str, index: int = 0, *, backward: bool = False) -> Op:
+def op(text: str, *, backward: bool = False) -> Op:
     kind, values, params = re.fullmatch(r"(\w+)([^:]*):?(.*)", text).groups()
     writes, reads = (tuple(names.split()) for names in values.split("<-"))
-    repeatable = kind == Kind.COMPUTE and bool(writes)
-    return Op(Kind(kind), reads, writes, tuple(params.split()), backward, repeatable, source=(index,))
+    paths = tuple(params.split())
+    made: dict[str, Callable[[], Op]] = {
+        "gather": lambda: Gather(reads, writes[0], paths, backward),
+        "reduce": lambda: Reduce(reads, writes[0], paths),
+        "wait": lambda: Wait(Gather((), reads[0], paths), writes),
+        "free": lambda: Free(reads, paths, backward),
+        "return": lambda: Return(reads, backward),
+        "compute": lambda: Compute(reads, writes, backward=backward, repeatable=True),
+    }
+    return made[kind]()
 
 
-OPS = [
-    op(text, index, backward=phase is BACKWARD)
-    for phase in (FORWARD, BACKWARD)
-    for index, (_, text) in enumerate(phase)
-    if text
-]
-TIMELINE = Timeline(tuple(OPS), {}, PLAN)
+PLACES = [(phase, index, text) for phase in (FORWARD, BACKWARD) for index, (_, text) in enumerate(phase) if text]
+OPS = [op(text, backward=phase is BACKWARD) for phase, _, text in PLACES]
+POSITIONS = [(index,) for _, index, _ in PLACES]
+TIMELINE = Timeline((), {}, PLAN).with_ops(OPS)
 
 
 @cache
 def phase(*, backward: bool) -> tuple[Row, ...]:
     code = [code for code, _ in (BACKWARD if backward else FORWARD)]
     lines = [SourceLine(text, index) for index, text in enumerate(code) if not text.startswith("#")]
-    return rows(lines, TIMELINE, backward=backward)
+    return rows(lines, TIMELINE, POSITIONS, backward=backward)
 
 
 def printed(shown: tuple[Row | Gap, ...]) -> list[str]:
@@ -97,7 +103,7 @@ def test_each_line_has_kind_parameters_sent_bytes_and_gathered_bytes() -> None:
         "del c, wt                                        free    h.0.w                                  32 B",
         "z = torch.add(y, b)                              compute h.0.b                                  32 B",
         "del b                                            free    h.0.b                                   0 B",
-        "return z                                         compute                                         0 B",
+        "return z                                         return                                          0 B",
         "",
         "1 collective (1 gather, 0 reduce), 216 B sent by this rank, 288 B gathered at most",
     ]
@@ -106,27 +112,27 @@ def test_each_line_has_kind_parameters_sent_bytes_and_gathered_bytes() -> None:
 def test_rows_mark_gradients() -> None:
     result = [(row.kind, row.params, row.gradients) for row in phase(backward=True)]
     assert result == [
-        (Kind.REDUCE, ("h.0.w",), True),
-        (Kind.WAIT, ("h.0.w",), True),
-        (Kind.COMPUTE, ("h.0.b",), True),  # makes the gradient that is reduced next
-        (Kind.REDUCE, ("h.0.b",), True),
-        (Kind.COMPUTE, (), False),
+        ("reduce", ("h.0.w",), True),
+        ("wait", ("h.0.w",), True),
+        ("compute", ("h.0.b",), True),  # makes the gradient that is reduced next
+        ("reduce", ("h.0.b",), True),
+        ("return", (), False),
     ]
 
 
 def rows_of(*texts: str, backward: bool = False) -> tuple[Row, ...]:
     """Return the rows of a phase with a line for each text. A ";" separates operations of a line."""
-    ops = [op(text, index, backward=backward) for index, line in enumerate(texts) for text in split(line)]
-    forward = OPS[:1] if backward else []
+    pairs = [((index,), op(text, backward=backward)) for index, line in enumerate(texts) for text in split(line)]
+    positions, ops = zip(*[((0,), OPS[0])][:backward], *pairs, strict=True)
     lines = [SourceLine(f"line {index}", index) for index in range(len(texts))]
-    return rows(lines, TIMELINE.with_ops([*forward, *ops]), backward=backward)
+    return rows(lines, TIMELINE.with_ops(ops), positions, backward=backward)
 
 
 def test_a_row_merges_several_operations_or_parameters() -> None:
     (begins,) = rows_of("compute gy <- gz", backward=True)
     assert begins.gathered == 288, "backward begins with the bytes that forward left"
     freed = rows_of("gather f <- t_w t_b: h.0.w h.0.b", "free <- w: h.0.w; free <- b: h.0.b")[1]
-    assert (freed.kind, freed.params, freed.gathered) == (Kind.FREE, ("h.0.w", "h.0.b"), 0)
+    assert (freed.kind, freed.params, freed.gathered) == ("free", ("h.0.w", "h.0.b"), 0)
     tied, _ = rows_of("compute g <- gy", "reduce f <- g: h.0.w h.0.b", backward=True)
     assert tied.params == ("h.0.w", "h.0.b"), "one value may be the gradient of two parameters"
 
@@ -151,7 +157,7 @@ def test_lines_without_parameters_become_a_gap() -> None:
 def test_operations_without_a_line_and_unknown_units_are_refused() -> None:
     lines = [SourceLine("x", index) for index in range(11)]
     with pytest.raises(ValueError, match=r"operations at positions \[11\], but the trace has no lines there"):
-        rows(lines, TIMELINE, backward=False)
+        rows(lines, TIMELINE, POSITIONS, backward=False)
     with pytest.raises(ValueError, match=r"unit is 'h\.7'; the units of this module are '', 'h\.0'"):
         select((), PLAN, "h.7", None)
     with pytest.raises(ValueError, match="only is 'waits'; choose 'parameters' or 'communication', or None"):
@@ -184,7 +190,7 @@ def test_sizes_have_units() -> None:
 def test_origins_stand_above_their_lines_once() -> None:
     origin = "m.py:3  y = f(x)"
     lines = [SourceLine("a = f(x)", 0, origin), SourceLine("del x", 1), SourceLine("b = f(a)", 2, origin)]
-    text = printed(rows(lines, TIMELINE.with_ops(()), backward=False))
+    text = printed(rows(lines, TIMELINE.with_ops(()), (), backward=False))
     assert [line.split("  ")[0] for line in text[1:5]] == ["# m.py:3", "a = f(x)", "del x", "b = f(a)"]
 
 
@@ -232,18 +238,20 @@ def test_no_line_of_code_is_too_long(target: str, args: list[str], width: int) -
 
 
 def test_a_timeline_is_formatted_as_text() -> None:
-    regather = replace(op("gather f2 <- t_w: h.0.w", backward=True), repeated=True)
-    timeline = TIMELINE.with_ops([OPS[0], op("free <- w: h.0.w"), regather, op("compute <- y", backward=True)])
+    regather = Gather(("t_w",), "f2", ("h.0.w",), backward=True, repeated=True)
+    timeline = TIMELINE.with_ops(
+        [OPS[0], op("free <- w: h.0.w"), op("free <- x"), regather, op("return <- y", backward=True)]
+    )
     assert [" ".join(line.split()) for line in format_timeline(timeline).splitlines()] == [
         "gather f <- t_w, t_b h.0.w, h.0.b",
         "free w h.0.w",
         "-- backward --",
         "gather f2 <- t_w h.0.w again",
-        "compute <- y",
+        "return <- y",
     ]
     assert "backward" not in format_timeline(TIMELINE.with_ops(OPS[:1]))
     assert [line[:10] for line in format_timeline(timeline, numbered=True).splitlines()[1:4]] == [
         "op 1    fr",
         "-- backwar",
-        "op 2    ga",
+        "op 3    ga",
     ]
