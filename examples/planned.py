@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 import thunder_zero as tz  # before thunder
+from thunder_zero.plan.traffic import gather_traffic, reduce_traffic
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.timeline import Timeline
 
@@ -49,5 +50,5 @@ def sent_in_step(plan: tz.schedule.Plan, micro_batches: int) -> tuple[int, int]:
     what it reads.
     """
     times = [1 if param.resident else micro_batches * (2 - param.kept_unsharded) for param in plan.params]
-    parameters = sum(plan.gather_traffic(param).sent * count for param, count in zip(plan.params, times, strict=True))
-    return parameters, sum(plan.reduce_traffic(param).sent for param in plan.params)
+    parameters = sum(gather_traffic(plan, param).sent * count for param, count in zip(plan.params, times, strict=True))
+    return parameters, sum(reduce_traffic(plan, param).sent for param in plan.params)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import thunder_zero as tz
+from thunder_zero.plan.traffic import gather_traffic
 
 
 def adapted(width: int, layers: int) -> nn.Module:
@@ -60,7 +61,7 @@ def measured(options: argparse.Namespace, stage: int, form: tz.NF4 | None) -> tu
     params = {param.path: param for param in traces.plan.params if "base_layer" in param.path}
     held = sum(model.state.params[path].rows.nbytes for path in params)
     gathers = [op for op in traces.timeline.ops if isinstance(op, tz.schedule.Gather)]
-    sent = sum(traces.plan.gather_traffic(params[path]).sent for op in gathers for path in op.params if path in params)
+    sent = sum(gather_traffic(traces.plan, params[path]).sent for op in gathers for path in op.params if path in params)
     held_at_peak = tz.tools.memory(traces, loss=lambda output: output.loss).peak
     numbers = [f"{held / 1e6:.2f}", f"{sent / 1e6:.2f}", f"{held_at_peak / 1e6:.1f}", f"{median(seconds[1:]):.3f}"]
     return [f"stage {stage}", str(form or "bfloat16"), *numbers], loss.item()

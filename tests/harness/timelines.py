@@ -379,7 +379,8 @@ def interpret(timeline: Timeline, terms: dict[object, int]) -> tuple[int, ...]:
                 assert freed.isdisjoint(op.reads), f"{op.reads} is freed twice"
                 freed.update(op.reads)
             case Defer():
-                value[op.placeholder] = term(op.kind, op.param, read(op.grad))
+                for name, path, grad in zip(op.writes, op.params, op.reads, strict=True):
+                    value[name] = term(op.kind, path, read(grad))
             case Compute():
                 runs[op.line] += not op.repeatable
                 parts = ("op", op.line, runs[op.line], *map(read, op.reads))

@@ -19,6 +19,7 @@ from thunder_zero.encodings.nf4 import LEVELS
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan
+from thunder_zero.plan.traffic import gather_traffic
 from thunder_zero.schedule import Gather
 from thunder_zero.tools.cost.costs import costs_of
 
@@ -132,7 +133,7 @@ def test_the_plan_has_the_bytes_of_rows() -> None:
     assert (param.rest_shape, param.rest_dtype, param.rest_bytes) == ((8, 8), torch.uint8, 64)
     assert (param.shape, param.dtype, param.full_bytes) == ((8, 8), torch.float32, 256)
     assert result.shard_shape(param) == (3, 8)
-    assert (result.gather_traffic(param).sent, result.gather_traffic(param).received) == (2 * 3 * 8, 5 * 8)
+    assert (gather_traffic(result, param).sent, gather_traffic(result, param).received) == (2 * 3 * 8, 5 * 8)
     assert plan().state_bytes - result.state_bytes == 2 * 3 * (32 - 8)
 
 

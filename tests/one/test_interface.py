@@ -24,6 +24,7 @@ from thunder_zero.comm.native import PerTensor
 from thunder_zero.comm.transport import SingleRank, Transport
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
+from thunder_zero.plan.traffic import gather_traffic, reduce_traffic
 from thunder_zero.schedule import Compute, Gather, Op, Reduce, Timeline, Wait, ends
 from thunder_zero.sharded.sharded_model import sharded_model
 from thunder_zero.tools import Traces
@@ -203,7 +204,7 @@ def bytes_of_weights(policy: Policy) -> list[int]:
     Rank 0 has two of seven rows. Encoded, 14 elements take 16 bytes, and 4 bytes for their scale.
     """
     param = traces(policy).plan.by_name["layers.1.weight"]
-    return [traces(policy).plan.gather_traffic(param).sent, traces(policy).plan.reduce_traffic(param).sent]
+    return [gather_traffic(traces(policy).plan, param).sent, reduce_traffic(traces(policy).plan, param).sent]
 
 
 def bytes_of_frozen_weight(policy: Policy) -> int:
@@ -212,7 +213,7 @@ def bytes_of_frozen_weight(policy: Policy) -> int:
     Encoded, a row has 4 bytes for its scale and 4 for its seven elements of 4 bits.
     """
     plan = make_plan(Net().requires_grad_(False), policy, Mesh.of(4))
-    return plan.gather_traffic(plan.by_name["layers.1.weight"]).sent
+    return gather_traffic(plan, plan.by_name["layers.1.weight"]).sent
 
 
 def count_recomputed(policy: Policy) -> list[int]:

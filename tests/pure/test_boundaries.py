@@ -83,8 +83,8 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("comm/",             IMPORT, IMPORT,  NOT,     rooms("plan compat/plans_of_transformers compat/private "
                                                               "compat/torch")),
     Room("traces/",           IMPORT, NOT,     IMPORT,  rooms("notebook plan schedule compat")),
-    Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("encodings plan schedule comm compat/private "
-                                                              "compat/torch compat/accelerate")),
+    Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("encodings plan schedule comm traces "
+                                                              "compat/private compat/torch compat/accelerate")),
     Room("optim/",            IMPORT, NOT,     NOT,     rooms("plan compat/torch comm sharded")),
     Room("capture/arguments.py",IMPORT,TYPES,NOT,     rooms("safetensors_files plan sharded")),
     Room("capture/compilations.py",IMPORT,NOT,NOT,    NOTHING),

@@ -12,10 +12,10 @@ from torch import nn
 
 from thunder_zero.plan.make_plan import make_plan, repeated_blocks
 from thunder_zero.plan.mesh import Mesh
-from thunder_zero.plan.params import Plan
-from thunder_zero.plan.sizes import ROOT
+from thunder_zero.plan.params import ROOT, Plan
 from thunder_zero.plan.policy import DDP, ZERO1, ZERO2, ZERO3, Policy
 from thunder_zero.plan.precision import MixedPrecision
+from thunder_zero.plan.traffic import gather_traffic, reduce_traffic
 
 
 class Block(nn.Module):
@@ -138,12 +138,12 @@ def test_a_parameter_has_the_shapes_dtypes_and_bytes_of_arithmetic() -> None:
     (param,) = plan.params
     assert (param.shape, param.dtype, param.full_bytes) == ((5, 3), torch.bfloat16, 30)
     assert plan.shard_shape(param) == (2, 3)  # ceil(5 / 4) rows
-    assert plan.gather_traffic(param).sent == 1 * 3 * 2 * 3  # rank 2 owns row 4 and sends it to 3 peers
-    assert plan.reduce_traffic(param).sent == 4 * 3 * 2  # the 4 rows that peers own
+    assert gather_traffic(plan, param).sent == 1 * 3 * 2 * 3  # rank 2 owns row 4 and sends it to 3 peers
+    assert reduce_traffic(plan, param).sent == 4 * 3 * 2  # the 4 rows that peers own
     replicated = make_plan(module, DDP, Mesh.of(4, 2))
     assert replicated.shard_shape(replicated.params[0]) == (5, 3)
-    assert replicated.gather_traffic(replicated.params[0]).sent == 0
-    assert replicated.reduce_traffic(replicated.params[0]).sent == 46  # ceil(2 * 3 / 4 * 15 elements) * 2 bytes
+    assert gather_traffic(replicated, replicated.params[0]).sent == 0
+    assert reduce_traffic(replicated, replicated.params[0]).sent == 46  # ceil(2 * 3 / 4 * 15 elements) * 2 bytes
     assert plan.params == make_plan(module, ZERO3, Mesh.of(4)).params, "all ranks have equal params"
     frozen = make_plan(parameter((5, 3)).requires_grad_(False), ZERO3, Mesh.of(4)).params[0]
     assert (param.requires_grad, frozen.requires_grad) == (True, False)
@@ -157,7 +157,7 @@ def test_a_slice_counts_as_a_parameter() -> None:
     plan = make_plan(module, ZERO3, Mesh.of(2, 1, slices=2), {"p": 0})
     (param,) = plan.params
     assert (param.shape, plan.whole_shape(param), plan.shard_shape(param)) == ((4, 3), (8, 3), (2, 3))
-    sent = plan.gather_traffic(param).sent, plan.reduce_traffic(param).sent
+    sent = gather_traffic(plan, param).sent, reduce_traffic(plan, param).sent
     assert (param.full_bytes, *sent) == (24, 12, 12)
     assert plan.ranks == 4
     columns = make_plan(parameter((3, 8)), ZERO3, Mesh.of(2, 1, slices=4, part=1), {"p": 1})

@@ -47,7 +47,7 @@ def deferring(timeline: Timeline) -> Timeline:
     """Return the timeline under ``no_sync``, which defers the reduction of each gradient."""
     mean = {op.launch.handle: op.writes[0] for op in timeline.ops if isinstance(op, Wait)}
     ops = (
-        Defer(op.reads[0], mean[op.handle], op.params[0]) if isinstance(op, Reduce) else op
+        Defer(op.reads, (mean[op.handle],), op.params) if isinstance(op, Reduce) else op
         for op in timeline.ops
         if not ends(op, Reduce)
     )

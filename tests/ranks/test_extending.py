@@ -17,6 +17,7 @@ from tests.harness.errors import error_of
 from tests.harness.examples import program_of, run_main
 from tests.harness.models import Mlp, fresh, full
 from tests.harness.ranks import RanksPool
+from thunder_zero.plan.traffic import payload_bytes
 from thunder_zero.schedule import Gather, Timeline
 
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
@@ -55,7 +56,7 @@ def run_encoding_of_page(rank: int, world_size: int) -> None:
             assert not torch.equal(layer.weight, weight)
         torch.testing.assert_close(model(names["x"]), plain(names["x"]))
     plan = tz.traces_of(model).timeline.plan
-    assert plan.payload_bytes(plan.by_name["layers.0.weight"]) == form.nbytes(parts[0].numel())
+    assert payload_bytes(plan, plan.by_name["layers.0.weight"]) == form.nbytes(parts[0].numel())
     assert "as float8/64: rounded to nearest, off by at most a sixteenth" in " ".join(
         str(tz.explain(model, "layers.0.weight")).split()
     )

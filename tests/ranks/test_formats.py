@@ -23,6 +23,7 @@ from tests.harness.tiers import slow
 from thunder_zero.comm import pairwise
 from thunder_zero.comm.handle import AVERAGER, in_background
 from thunder_zero.plan import layout
+from thunder_zero.plan.traffic import reduce_traffic
 from thunder_zero.schedule import Gather, Reduce
 
 BLOCK = 16
@@ -188,7 +189,9 @@ def average_copies(rank: int, world_size: int) -> None:
     grads = gradients(model)
     assert_within_steps(grads, exact_gradients(arrived, world_size), steps=1.5)
     across = [op for op in timeline.ops if isinstance(op, Reduce) and op.over == "replicate"]
-    sends = {timeline.plan.reduce_traffic(param, "replicate").sent for op in across for param in timeline.params_of(op)}
+    sends = {
+        reduce_traffic(timeline.plan, param, "replicate").sent for op in across for param in timeline.params_of(op)
+    }
     assert sends == {2 * tz.Int8(BLOCK).nbytes(231 // 2 + 1), 2 * 12}
     weight_grads = gather_objects(grads["layers.0.weight"])
     assert all(torch.equal(grad, weight_grads[0]) for grad in weight_grads)

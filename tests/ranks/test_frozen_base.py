@@ -20,6 +20,7 @@ from tests.harness.errors import fails
 from tests.harness.models import count_sends, fresh, full
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
+from thunder_zero.plan.traffic import gather_traffic, reduce_traffic
 from thunder_zero.schedule import Gather
 from thunder_zero.sharded.dtensors import local
 
@@ -209,7 +210,7 @@ def train_in_other_modes(rank: int, world_size: int) -> None:
     with count_sends() as sent:
         keeping(x).square().mean().backward()
     plan = tz.traces_of(keeping).plan
-    assert sum(sent) == sum(plan.reduce_traffic(param).sent for param in plan.params if param.requires_grad)
+    assert sum(sent) == sum(reduce_traffic(plan, param).sent for param in plan.params if param.requires_grad)
 
 
 def write_lightning_checkpoint(rank: int, world_size: int) -> None:
@@ -303,7 +304,7 @@ def check_held_and_sent_bytes(model: Any, world_size: int) -> None:
     gathered = [path for op in ops if isinstance(op, Gather) for path in op.params]
     assert {param.path for param in params} <= set(gathered)
     plan = tz.traces_of(model).plan
-    assert sum(plan.gather_traffic(param).sent for param in params) == held * (world_size - 1)
+    assert sum(gather_traffic(plan, param).sent for param in params) == held * (world_size - 1)
     assert all(full(model.get_parameter(param.path)).dtype is torch.uint8 for param in params)
 
 

@@ -20,6 +20,7 @@ from tests.harness.errors import fails
 from tests.harness.models import Mlp, Small, count_sends, fresh
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
+from thunder_zero.plan.traffic import reduce_traffic
 
 import thunder
 
@@ -80,7 +81,7 @@ def check_bytes(rank: int, timeline: tz.schedule.Timeline, reduced: list[int], d
     by_hand = 0.0
     for param in trained:  # rows inside and across copies; or twice 3/4 in an all-reduce
         by_hand += param.full_bytes if param.sharded else param.full_bytes * 6 / 4
-    forecast = sum(plan.reduce_traffic(param).sent for param in trained)
+    forecast = sum(reduce_traffic(plan, param).sent for param in trained)
     sent, forecast, by_hand = (sum(gather_objects(nbytes)) for nbytes in (of_gradients, forecast, by_hand))
     assert sent == pytest.approx(by_hand)
     assert 0 <= forecast - sent <= close, (forecast, sent)

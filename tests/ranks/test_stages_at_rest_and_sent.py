@@ -23,6 +23,7 @@ from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.rows import real_rows
+from thunder_zero.plan.traffic import gather_traffic, reduce_traffic
 from thunder_zero.schedule.ops import KINDS, Gather, Reduce
 from thunder_zero.sharded.digests import digests_of
 from thunder_zero.sharded.dtensors import local
@@ -91,11 +92,13 @@ def check_bytes_sent(model: Any, optimizer: torch.optim.Optimizer, plan: Plan) -
     stage, axis = plan.policy.stage, plan.mesh.shard
     one_row = plan.by_name["one_row"]
     one_row_sgd = torch.optim.SGD([model.get_parameter("one_row")], 0.1)
-    gather = sum(plan.gather_traffic(param).sent for param in plan.params)  # ZeRO-1 gathers only after a step
-    again = sum(plan.gather_traffic(param).sent for param in plan.params if param.path in AGAIN and stage == 3)
+    gather = sum(gather_traffic(plan, param).sent for param in plan.params)  # ZeRO-1 gathers only after a step
+    again = sum(gather_traffic(plan, param).sent for param in plan.params if param.path in AGAIN and stage == 3)
     forward = 0 if stage == 1 else gather
     assert bool(gather) == (stage > 0)
-    assert plan.gather_traffic(one_row).sent == (28 * (axis.size - 1) if axis.place == 0 and stage else 0), "no padding"
+    assert gather_traffic(plan, one_row).sent == (28 * (axis.size - 1) if axis.place == 0 and stage else 0), (
+        "no padding"
+    )
 
     def infer(mode: Any) -> Tensor:
         with mode():
@@ -119,11 +122,11 @@ def check_bytes_sent(model: Any, optimizer: torch.optim.Optimizer, plan: Plan) -
     loss = assert_sends(forward, model, X).square().mean()
     assert_sends(backward, loss.backward)
     one_row_sgd.step()
-    assert_sends(plan.gather_traffic(one_row).sent if stage == 1 else gather, model, X)
+    assert_sends(one_row_sent if stage == 1 else gather, model, X)
 
     foreseen = {kind: sum(timeline.traffic(op).sent for op in timeline.ops if isinstance(op, kind)) for kind in KINDS}
     assert foreseen.pop(Gather) == gather + again
-    assert foreseen.pop(Reduce) == sum(plan.reduce_traffic(param).sent for param in plan.params)
+    assert foreseen.pop(Reduce) == sum(reduce_traffic(plan, param).sent for param in plan.params)
     assert not any(foreseen.values()), foreseen
     check_formula(plan, gather + backward)
 
@@ -154,14 +157,14 @@ def reduced_bytes(plan: Plan, buckets: list[tuple[str, ...]]) -> int:
     for paths in buckets:
         params = [plan.by_name[path] for path in paths]
         if params[0].sharded:
-            total += sum(plan.reduce_traffic(param).sent for param in params)
+            total += sum(reduce_traffic(plan, param).sent for param in params)
             continue
         numel = sum(param.full_bytes for param in params) // 4
         start, stop = layout.row_range(numel, axis.size, axis.place)
         own_numel = stop - start
         total += 4 * (numel if axis.size == 2 else numel - own_numel + own_numel * (axis.size - 1))
     rounding = 0 if axis.size == 2 else 4 * axis.size * len(plan.params)
-    assert abs(total - sum(plan.reduce_traffic(param).sent for param in plan.params)) <= rounding
+    assert abs(total - sum(reduce_traffic(plan, param).sent for param in plan.params)) <= rounding
     return total
 
 

@@ -17,6 +17,7 @@ from tests.harness.memory import STEPS, TEXTBOOK, Case, check_numbers, run
 from tests.harness.models import PATTERNS_AGAIN, Mlp, Patterns, count_sends, fresh
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
+from thunder_zero.plan.traffic import gather_traffic
 
 CASES = {  # with the peak bytes of gathered parameters; the model has 2804
     "zero3": (Case(Patterns, TEXTBOOK), 2356),
@@ -123,7 +124,7 @@ def compare_kept_units(rank: int, world_size: int, kind: type[nn.Module], prefet
     assert textbook["kept unsharded"] == ()
     assert keeping["again"] == textbook["again"] - kept, "gathered in backward"
     plan = tz.schedule.make_plan(fresh(kind), policy, tz.schedule.Mesh.of(world_size, rank))
-    spared = sum(plan.gather_traffic(plan.by_name[path]).sent for path in textbook["again"] & kept)
+    spared = sum(gather_traffic(plan, plan.by_name[path]).sent for path in textbook["again"] & kept)
     assert textbook["sent"] - keeping["sent"] == STEPS * spared > 0, (textbook["sent"], keeping["sent"], spared)
     if kind is Five:
         check_units(keeping, textbook, prefetch)

@@ -29,6 +29,7 @@ from thunder_zero.comm.native import CoalescedNccl, PerTensor
 from thunder_zero.comm.pairwise import PACK_BELOW_BYTES, PairwiseGloo, mean_into, messages, packed_messages
 from thunder_zero.comm.transport import SingleRank, Transport
 from thunder_zero.plan import layout
+from thunder_zero.plan.traffic import gather_traffic, reduce_traffic
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
@@ -154,8 +155,8 @@ def assert_least(sent: list[int], case: Case) -> None:
         dist.all_reduce(total)
         assert total == 2 * peers * sum(map(prod, shapes)) * dtype.itemsize, (case, total)
     if kind != "all_reduce" or shapes == EVEN:
-        traffic = plan.gather_traffic if kind == "all_gather" else plan.reduce_traffic
-        assert sum(sent) == sum(traffic(param).sent for param in plan.params), (case, sent)
+        traffic = gather_traffic if kind == "all_gather" else reduce_traffic
+        assert sum(sent) == sum(traffic(plan, param).sent for param in plan.params), (case, sent)
     if shapes == MIXED:  # small tensors share a message; means need a second one, except on two ranks
         assert len(sent) == 3 * peers * (2 if kind == "all_reduce" and peers > 1 else 1), (case, sent)
 

@@ -44,8 +44,8 @@ from thunder_zero.comm.transport import COMPLEX, FLOATS, Launching, PeerBuffers,
 from thunder_zero.compat.private import chunk_cat, flatten
 from thunder_zero.plan import layout
 
-Wait = Callable[[], object]  # returns when a message has ended
-StartMessage = Callable[[Tensor, int, ProcessGroup, int], Wait]  # :func:`send` or :func:`receive`
+AwaitMessage = Callable[[], object]  # returns when a message has ended
+StartMessage = Callable[[Tensor, int, ProcessGroup, int], AwaitMessage]  # :func:`send` or :func:`receive`
 # Tensors with fewer bytes to one peer are packed into one message: a smaller message costs more than two copies of its
 # bytes. Measured on loopback, docs/performance.md.
 PACK_BELOW_BYTES = 64 << 10
@@ -222,7 +222,7 @@ class PairwiseGloo(Launching):
 
     def _reduce_and_spread(
         self, bucket: GlooBucket, parts: Sequence[Tensor], mean: Tensor, then: Callable[[], None] | None
-    ) -> Callable[[Wait], list[BucketPart]]:
+    ) -> Callable[[AwaitMessage], list[BucketPart]]:
         """Average this rank's part of ``mean``, send it to all peers, and receive the other parts.
 
         After posting the bucket, call the returned function with a function that waits until posting has ended.
@@ -231,9 +231,9 @@ class PairwiseGloo(Launching):
         other_parts = bucket.receive({rank: slots[rank] for rank in self._peers}, then, self._tag_of_means)
         reduce = self._reduce(bucket, parts, slots[self.rank], None)
         bucket.send({rank: parts[rank] for rank in self._peers})
-        sent: list[Wait] = []
+        sent: list[AwaitMessage] = []
 
-        def spread(posted: Wait) -> list[BucketPart]:
+        def spread(posted: AwaitMessage) -> list[BucketPart]:
             def average_then_send() -> None:
                 posted()
                 reduce.finish()
@@ -264,14 +264,14 @@ class GlooBucket:
 
     def __init__(self, group: ProcessGroup, tag: int) -> None:
         self._group, self._tag = group, tag
-        self._receives: list[tuple[dict[int, Tensor], int, list[Wait]]] = []
+        self._receives: list[tuple[dict[int, Tensor], int, list[AwaitMessage]]] = []
         self._sends: list[dict[int, Tensor]] = []
-        self._sent: list[Wait] = []
+        self._sent: list[AwaitMessage] = []
         self._meanwhile: list[Callable[[], object]] = []
 
     def receive(self, slots: dict[int, Tensor], then: Callable[[], None] | None, tag: int | None = None) -> BucketPart:
         """Receive into buffers, keyed by rank. Return a part that waits for all messages, then calls ``then``."""
-        received: list[Wait] = []
+        received: list[AwaitMessage] = []
         self._receives.append((slots, self._tag if tag is None else tag, received))
         return BucketPart(received, then)
 
@@ -291,11 +291,11 @@ class GlooBucket:
             work()
         return [BucketPart((posted,)), *parts, BucketPart(self._sent)]
 
-    def run(self, post: Callable[[], None]) -> Wait:
+    def run(self, post: Callable[[], None]) -> AwaitMessage:
         """Run ``post`` on the sender thread; return a function that waits until ``post`` has returned."""
         return in_background(SENDER, post).result
 
-    def start_all(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[Wait]:
+    def start_all(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[AwaitMessage]:
         """Start messages, keyed by rank. Return a list of functions, each of which waits until one message is complete.
         Empty tensors need no message."""
         return [start(tensor, rank, self._group, tag) for rank, tensor in tensors.items() if tensor.numel()]
@@ -325,7 +325,7 @@ def tags_of(role: int, tag: int) -> tuple[int, int, int]:
     return first, first + 1, first + 2
 
 
-def send(message: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:
+def send(message: Tensor, rank: int, group: ProcessGroup, tag: int) -> AwaitMessage:
     """Start sending to a rank of the group."""
     start = monotonic()
     try:
@@ -335,7 +335,7 @@ def send(message: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:
     return partial(_end, work, group, rank)
 
 
-def receive(slot: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:
+def receive(slot: Tensor, rank: int, group: ProcessGroup, tag: int) -> AwaitMessage:
     """Start receiving from a rank of the group into ``slot``."""
     start = monotonic()
     try:

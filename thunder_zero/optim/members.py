@@ -74,7 +74,7 @@ def model_of(shards: Sequence[Tensor], state: State | None = None) -> State:
             )
     if state is None:
         raise ValueError("tz.whole was given groups without parameters; give it parameters of a sharded model")
-    state.plan.require_unsliced("tz.whole", "give the optimizer model.parameters() itself, if it steps rows alone")
+    state.plan.mesh.require_unsliced("tz.whole", "give the optimizer model.parameters() itself, if it steps rows alone")
     return state
 
 

@@ -24,8 +24,7 @@ from thunder_zero.plan.precision import MixedPrecision, around
 if TYPE_CHECKING:
     from torch import nn
 
-from thunder_zero.plan.params import Param, Plan
-from thunder_zero.plan.sizes import ROOT
+from thunder_zero.plan.params import ROOT, Param, Plan
 
 
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:

@@ -112,6 +112,11 @@ class Mesh:
         """Return whether the process group with this name (in torch's collectives) joins the ranks along ``tensor``."""
         return not self.slice_groups or group in self.slice_groups
 
+    def require_unsliced(self, what: str, instead: str) -> None:
+        """Raise RuntimeError if torch's tensor parallelism slices the model."""
+        if self.is_sliced:
+            raise RuntimeError(f"{what} knows no slices of torch's tensor parallelism yet; {instead}")
+
     def over(self, name: str) -> Axis:
         """Return the axis with this name. :data:`ALL` names an axis that joins both data axes.
 

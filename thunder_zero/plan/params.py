@@ -4,16 +4,17 @@ Later code reads the plan, never the module, the stage or the process group. In 
 
     Param("h.0.weight", shape=(10, 8), unit="h.0", sharded=True, resident=False, kept_unsharded=False, ...)
     plan.shard_shape(param)   (3, 8)          each rank stores three rows; the last rank pads
-    plan.gather_traffic(param).sent  288      bytes that this rank sends in one gather
+    plan.sizes.bucket_bytes   16 MiB          a bucket holds at most so many bytes of full parameters
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections import Counter
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from thunder_zero.encodings.encoding import Blocks, Encoding
 from thunder_zero.encodings.int8 import Int8
@@ -22,11 +23,13 @@ from thunder_zero.plan.amounts import size
 from thunder_zero.plan.geometry import Geometry
 from thunder_zero.plan.mesh import SHARD, Mesh
 from thunder_zero.plan.policy import STAGES, Policy
-from thunder_zero.plan.sizes import ROOT, Sizes, sizes_of
-from thunder_zero.plan.traffic import Traffic, gather_traffic, reduce_traffic
+from thunder_zero.plan.sizes import Sizes, choose, on_cpu, on_gpu
 
 if TYPE_CHECKING:
     import torch
+
+ROOT = ""  # path of the root unit
+STATES = 2  # optimizer tensors for each parameter, in the shape of its shard; Adam has two
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +166,6 @@ class Plan:
             sum(param.uneven) or size * slices if index == dim else size for index, size in enumerate(param.shape)
         )
 
-    def require_unsliced(self, what: str, instead: str) -> None:
-        """Raise RuntimeError if torch's tensor parallelism slices the model."""
-        if self.mesh.is_sliced:
-            raise RuntimeError(f"{what} knows no slices of torch's tensor parallelism yet; {instead}")
-
     def resting(self, param: Param) -> Geometry:
         """Return the geometry of a parameter at rest, where its rows may be encoded in ``frozen_format``."""
         fmt = param.frozen_format
@@ -204,8 +202,40 @@ class Plan:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """The sizes of buckets, the bounds in flight, and the number of units gathered ahead."""
-        return sizes_of(self)
+        """The sizes of buckets, the bounds in flight, and the number of units gathered ahead. All ranks must launch
+        equal collectives, so these sizes do not depend on the shapes of inputs, which may differ between ranks."""
+        if self.memory_bytes is None:
+            return choose(self.policy, on_cpu(max(self.unit_bytes.values(), default=0)))
+        largest = max(max(param.full_bytes, param.grad_bytes) for param in self.params)
+        return choose(self.policy, on_gpu(self.largest_block_bytes, largest, self.memory_bytes - self.state_bytes))
+
+    @cached_property
+    def unit_bytes(self) -> Mapping[str, int]:
+        """A mapping from units to bytes: the sum of each parameter's full or gradient size, whichever is larger."""
+        counts: Counter[str] = Counter()
+        for param in self.params:
+            counts[param.unit] += max(param.full_bytes, param.grad_bytes)
+        return counts
+
+    @property
+    def largest_block_bytes(self) -> int:
+        """Bytes of the largest unit except the root, or of the root if it is the only unit."""
+        blocks = {unit: nbytes for unit, nbytes in self.unit_bytes.items() if unit != ROOT} or self.unit_bytes
+        return max(blocks.values())
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """An estimate of the bytes at rest on each rank's device. ``tz.tools.memory`` has the exact number.
+
+        It includes shards, resident parameters, and, for trained parameters, gradients and :data:`STATES` optimizer
+        tensors. It counts ZeRO-1's shards twice: they are views of the full parameters, which are included, too.
+        """
+        total = 0
+        for param in self.params:
+            tensors = 1 + (1 + STATES) * param.requires_grad if not self.rests_on_host(param) else 0
+            total += tensors * prod(self.shard_shape(param)) * param.rest_dtype.itemsize
+            total += param.full_bytes * param.resident
+        return total
 
     @cached_property
     def recomputed(self) -> frozenset[str]:
@@ -291,25 +321,7 @@ class Plan:
         fmt = param.reduce_format if is_last and self.ranks_over(axis) > 1 else None
         return fmt or Encoding(param.reduce_dtype)
 
-    def payload_bytes(self, param: Param) -> int:
-        """Return the bytes of a rank's encoded rows with padding. All ranks encode the same number of elements."""
-        return self.gather_encoding(param).nbytes(prod(self.shard_shape(param)))
-
-    def part_bytes(self, param: Param, axis: str) -> int:
-        """Return the encoded bytes of the part of a gradient that one rank sums. Along ``shard`` the part is the rank's
-        rows. Along ``replicate`` each replica sums a part of these rows."""
-        rows = prod(self.shard_shape(param))
-        return self.reduce_encoding(param, axis).nbytes(rows if axis == SHARD else -(-rows // self.mesh.replicate.size))
-
-    def gather_traffic(self, param: Param) -> Traffic:
-        """Return the bytes to gather the parameter once."""
-        return gather_traffic(self, param)
-
-    def reduce_traffic(self, param: Param, *axes: str) -> Traffic:
-        """Return the bytes to reduce the parameter's gradient once, over the given axes or by default over all."""
-        return sum((reduce_traffic(self, param, axis) for axis in axes or self.reduced_over(param)), Traffic())
-
     @cached_property
-    def known_traffic(self) -> dict[tuple[tuple[str, ...], str | None], Traffic]:
+    def known_traffic(self) -> dict[object, Any]:
         """The cache of :func:`thunder_zero.plan.traffic.bucket_traffic`."""
         return {}

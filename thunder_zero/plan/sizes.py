@@ -6,69 +6,29 @@ whole unit, and NCCL needs large messages. So on a GPU a unit is one bucket, and
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
-from typing import TYPE_CHECKING
 
 from thunder_zero.plan.policy import MiB, Policy
 
-if TYPE_CHECKING:
-    from thunder_zero.plan.params import Plan
-
-ROOT = ""  # path of the root unit
-STATES = 2  # optimizer tensors for each parameter, in the shape of its shard; Adam has two
 SMALL = 16 * MiB  # a bucket on the CPU; on a GPU the bytes of small buckets in flight beside a large bucket
 FRACTION = 4  # gathers in flight, or reductions, take at most 1 / FRACTION of the memory that is not state
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The bytes of a bucket, and the bounds of the bytes in flight."""
+    """The bytes of a bucket, and the bounds of the bytes in flight.
 
-    bucket_bytes: int  # bytes of full parameters in one bucket
-    prefetch: int  # number of units whose gathers may be in flight while an earlier unit computes
-    in_flight_bytes: int  # bound on the full gradients that are being reduced, or computed for the next reduction
-    ahead_bytes: int  # bound on the full parameters gathered ahead of their use
-
-
-def sizes_of(plan: Plan) -> Sizes:
-    """Return the sizes of a plan. All ranks must launch equal collectives, so sizes do not depend on the shapes of
-    inputs, which may differ between ranks."""
-    units = unit_bytes(plan)
-    if plan.memory_bytes is None:
-        return choose(plan.policy, on_cpu(max(units.values(), default=0)))
-    largest = max(max(param.full_bytes, param.grad_bytes) for param in plan.params)
-    return choose(plan.policy, on_gpu(largest_block_bytes(plan), largest, plan.memory_bytes - state_bytes(plan)))
-
-
-def unit_bytes(plan: Plan) -> Mapping[str, int]:
-    """Return a mapping from units to bytes: the sum of each parameter's full or gradient size, whichever is larger."""
-    counts: Counter[str] = Counter()
-    for param in plan.params:
-        counts[param.unit] += max(param.full_bytes, param.grad_bytes)
-    return counts
-
-
-def largest_block_bytes(plan: Plan) -> int:
-    """Return the bytes of the largest unit except the root, or of the root if it is the only unit."""
-    units = unit_bytes(plan)
-    return max({unit: nbytes for unit, nbytes in units.items() if unit != ROOT}.values(), default=units.get(ROOT, 0))
-
-
-def state_bytes(plan: Plan) -> int:
-    """Return an estimate of the bytes at rest on each rank's device. ``tz.tools.memory`` has the exact number.
-
-    It includes shards, resident parameters, and, for trained parameters, gradients and :data:`STATES` optimizer
-    tensors. It counts ZeRO-1's shards twice: they are views of the full parameters, which are included, too.
+    Attributes:
+        bucket_bytes: bytes of full parameters in one bucket.
+        prefetch: number of units whose gathers may be in flight while an earlier unit computes.
+        in_flight_bytes: bound on the full gradients that are being reduced, or computed for the next reduction.
+        ahead_bytes: bound on the full parameters gathered ahead of their use.
     """
-    total = 0
-    for param in plan.params:
-        tensors = 1 + (1 + STATES) * param.requires_grad if not plan.rests_on_host(param) else 0
-        total += tensors * prod(plan.shard_shape(param)) * param.rest_dtype.itemsize
-        total += param.full_bytes * param.resident
-    return total
+
+    bucket_bytes: int
+    prefetch: int
+    in_flight_bytes: int
+    ahead_bytes: int
 
 
 def choose(policy: Policy, defaults: Sizes) -> Sizes:

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 from thunder_zero.plan import layout
 from thunder_zero.plan.mesh import OF_MEANS, REPLICATE, SHARD
-
-if TYPE_CHECKING:
-    from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.params import Param, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +48,13 @@ def gather_traffic(plan: Plan, param: Param) -> Traffic:
     return Traffic(sent, received, _gathered(plan, param, 0)[0], param.full_bytes)
 
 
-def reduce_traffic(plan: Plan, param: Param, axis: str) -> Traffic:
-    """Return the bytes to reduce a parameter's gradient once over an axis."""
-    sent, received = _reduced(plan, param, axis, plan.mesh.shard.place)
-    return Traffic(sent, received, max(_reduced(plan, param, axis, 0)), param.grad_bytes)
+def reduce_traffic(plan: Plan, param: Param, *axes: str) -> Traffic:
+    """Return the bytes to reduce a parameter's gradient once, over the given axes or by default over all."""
+    total = Traffic()
+    for axis in axes or plan.reduced_over(param):
+        sent, received = _reduced(plan, param, axis, plan.mesh.shard.place)
+        total += Traffic(sent, received, max(_reduced(plan, param, axis, 0)), param.grad_bytes)
+    return total
 
 
 def bucket_traffic(plan: Plan, paths: tuple[str, ...], axis: str | None) -> Traffic:
@@ -71,7 +71,7 @@ def _gathered(plan: Plan, param: Param, rank: int) -> tuple[int, int]:
     if not param.sharded:
         return 0, 0
     if plan.gathers_bytes(param):
-        sent = (plan.mesh.shard.size - 1) * plan.payload_bytes(param)
+        sent = (plan.mesh.shard.size - 1) * payload_bytes(plan, param)
         return sent, sent
     itemsize = plan.gather_encoding(param).dtype.itemsize
     sent = layout.gather_sends(param.rest_shape, plan.mesh.shard.size, rank)
@@ -83,7 +83,7 @@ def _reduced(plan: Plan, param: Param, axis: str, rank: int) -> tuple[int, int]:
     # A rank sends encoded parts to its peers. Between replicas it also sends back the mean of its own part.
     encoding = plan.reduce_encoding(param, axis)
     if encoding.block:
-        sent = (1 + (axis == REPLICATE)) * (plan.ranks_over(axis) - 1) * plan.part_bytes(param, axis)
+        sent = (1 + (axis == REPLICATE)) * (plan.ranks_over(axis) - 1) * part_bytes(plan, param, axis)
         return sent, sent
     itemsize = encoding.dtype.itemsize
     if axis == SHARD and param.sharded:
@@ -107,13 +107,25 @@ def slice_traffic(plan: Plan, collective: str, numel: int, itemsize: int) -> Tra
     return Traffic(nbytes, nbytes, nbytes)
 
 
+def payload_bytes(plan: Plan, param: Param) -> int:
+    """Return the bytes of a rank's encoded rows with padding. All ranks encode the same number of elements."""
+    return plan.gather_encoding(param).nbytes(prod(plan.shard_shape(param)))
+
+
+def part_bytes(plan: Plan, param: Param, axis: str) -> int:
+    """Return the encoded bytes of the part of a gradient that one rank sums. Along ``shard`` the part is the rank's
+    rows. Along ``replicate`` each replica sums a part of these rows."""
+    rows = prod(plan.shard_shape(param))
+    return plan.reduce_encoding(param, axis).nbytes(rows if axis == SHARD else -(-rows // plan.mesh.replicate.size))
+
+
 def gather_work(plan: Plan, param: Param) -> tuple[int, int]:
     """Return the memory traffic of encoding and of decoding for a gather, in bytes. A cast is an encoding, too."""
     rows, full = prod(plan.shard_shape(param)), plan.mesh.shard.size * prod(plan.shard_shape(param))
     if param.frozen_format:
         return 0, param.rest_bytes + param.full_bytes  # even on a single rank
     if plan.gathers_bytes(param):
-        payload = plan.payload_bytes(param)
+        payload = payload_bytes(plan, param)
         decoded = plan.mesh.shard.size * payload + full * param.compute_dtype.itemsize
         return rows * param.dtype.itemsize + payload, decoded
     return (rows * (param.dtype.itemsize + param.compute_dtype.itemsize), 0) if plan.casts(param) else (0, 0)
@@ -125,7 +137,7 @@ def reduce_work(plan: Plan, param: Param, axis: str) -> tuple[int, int]:
     rows, peers = prod(plan.shard_shape(param)), plan.ranks_over(axis) - 1
     mean = rows * param.dtype.itemsize
     if plan.reduces_bytes(param, axis):
-        part = plan.part_bytes(param, axis)
+        part = part_bytes(plan, param, axis)
         if axis == SHARD:
             return (peers + 1) * rows * param.compute_dtype.itemsize + peers * part, peers * part + mean
         return mean + peers * part, (2 * peers + 2) * part + mean

@@ -31,7 +31,7 @@ from functools import cached_property
 import networkx as nx
 from networkx.algorithms.flow import boykov_kolmogorov
 
-from thunder_zero.plan.sizes import ROOT
+from thunder_zero.plan.params import ROOT
 from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.lifetimes import last_reads
 from thunder_zero.schedule.ops import Compute, Gather, Op, Return, Wait, ends, reading

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from thunder_zero.plan.sizes import ROOT
+from thunder_zero.plan.params import ROOT
 from thunder_zero.schedule.derived import regathered
 from thunder_zero.schedule.lifetimes import bytes_alive, lifetimes
 from thunder_zero.schedule.ops import Compute, Defer, Reduce, Return, Work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate, zip_longest
 
-from thunder_zero.plan.sizes import ROOT
+from thunder_zero.plan.params import ROOT
 from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.lifetimes import last_reads
 from thunder_zero.schedule.ops import Compute, Op, identities

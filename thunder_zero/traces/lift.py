@@ -1,4 +1,4 @@
-"""Lifts a lowered joint trace into operations, once. All later steps rewrite operations; ``write.py`` writes traces.
+"""Lifts a lowered joint trace into operations, once. All later steps rewrite operations.
 
 ::
 

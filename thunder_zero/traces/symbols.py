@@ -30,6 +30,7 @@ import torch
 
 from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR
 from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.traffic import part_bytes, payload_bytes
 from thunder_zero.schedule.ops import Gather, Launch
 
 import thunder.core.dtypes as dtypes
@@ -270,10 +271,10 @@ class ZeroExecutor(OperatorExecutor):
         if gathers and param.frozen_format:
             shape, dtype = param.rest_shape if after_wait else tensor.shape, param.rest_dtype
         elif gathers and plan.gathers_bytes(param):
-            shape, dtype = ((1 + peers * after_wait) * plan.payload_bytes(param),), torch.uint8
+            shape, dtype = ((1 + peers * after_wait) * payload_bytes(plan, param),), torch.uint8
         elif not gathers and plan.reduces_bytes(param, axis):
             parts = peers + (after_wait and axis == REPLICATE)
-            shape, dtype = (parts * plan.part_bytes(param, axis),), torch.uint8
+            shape, dtype = (parts * part_bytes(plan, param, axis),), torch.uint8
         device = self._device_of(tensor)
         return TensorProxy(shape=shape, device=device, dtype=dtypes.to_dtype(dtype), requires_grad=False, prefix="q")
 

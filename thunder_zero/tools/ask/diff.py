@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from thunder_zero.plan.amounts import name_of
-from thunder_zero.plan.params import Param, Plan
-from thunder_zero.plan.sizes import ROOT
+from thunder_zero.plan.params import ROOT, Param, Plan
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.ops import LAUNCHES, Compute, starts_collective
 from thunder_zero.schedule.passes import run

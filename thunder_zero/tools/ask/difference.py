@@ -15,9 +15,8 @@ from itertools import groupby
 from textwrap import wrap
 
 from thunder_zero.plan.amounts import size
-from thunder_zero.plan.params import Plan
+from thunder_zero.plan.params import ROOT, Plan
 from thunder_zero.plan.policy import STAGES, Policy
-from thunder_zero.plan.sizes import ROOT
 from thunder_zero.tools.printing.text import table_of, text_of_table
 from thunder_zero.tools.printing.words import WIDTH, count, summed_up
 

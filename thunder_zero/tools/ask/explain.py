@@ -21,7 +21,7 @@ from thunder_zero.plan.amounts import size
 from thunder_zero.plan.geometry import cut_rows
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import STAGES
-from thunder_zero.plan.traffic import Traffic
+from thunder_zero.plan.traffic import Traffic, gather_traffic, reduce_traffic
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Op, Reduce, Return, Wait
 from thunder_zero.schedule.prefetch import Bound, bounds
@@ -202,7 +202,7 @@ def _gathered(program: _Program, param: Param, launch: int, after: int, bound: B
     first, last = (readers[0], readers[-1]) if readers else (None, None)
     lines = program.lines(launch, wait, first, last, free)
     wire, exposed = program.seconds((launch, wait))
-    traffic = plan.gather_traffic(param)
+    traffic = gather_traffic(plan, param)
     return Gathered(
         bucket=op.params,
         bucket_bytes=timeline.traffic(op).full,
@@ -246,7 +246,7 @@ def _gradient(program: _Program, param: Param) -> Reduced | None:
     wait = max((index for index in waits if index is not None), default=None)
     lines = program.lines(writer, first, last, wait)
     wire, exposed = program.seconds((*launches, *waits)) if is_sent else (None, None)
-    traffic = plan.reduce_traffic(param) if is_sent else Traffic()
+    traffic = reduce_traffic(plan, param) if is_sent else Traffic()
     deferred = "no_sync keeps all of it until a later backward"
     return Reduced(
         made=lines.get(writer),

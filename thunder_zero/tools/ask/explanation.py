@@ -18,6 +18,7 @@ from thunder_zero.plan.amounts import duration, name_of, size
 from thunder_zero.plan.formats import Format
 from thunder_zero.plan.mesh import REPLICATE, SHARD
 from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.traffic import reduce_traffic
 from thunder_zero.tools.printing.text import clip, place_of
 from thunder_zero.tools.printing.words import WIDTH, summed_up
 
@@ -238,7 +239,7 @@ def _gradient_lines(reduced: Reduced, explanation: Explanation) -> Iterator[str]
     encoding = param.reduce_format if encoded_on.get(SHARD) else None
     yield from _part("  bytes", _traffic(reduced, encoding, rounds="at random"))
     if (encoding := param.reduce_format) is not None and encoded_on.get(REPLICATE):
-        sent, whole = (plan.reduce_traffic(param, axis).sent for axis in (REPLICATE, SHARD))
+        sent, whole = (reduce_traffic(plan, param, axis).sent for axis in (REPLICATE, SHARD))
         error = f"off by at most {encoding.error('at random')}, and {encoding.error('to nearest')} of the mean"
         yield from _part(
             "", f"{whole:,} B of them inside of this copy, exactly; {sent:,} B between copies, as {encoding}: {error}"

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from thunder_zero.plan.sizes import ROOT
+from thunder_zero.plan.params import ROOT
 from thunder_zero.tools.fitting.candidate import Candidate
 
 MOST_PARTIAL = 20_000  # with more partial choices, bytes are rounded up to a thousandth of the budget

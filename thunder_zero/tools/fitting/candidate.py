@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from thunder_zero.plan.amounts import itemsize
-from thunder_zero.plan.params import Plan
+from thunder_zero.plan.params import ROOT, Plan
 from thunder_zero.plan.policy import Policy, is_count
-from thunder_zero.plan.sizes import ROOT
 from thunder_zero.schedule.lifetimes import alive_bytes, lifetimes
 from thunder_zero.schedule.ops import LAUNCHES, Compute, Gather
 from thunder_zero.schedule.passes import PASSES, apply_passes

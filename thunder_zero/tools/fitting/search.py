@@ -13,7 +13,6 @@ from functools import cached_property
 from itertools import combinations, product
 
 from thunder_zero.plan.policy import STAGES, Policy
-from thunder_zero.plan.sizes import unit_bytes
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.fitting.budget import KEPT, KEPT_AND_RECOMPUTED, PLAIN, RECOMPUTED, Parts, UnitChoice, cheapest
 from thunder_zero.tools.fitting.candidate import USUAL_PRICES, Candidate, Prices
@@ -92,7 +91,7 @@ class Search:
     def sized(self) -> tuple[Policy, ...]:
         """The requested policy, and copies with fewer bytes in flight: the bytes of two units, of one unit, and 0."""
         plan = self.lifted.plan
-        sizes, largest = plan.sizes, max(unit_bytes(plan).values(), default=0)
+        sizes, largest = plan.sizes, max(plan.unit_bytes.values(), default=0)
         smaller = [(min(sizes.bucket_bytes, in_flight // 2), in_flight) for in_flight in (2 * largest, largest, 0)]
         pairs = [(sizes.bucket_bytes, sizes.in_flight_bytes)]
         pairs += [(bucket, in_flight) for bucket, in_flight in smaller if in_flight < sizes.in_flight_bytes]

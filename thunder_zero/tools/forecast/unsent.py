@@ -22,7 +22,7 @@ from torch.distributed import HashStore, ProcessGroup
 from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.handle import BucketPart, Result
 from thunder_zero.comm.native import CoalescedNccl, PerTensor
-from thunder_zero.comm.pairwise import GlooBucket, PairwiseGloo, StartMessage, Wait
+from thunder_zero.comm.pairwise import AwaitMessage, GlooBucket, PairwiseGloo, StartMessage
 from thunder_zero.comm.transport import PeerBuffers, SingleRank, Transport
 from thunder_zero.encodings.encoding import PIECE, PIECE_ON_GPU
 from thunder_zero.encodings.int8 import weyl
@@ -35,12 +35,12 @@ from thunder_zero.sharded.wire import Wire
 class _UnsentBucket(GlooBucket):
     """A gloo bucket that sends no messages. Each wait keeps the tensor of its message alive."""
 
-    def run(self, post: Callable[[], None]) -> Wait:
+    def run(self, post: Callable[[], None]) -> AwaitMessage:
         """Run ``post`` on this thread."""
         post()
         return lambda: None
 
-    def start_all(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[Wait]:
+    def start_all(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[AwaitMessage]:
         """Return a wait for each tensor, which keeps the tensor alive."""
         return [partial(_hold, tensor) for tensor in tensors.values() if tensor.numel()]
 

@@ -14,7 +14,6 @@ from thunder_zero.comm.slices import mesh_and_slices
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES, Policy
-from thunder_zero.plan.sizes import largest_block_bytes
 from thunder_zero.tools.absent_ranks import fake_mesh
 from thunder_zero.tools.cost.estimate import Estimate
 from thunder_zero.tools.devices.device import Device
@@ -60,7 +59,7 @@ class SubjectPrograms:
     def block_bytes(self) -> int:
         """The bytes of the largest block. This number does not depend on the policy."""
         policy = Policy(mixed_precision=self.asked.mixed_precision)
-        return largest_block_bytes(self.plan(policy, MeshShape(1, self.shards, self.slices)))
+        return self.plan(policy, MeshShape(1, self.shards, self.slices)).largest_block_bytes
 
     def plan(self, policy: Policy, mesh: MeshShape) -> Plan:
         """Return the whole model's plan for rank 0."""
