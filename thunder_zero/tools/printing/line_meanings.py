@@ -137,9 +137,7 @@ def rows(
             gathered = alive[index]
             op = timeline.ops[index]
             reads = op.returned if isinstance(op, Return) else op.reads
-            paths = (
-                _lookup(reads, read) or _lookup(op.writes, made) if isinstance(op, Compute | Return) else op.params
-            )
+            paths = _lookup(reads, read) or _lookup(op.writes, made) if isinstance(op, Compute | Return) else op.params
             is_made = isinstance(op, Compute) and not _lookup(op.reads, read) and bool(paths)
             result.append(_row(line, op, timeline, paths, gathered, gradients=is_made))
     if index_of:
