@@ -96,9 +96,8 @@ def check_bytes_sent(model: Any, optimizer: torch.optim.Optimizer, plan: Plan) -
     again = sum(gather_traffic(plan, param).sent for param in plan.params if param.path in AGAIN and stage == 3)
     forward = 0 if stage == 1 else gather
     assert bool(gather) == (stage > 0)
-    assert gather_traffic(plan, one_row).sent == (28 * (axis.size - 1) if axis.place == 0 and stage else 0), (
-        "no padding"
-    )
+    one_row_sent = gather_traffic(plan, one_row).sent
+    assert one_row_sent == (28 * (axis.size - 1) if axis.place == 0 and stage else 0), "no padding"
 
     def infer(mode: Any) -> Tensor:
         with mode():
