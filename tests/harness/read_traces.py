@@ -114,7 +114,7 @@ class _Phase:
             else:
                 yield Wait(launch, writes), (index,)
         elif name == "zero_defer_reduction":
-            yield Defer(reads[0], writes[0], line.args[1]), (index,)
+            yield Defer(tuple(reads), tuple(writes), (line.args[1],)), (index,)
         elif line.sym.id is prims.PrimIDs.RETURN:
             yield self._return(line), (index,)
         else:
