@@ -43,7 +43,6 @@ SAME_OPTIONS = (
     "set it alike on every rank; give a scheduler such as ReduceLROnPlateau the mean of its metric over ranks"
 )
 Group = dict[str, Any]
-Optimizers = Optimizer | Iterable[Optimizer]
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,17 +74,10 @@ def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fa
 
 
 @contextmanager
-def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[None]:
+def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[list[Fact]]:
     """Raise on every rank at the end of the block if the block raises on any rank; a collective. The other ranks raise
-    "rank 1 refused ``what``" with the text of the first error."""
-    with all_alike_or_none(group, what):
-        yield
-
-
-@contextmanager
-def all_alike_or_none(group: dist.ProcessGroup, what: str) -> Iterator[list[Fact]]:
-    """Extend :func:`all_or_none`: yield a list of facts, to which the block appends, and raise if the lists differ
-    between ranks. This takes one collective, or two collectives if the lists differ."""
+    "rank 1 refused ``what``" with the text of the first error. Also raise if the ranks append different facts to the
+    list that this yields: a second collective finds the difference."""
     facts: list[Fact] = []
     failure: Exception | None = None
     try:
