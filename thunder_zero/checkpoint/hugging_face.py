@@ -1,8 +1,7 @@
 """``tz.save_pretrained``: writes the folder that ``from_pretrained`` loads, one tensor at a time.
 
-The module's class decides the tensors in each file, their names, and the content of ``config.json``. These differ
-between versions of the libraries. So the class's own ``save_pretrained`` writes a temporary folder, with a stand-in of
-one number for each tensor. The files in that folder decide which names ``tz.save_pretrained`` writes::
+The module's class decides the tensors in each file, their names, and the content of ``config.json``. So the class's own
+``save_pretrained`` writes a temporary folder, with a stand-in of one number for each tensor::
 
     state dict             stand-ins       its own model.safetensors     ours, gathered one by one
     embed.weight           tensor([0])     embed.weight  [0]             embed.weight  embed.weight in full
@@ -124,7 +123,7 @@ def save_pretrained(
 def _plan_files(
     module: nn.Module, state_dict: Mapping[str, Any], folder: Path, max_bytes: int, dtype: torch.dtype | None
 ) -> tuple[Weights, dict[Path, bytes]]:
-    """Create the folder. Return the tensors to write to each safetensors file, and the contents of other files."""
+    """Create the folder. Return the tensors of each safetensors file, and the contents of other files."""
     tensors = _tensors_of(state_dict)
     names_of: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
@@ -180,7 +179,6 @@ def _gather(state: State, value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _write(weights: Weights, other_files: Mapping[Path, bytes], values: Iterator[Tensor]) -> None:
-    """Write all files under temporary names, then rename the files. This runs on rank 0 only."""
     written: dict[Path, list[Path]] = {}
 
     def read(tensor: TensorToWrite) -> Tensor:
@@ -202,7 +200,7 @@ def _write(weights: Weights, other_files: Mapping[Path, bytes], values: Iterator
 def _files_of_module(
     module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> tuple[dict[Path, dict[str, str]], dict[Path, bytes]]:
-    """Run a module's own ``save_pretrained`` on stand-ins, and return the files that it writes.
+    """Return the files that a module's own ``save_pretrained`` writes.
 
     For each safetensors file, return a mapping from names in the file to names in the state dict. For each other file,
     return its contents. A module without ``save_pretrained`` has one file, with each tensor under its first name.

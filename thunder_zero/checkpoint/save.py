@@ -148,7 +148,7 @@ def entries_of(
 
 @torch.no_grad()
 def write_checkpoint(path: Path, entries: Entries, group: dist.ProcessGroup, *, max_to_keep: int | None) -> Path:
-    """Write this rank's entries. Once all ranks have written, make the checkpoint visible (a collective)."""
+    """Write this rank's entries. Once all ranks have written, rank 0 makes the checkpoint visible. A collective."""
     rank = group.rank()
     try:
         with all_or_none(group, "to save"):
@@ -174,7 +174,6 @@ def write_checkpoint(path: Path, entries: Entries, group: dist.ProcessGroup, *, 
 
 
 def finish_checkpoint(path: Path, parts: Sequence[Part], max_to_keep: int | None) -> None:
-    """Write the metadata, make the checkpoint visible, and delete older checkpoints. This runs on rank 0 only."""
     files = dcp_write.write_metadata(folder.staging_of(path), parts)
     folder.publish(path, len(parts), files)
     if max_to_keep is not None:
