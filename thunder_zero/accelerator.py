@@ -1,7 +1,7 @@
 """``ShardedAccelerator``: what an Accelerator of Hugging Face does otherwise with sharded models.
 
-In: a class of accelerators, and the arguments of ``tz.compile``. Out: a subclass, whose ``prepare`` shards modules in
-place of DistributedDataParallel, and moves optimizers of their parameters to the shards. A state has two parts::
+``prepare`` shards modules in place of DistributedDataParallel, and lets their optimizers step the shards. A state has
+two parts::
 
     folder/run                       the model and its optimizers, by tz.save; run_1, run_2 for further models
     folder/scheduler.bin, scaler.pt, random_states_0.pkl, ...    by Accelerate
@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -116,11 +115,7 @@ class ShardedAccelerator(Accelerator):
         return full_state_dict(sharded) if unwrap or self._in_run is None else self._in_run
 
     def save(self, obj: Any, *args: Any, **kwargs: Any) -> None:
-        """Write values on one rank.
-
-        Raises:
-            TypeError: ``obj`` has DTensors, of which only the rows of this rank would be written.
-        """
+        """Write values on one rank. Raise TypeError for DTensors, of which only this rank's rows would be written."""
         if any(isinstance(value, DTensor) for value in tree_leaves(obj)):
             raise TypeError(
                 f"Accelerator.save was given DTensors, and writes the rows of one rank; pass it "
@@ -153,9 +148,12 @@ class ShardedAccelerator(Accelerator):
         return [model for model in models_of(self) if isinstance(model, ShardedModel)]
 
     def _runs(self) -> Runs:
-        names = (f"{RUN}_{index}" if index else RUN for index in count())
-        models = self._sharded_models()
-        return {name: (model, _optimizers_of(self, model)) for name, model in zip(names, models, strict=False)}
+        runs: Runs = {}
+        for index, model in enumerate(self._sharded_models()):
+            ids = {id(param.shard) for param in model.state.params.values()}
+            optimizers = [opt for opt in optimizers_of(self) if not ids.isdisjoint(map(id, parameters_of(opt)))]
+            runs[f"{RUN}_{index}" if index else RUN] = model, optimizers
+        return runs
 
 
 def is_accelerator(kind: object) -> bool:
@@ -164,32 +162,25 @@ def is_accelerator(kind: object) -> bool:
     return library is not None and isinstance(kind, type) and issubclass(kind, library.Accelerator)
 
 
-def _optimizers_of(accelerator: Any, model: ShardedModel) -> list[Optimizer]:
-    """Return the prepared optimizers that step shards of a model."""
-    ids = {id(param.shard) for param in model.state.params.values()}
-    return [opt for opt in optimizers_of(accelerator) if not ids.isdisjoint(map(id, parameters_of(opt)))]
-
-
 def _optimizers_in(runs: Runs) -> list[Optimizer]:
     return [optimizer for _, optimizers in runs.values() for optimizer in optimizers]
 
 
 def _save_runs(runs: Runs, in_run: dict[str, Any], models: Any, weights: list[Any], folder: str) -> None:
-    """Write our checkpoints, and take out of ``weights`` what Accelerate need not write. This is a hook."""
+    """Write our checkpoints, and take out of ``weights`` what Accelerate need not write."""
     for name, (model, optimizers) in runs.items():
         save(Path(folder) / name, model, optimizers)
     weights[:] = [values for values in weights if values is not in_run]
 
 
 def _load_runs(runs: Runs, models: list[Any], folder: str) -> None:
-    """Load our checkpoints, and take out of ``models`` what Accelerate need not load. This is a hook."""
+    """Load our checkpoints, and take out of ``models`` what Accelerate need not load."""
     for name, (model, optimizers) in runs.items():
         load(Path(folder) / name, model, optimizers)
     models[:] = [model for model in models if not isinstance(model, ShardedModel)]
 
 
 def _require_fitting_settings(accelerator: Any) -> None:
-    """Raise ValueError if an accelerator is set up for something that a sharded model cannot have."""
     kind, backend = accelerator.distributed_type.value, accelerator.state.dynamo_plugin.backend.value
     if kind in SHARDERS:
         problem, action = f"is set up to shard by {kind}", "leave that plugin out of Accelerator, its config or Trainer"

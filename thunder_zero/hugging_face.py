@@ -1,14 +1,11 @@
 """``sharded``: trainers and accelerators of Hugging Face. ``parallelize``: tensor parallelism.
 
-In: a class of trainers, and the arguments of ``tz.compile``. Out: a subclass, whose instances shard their model in
-``__init__``. ``accelerator.py`` has the subclass of an accelerator. As under DistributedDataParallel, a trainer has two
-attributes for its model::
+As under DistributedDataParallel, a trainer has two attributes for its model::
 
     trainer.model            the plain module with DTensors, for its class, config, signature and adapters
     trainer.model_wrapped    the sharded model, which steps call
 
-``parallelize`` slices a model by the model's plan for tensor parallelism. Only ``parallelize`` imports transformers at
-run time: the user imports the class of trainers.
+Only ``parallelize`` imports transformers at run time: the user imports the class of trainers.
 """
 
 from __future__ import annotations
@@ -72,10 +69,7 @@ def sharded(trainer: TrainerClass, policy: Policy | int | None = None, **argumen
             argument if the trainer's or the accelerator's model is already sharded by ``compile``.
 
     Raises:
-        TypeError: ``trainer`` lacks a method that the subclass overrides: it is not a trainer, or it comes from an
-            unsupported version of transformers.
-        ValueError: an argument of a trainer or of an accelerator does not work with a sharded model. The subclass
-            raises this in ``__init__``.
+        TypeError: ``trainer`` is not a trainer, or it comes from an unsupported version of transformers.
     """
     defaults = {} if isinstance(policy, Policy) else {"broadcast_from": 0}
     for_compile = {"policy": policy, **defaults, **arguments} if policy is not None or arguments else {}
@@ -104,7 +98,6 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str
             model's plan, as with ``DistributedConfig.tp_plan``.
 
     Raises:
-        TypeError: ``model`` is not a model of transformers, or ``mesh`` has several dimensions.
         ValueError: there is no plan, or the plan has an unknown path or an unsupported style, such as the styles of
             experts. It is also raised if the model is already sliced, or the number of ranks does not divide a size.
         RuntimeError: the installed version of transformers has no plans for tensor parallelism.
@@ -120,7 +113,7 @@ class ShardedTrainer(Trainer):
     def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
         if not self._for_compile and not isinstance(model, ShardedModel):
             raise ValueError("nothing says how to shard the model of the trainer; pass stage= to sharded(...)")
-        super().__init__(_plain(model), *args, **kwargs)
+        super().__init__(model.plain if isinstance(model, ShardedModel) else model, *args, **kwargs)
         _require_fitting_arguments(self, model)
         if self._for_compile:
             model = compile(self.model, **{"device": self.args.device, **self._for_compile})
@@ -179,7 +172,9 @@ class ShardedTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save(Path(output_dir) / RUN, self.model_wrapped, self.optimizer.optimizer, extra=self._extra())
+        save(
+            Path(output_dir) / RUN, self.model_wrapped, self.optimizer.optimizer, extra={"scheduler": self.lr_scheduler}
+        )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load weights from a plain trainer's checkpoint. Other checkpoints are loaded later, with the optimizer."""
@@ -190,13 +185,11 @@ class ShardedTrainer(Trainer):
         if checkpoint is None or not _has_run(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
-            load(Path(checkpoint) / RUN, self.model_wrapped, self.optimizer.optimizer, extra=self._extra())
+            extra = {"scheduler": self.lr_scheduler}
+            load(Path(checkpoint) / RUN, self.model_wrapped, self.optimizer.optimizer, extra=extra)
 
     def _load_best_model(self) -> None:
         load(Path(self.state.best_model_checkpoint) / RUN, self.model_wrapped)
-
-    def _extra(self) -> dict[str, Any]:
-        return {"scheduler": self.lr_scheduler}
 
 
 def _require_methods(trainer: type[Any]) -> None:
@@ -204,18 +197,15 @@ def _require_methods(trainer: type[Any]) -> None:
 
     Otherwise the trainer would never call the override. For example, it would save only the rows of rank 0.
     """
-    overrides = vars(ShardedTrainer).keys() - {"_extra", "_precompute_ref_logps", *dir(object)}
+    overrides = vars(ShardedTrainer).keys() - {"_precompute_ref_logps", *dir(object)}
     if missing := sorted(
         name for name in overrides if callable(vars(ShardedTrainer)[name]) and name not in dir(trainer)
     ):
+        installed = version("transformers") if find_spec("transformers") is not None else "not installed"
         raise TypeError(
             f"{trainer.__name__} has no method {missing[0]}, which a sharded trainer replaces; give a class derived "
-            f"from Trainer of transformers {VERSIONS} (here: {_version_of_transformers()})"
+            f"from Trainer of transformers {VERSIONS} (here: {installed})"
         )
-
-
-def _version_of_transformers() -> str:
-    return version("transformers") if find_spec("transformers") is not None else "not installed"
 
 
 def _has_run(checkpoint: str) -> bool:
@@ -223,12 +213,7 @@ def _has_run(checkpoint: str) -> bool:
     return on_rank_0("look for a run", lambda _: (Path(checkpoint) / RUN).exists())
 
 
-def _plain(model: Any) -> Any:
-    return model.plain if isinstance(model, ShardedModel) else model
-
-
 def _require_fitting_arguments(trainer: Any, model: Any) -> None:
-    """Raise ValueError if an argument of a trainer does not work with a sharded model."""
     args, is_sharded = trainer.args, isinstance(model, ShardedModel)
     for name, action in REFUSED.items():
         if vars(args).get(name):

@@ -31,8 +31,7 @@ from thunder_zero.comm import agree
 from thunder_zero.comm.backends import device_for, memory_bytes
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import Ranks, has_groups, ranks_of
-from thunder_zero.comm.slices import partial_of, require_planned, slices_of
-from thunder_zero.comm.split_ties import require_whole_ties
+from thunder_zero.comm.slices import partial_of, require_planned, require_whole_ties, slices_of
 from thunder_zero.compat.jitted import plain_of
 from thunder_zero.compat.plans_of_transformers import leave_to_plan
 from thunder_zero.plan.make_plan import make_plan

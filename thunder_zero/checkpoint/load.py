@@ -1,15 +1,12 @@
 """``tz.load``: finds, checks and reads a checkpoint, then changes the whole model or nothing.
 
-In: a folder, and the model, optimizers and extras to load. Out: the saved extras. In this collective, ranks agree after
-each step, so that all ranks raise if one rank does::
+Ranks agree after each step, so that all ranks raise if one rank does::
 
-    check_arguments       check the arguments, and compare them between ranks                   preamble.py
+    check_arguments       check the arguments, and compare them between ranks                   save.py
     _find_checkpoint      find the folder, on rank 0
     read_checkpoint       compare names, shapes and dtypes with the model's; read this rank's part into new memory
                           (read.py); read some files in full, and compare their SHA-256 (dcp_read.py)
     _write_all_or_none    the first change: load states, which may raise; then copy tensors
-
-If another save replaces the folder during a load, the load raises.
 """
 
 from __future__ import annotations
@@ -30,14 +27,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from thunder_zero.checkpoint import folder, manifest
-from thunder_zero.checkpoint.background import wait_for_last
 from thunder_zero.checkpoint.contents import pickle_value
 from thunder_zero.checkpoint.dcp_read import METADATA, read_metadata
 from thunder_zero.checkpoint.manifest import File, Manifest
-from thunder_zero.checkpoint.optimizer_states import Optimizers
-from thunder_zero.checkpoint.preamble import NO_EXTRAS, check_arguments, require_at_rest
 from thunder_zero.checkpoint.read import States, read_checkpoint
-from thunder_zero.comm.agree import all_alike_or_none, all_or_none
+from thunder_zero.checkpoint.save import NO_EXTRAS, Optimizers, check_arguments, wait_for_last
+from thunder_zero.comm.agree import all_or_none
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
 from thunder_zero.optim.ema import EMA
 from thunder_zero.sharded.sharded_model import sharded_model, tagged
@@ -57,16 +52,11 @@ class OwnExtras(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The extras of a checkpoint.
+    """The extras of a checkpoint, by name."""
 
-    Attributes:
-        own: the extras that this rank saved, by name. If another number of ranks saved the checkpoint, ``own`` has only
-            the extras with equal values on all ranks.
-        of_rank: the extras that each rank saved, in rank order.
-    """
-
+    # the extras that this rank saved. If another number of ranks saved, ``own`` has only those equal on all ranks.
     own: Mapping[str, Any]
-    of_rank: tuple[Mapping[str, Any], ...] = field(repr=False)  # includes the extras of this rank
+    of_rank: tuple[Mapping[str, Any], ...] = field(repr=False)  # the extras that each rank saved, in rank order
 
 
 @tagged("tz.load")
@@ -95,24 +85,18 @@ def load(
             values are in :attr:`Loaded.own`.
         verify_files: False loads a checkpoint of another tool, which has no manifest with SHA-256.
 
-    Returns:
-        The extras that were saved.
-
     Raises:
-        TypeError: ``model`` has no ZeroTransform, or an extra is an object without ``load_state_dict``.
-        FileNotFoundError: ``path`` has no checkpoint.
         ValueError: the checkpoint is damaged, belongs to another model or optimizer, lacks an extra, or has an extra
             that differs between the ranks that saved.
         RuntimeError: another rank raised, arguments differ between ranks, ``no_sync`` holds gradients, or the call is
             inside ``EMA.applied``.
     """
     state = sharded_model(model).state
-    with all_alike_or_none(state.group, "to load") as facts:
+    with all_or_none(state.group, "to load") as facts:
         contents, optimizers = check_arguments(
             facts, "load from", Path(path), model, optimizer, extra, verify_files=verify_files
         )
         wait_for_last(state)  # the next save raises its error
-        require_at_rest(state, "load", extra)
         _require_loadable(extra)
     location, saved = _find_checkpoint(Path(path), state.group, verify_files=verify_files)
     averages = [contents.averages(name, ema) for name, ema in extra.items() if isinstance(ema, EMA)]
@@ -135,25 +119,18 @@ def load(
 
 
 def _find_checkpoint(path: Path, group: dist.ProcessGroup, *, verify_files: bool) -> tuple[Path, Manifest | None]:
-    """Let rank 0 find the checkpoint's folder. Return the folder and its manifest. This is a collective.
-
-    The manifest is None without ``verify_files``.
-    """
+    """Let rank 0 find the checkpoint. Return its folder, and its manifest with ``verify_files``. A collective."""
     location, saved = path, None
     with all_or_none(group, "to load"):
         if group.rank() == 0:  # one rank decides, since the link may move at any time
             location = folder.locate(path)
             saved = manifest.require_manifest(location) if verify_files else None
-    result: tuple[Path, Manifest | None] = broadcast_object_from_rank_0((location, saved), group)
-    return result
+    return broadcast_object_from_rank_0((location, saved), group)
 
 
 def _files_to_verify(saved: Manifest, rank: int, ranks: int) -> tuple[File, ...]:
-    """Return consecutive files for a rank to verify, which probably have the rows that the rank reads.
-
-    The metadata file is not included, since every rank reads and verifies it.
-    """
-    files = [file for file in saved.files if file.name != METADATA]
+    """Return consecutive files for a rank to verify, which probably have the rows that the rank reads."""
+    files = [file for file in saved.files if file.name != METADATA]  # every rank verifies the metadata
     return tuple(files[rank * len(files) // ranks : (rank + 1) * len(files) // ranks])
 
 
@@ -191,10 +168,7 @@ def own_extras(of_rank: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> O
 
 
 def extras_to_load(extra: Mapping[str, Any], loaded: Loaded, ranks: int) -> States:
-    """Return (extra, call that loads its state) tuples for the extras that load a state.
-
-    EMAs are left out, since averages are loaded by rows.
-    """
+    """Return (extra, call that loads its state) tuples, without EMAs, whose averages are loaded by rows."""
     names = [name for name, value in extra.items() if not isinstance(value, EMA)]
     for name in names:
         if not any(name in extras for extras in loaded.of_rank):
@@ -225,16 +199,15 @@ def _write_all_or_none(tensors: Sequence[tuple[Tensor, Tensor]], states: States,
 
 def _restore_at_end(targets: Sequence[Any]) -> ExitStack:
     """Return an exit stack that restores the objects' current states, unless its ``pop_all`` is called before."""
+
+    def restore(target: Stateful, old_state: Any) -> None:
+        with suppress(Exception):  # best effort
+            target.load_state_dict(old_state)
+
     stack = ExitStack()
     for target in targets:
         if isinstance(target, Optimizer):  # loading replaces the tensors of states, so no copy is needed
             stack.callback(vars(target).update, state=target.state, param_groups=target.param_groups)
         else:
-            stack.callback(_restore, target, copy.deepcopy(target.state_dict()))
+            stack.callback(restore, target, copy.deepcopy(target.state_dict()))
     return stack
-
-
-def _restore(target: Stateful, old_state: Any) -> None:
-    """Restore an old state. This is best effort: errors are ignored."""
-    with suppress(Exception):
-        target.load_state_dict(old_state)

@@ -1,8 +1,6 @@
 """Compares a checkpoint's names, shapes and dtypes with the model's, then reads this rank's part.
 
-In: a checkpoint's folder, its metadata, and this rank's values (``contents.py``). Out: :class:`NewValues`: tensors of
-this rank with new values, calls that load states, and the extras of all ranks. This module changes and sends nothing.
-On rank 1::
+This module changes and sends nothing. On rank 1::
 
     model.h.0.w             (10, 8) in the checkpoint, DTensor (10, 8) here     read this rank's rows
     rank1.model.scale       a parameter that the policy ignores                 read the value of this rank
@@ -58,7 +56,7 @@ States = Sequence[tuple[Any, Callable[[], object]]]  # (object with a state, cal
 class NewValues(NamedTuple):
     """Values that were read from a checkpoint, in new memory."""
 
-    tensors: Sequence[tuple[Tensor, Tensor]]  # (local tensor of the model or of averages, new value) tuples
+    tensors: Sequence[tuple[Tensor, Tensor]]  # (local tensor, new value) tuples
     states: States  # modules, averages and optimizers; a call may raise
     of_rank: tuple[Mapping[str, Any], ...]  # the extras of each rank that saved, by name
 
@@ -70,11 +68,7 @@ def read_checkpoint(
     optimizers: Sequence[Optimizer],
     files: Sequence[File] = (),
 ) -> NewValues:
-    """Read this rank's part of a checkpoint into new memory.
-
-    ``contents`` are this rank's values of the model, then of each EMA. ``files`` are read in full, and compared with
-    their SHA-256.
-    """
+    """Read this rank's part of a checkpoint: of the model, of each EMA, of optimizers. ``files`` are verified."""
     stored, places = metadata.state_dict_metadata, places_by_key(metadata)
     _require_as_many_ranks(contents[0].ranks, stored)
     targets = {key: target for item in contents for key, target in _match(item, stored).items()}
@@ -106,10 +100,7 @@ def read_checkpoint(
 
 
 def _find_prefix(kind: str, score: Callable[[str], int], stored: Iterable[str], action: str) -> str:
-    """Return the prefix of a model's or an optimizer's keys: the usual root with the highest score.
-
-    ``score`` returns 0 if no key has the prefix.
-    """
+    """Return the usual root with the highest score, which is 0 if no key has the prefix."""
     best = max((f"{root}." if root else "" for root in ROOTS[kind]), key=score)
     if score(best):
         return best
@@ -135,10 +126,9 @@ def _optimizer_prefix(keys: Collection[str]) -> str:
 
 
 def _match(contents: Contents, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Match the keys of a checkpoint with this rank's values. Raise ValueError if names, shapes or dtypes differ.
+    """Return the target of each key: a tensor, the key of the first name (for an alias), or an object with a state.
 
-    Return a mapping from keys to targets: a tensor, the key of the first name (for an alias), or an object with a
-    state.
+    Raise ValueError if names, shapes or dtypes differ.
     """
     root, label = f"{key_of(contents.root)}.", contents.label
     prefix = _model_prefix([*contents.params, *contents.buffers], stored) if contents.root == (MODEL,) else root
@@ -158,23 +148,19 @@ def _match(contents: Contents, stored: Mapping[str, Any]) -> dict[str, Any]:
     require_same_names(f"the checkpoint has another {label}", saved, targets, BUILD)
     for key, target in targets.items():
         tensor, entry = targets[target] if isinstance(target, str) else target, stored[key]
-        if isinstance(tensor, Tensor):
-            _require_equal_type(label, key, tensor, entry)
+        if not isinstance(tensor, Tensor):
+            continue
+        if not isinstance(entry, TensorStorageMetadata):
+            raise ValueError(f"the checkpoint has another {label}: {key} is not a tensor in it; {BUILD}")
+        if entry.size != tensor.shape or entry.properties.dtype != tensor.dtype:
+            param = frozen_param(tensor)
+            bits = f", which rests as {param.frozen_format}" if param else ""
+            raise ValueError(
+                f"the checkpoint has another {label}: {key} has shape {tuple(entry.size)} and dtype "
+                f"{entry.properties.dtype} in it, shape {tuple(tensor.shape)} and dtype {tensor.dtype} here{bits}; "
+                f"{BUILD}"
+            )
     return targets
-
-
-def _require_equal_type(label: str, key: str, tensor: Tensor, entry: Any) -> None:
-    """Raise ValueError unless an entry of a checkpoint has a tensor's shape and dtype."""
-    if not isinstance(entry, TensorStorageMetadata):
-        raise ValueError(f"the checkpoint has another {label}: {key} is not a tensor in it; {BUILD}")
-    if entry.size != tensor.shape or entry.properties.dtype != tensor.dtype:
-        param = frozen_param(tensor)
-        bits = f", which rests as {param.frozen_format}" if param else ""
-        raise ValueError(
-            f"the checkpoint has another {label}: {key} has shape {tuple(entry.size)} and dtype "
-            f"{entry.properties.dtype} in it, shape {tuple(tensor.shape)} and dtype {tensor.dtype} here{bits}; "
-            f"{BUILD}"
-        )
 
 
 def _require_as_many_ranks(count: int, stored: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from thunder_zero.capture.arguments import Arguments
 from thunder_zero.capture.zero_module import ZeroModule
-from thunder_zero.lightning.sharding import TIMEOUT, check_sharding, full_model_state_dict, require_supported
+from thunder_zero.lightning.sharding import TIMEOUT, Sharding, full_model_state_dict, require_supported
 from thunder_zero.optim.global_numbers import clip_grad_norm_
 from thunder_zero.plan.policy import Policy
 from thunder_zero.sharded.full_state_dict import (
@@ -56,8 +56,7 @@ class ZeroStrategy(DDPStrategy):
             and device are excluded, because Fabric sets them. ``broadcast_from`` is 0 by default, unless ``policy`` is
             a Policy: as with DDP, ranks may have built the module with different seeds.
 
-    The other arguments are those of DDPStrategy. Errors are those of ZeroTransform, or a TypeError for a precision
-    plugin that is not supported.
+    The other arguments are those of DDPStrategy.
     """
 
     def __init__(
@@ -86,9 +85,13 @@ class ZeroStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self._sharding = check_sharding(policy, mesh_shape, jit_options, arguments)
+        self._sharding = Sharding(policy, mesh_shape, jit_options, arguments)
         # Fabric.no_backward_sync calls a method of this attribute of a strategy.
-        self._backward_sync_control = NoBackwardSync()
+        self._backward_sync_control = self
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        """Return the sharded model's ``no_sync`` if enabled."""
+        return zero_module(module).no_sync() if enabled else nullcontext()
 
     @property
     def policy(self) -> Policy:
@@ -151,14 +154,6 @@ class ZeroStrategy(DDPStrategy):
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's full state dict on rank 0's CPU, and {} on other ranks. This is a collective."""
         return full_optimizer_state_dict(optimizer, wanted=self.is_global_zero)
-
-
-class NoBackwardSync:
-    """The object that implements ``Fabric.no_backward_sync``."""
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
-        """Return the sharded model's ``no_sync`` if enabled, or a context that does nothing."""
-        return zero_module(module).no_sync() if enabled else nullcontext()
 
 
 class Forward(nn.Module):

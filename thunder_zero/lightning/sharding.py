@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from lightning.pytorch import plugins as trainer_plugins
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from thunder_zero.capture.arguments import Arguments, CheckedArguments, check_arguments
+from thunder_zero.capture.arguments import Arguments, check_arguments
 from thunder_zero.capture.plugin import zero
 from thunder_zero.capture.transform import ZeroTransform
 from thunder_zero.capture.zero_module import ZeroModule
@@ -34,13 +33,26 @@ SUPPORTED = [  # these plugins do not wrap modules
 ]
 
 
-@dataclass(frozen=True)
 class Sharding:
-    """The checked arguments of a strategy. :meth:`shard` uses them to shard a module."""
+    """The checked arguments of a strategy. See :class:`~thunder_zero.lightning.ZeroStrategy` for errors."""
 
-    arguments: CheckedArguments
-    mesh_shape: tuple[int, int] | None
-    jit_options: Mapping[str, Any]
+    def __init__(
+        self,
+        policy: Policy | int | None,
+        mesh_shape: tuple[int, int] | None,
+        jit_options: Mapping[str, Any] | None,
+        arguments: Arguments,
+    ) -> None:
+        for name in SET_BY_LIGHTNING:
+            if name in arguments:
+                raise TypeError(
+                    f"the strategy does not take {name}: Lightning sets it; give Fabric or Trainer accelerator and "
+                    f"devices, and the strategy mesh_shape"
+                )
+        if not isinstance(policy, Policy):
+            arguments.setdefault("broadcast_from", 0)
+        self.arguments, self.mesh_shape = check_arguments(policy, **arguments), mesh_shape
+        self.jit_options = dict(jit_options or {})
 
     def shard(self, module: nn.Module, device: torch.device) -> ZeroModule:
         """Jit a plain module, or take a jitted module, and return it sharded. This is a collective."""
@@ -66,24 +78,6 @@ class Sharding:
         model = zero(module, policy, **arguments)
         forget_tensors(module)  # Fabric's wrapper refers to the jitted module, which would keep the full weights
         return cast(ZeroModule, model)
-
-
-def check_sharding(
-    policy: Policy | int | None,
-    mesh_shape: tuple[int, int] | None,
-    jit_options: Mapping[str, Any] | None,
-    arguments: Arguments,
-) -> Sharding:
-    """Check the arguments of a strategy. See :class:`~thunder_zero.lightning.ZeroStrategy` for errors."""
-    for name in SET_BY_LIGHTNING:
-        if name in arguments:
-            raise TypeError(
-                f"the strategy does not take {name}: Lightning sets it; give Fabric or Trainer accelerator and "
-                f"devices, and the strategy mesh_shape"
-            )
-    if not isinstance(policy, Policy):
-        arguments.setdefault("broadcast_from", 0)
-    return Sharding(check_arguments(policy, **arguments), mesh_shape, dict(jit_options or {}))
 
 
 def full_model_state_dict(model: nn.Module) -> dict[str, Any]:

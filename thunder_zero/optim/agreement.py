@@ -25,8 +25,8 @@ def agree_on_step(
 ) -> tuple[frozenset[str], frozenset[str]]:
     """Compare the next step between ranks, in one small collective if all agree. All ranks raise if they differ.
 
-    Return the paths of the parameters with a gradient, and of those that every rank has in full. Each set is equal on
-    all ranks. With ``known``, an earlier step compared members and groups.
+    Return the paths of the parameters with a gradient, and of those that every rank has in full. With ``known``, an
+    earlier step compared members and groups.
     """
     facts = _facts(kind, () if known else members, groups, LATER if known else FIRST)
     if not known:
@@ -35,7 +35,7 @@ def agree_on_step(
     has_grad = [member.shard.grad is not None for member in members]
     digest = _digest(facts)
     numbers = [digest, digest**2, *map(int, (*has_grad, *out_of_date(state, paths)))]
-    total, squares, *sums = _sum_over_ranks(numbers, state)
+    total, squares, *sums = all_reduce_sum(numbers, state.group, state.device)
     if state.plan.ranks * squares != total**2:  # equal if and only if all digests are equal
         require_same(facts, state.group)
     counts, stale_counts = sums[: len(paths)], sums[len(paths) :]
@@ -50,7 +50,6 @@ def agree_on_step(
 
 
 def _facts(kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], remedy: str) -> list[Fact]:
-    """List the optimizer's properties that must be equal on all ranks."""
     facts = [Fact("the optimizer's class", kind, remedy)]
     facts += [
         Fact(f"parameter {number} of {kind}", f"{member.param.path!r}, owned by rank {member.owner}", remedy)
@@ -60,7 +59,6 @@ def _facts(kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, A
 
 
 def option_facts(kind: str, groups: Sequence[Mapping[str, Any]], remedy: str) -> list[Fact]:
-    """List the options of an optimizer's groups, which must be equal on all ranks."""
     return [
         Fact(f"{key!r} of group {number} of {kind}", text, remedy)
         for number, group in enumerate(groups)
@@ -69,18 +67,13 @@ def option_facts(kind: str, groups: Sequence[Mapping[str, Any]], remedy: str) ->
 
 
 def _digest(facts: Sequence[Fact]) -> int:
-    """Return a 24-bit digest of facts."""
-    # Digests have 24 bits, so that sums of squares fit into int64 on 32,768 ranks.
+    """Return a digest of 24 bits, so that sums of squares fit into int64 on 32,768 ranks."""
     return int.from_bytes(sha256(repr(facts).encode()).digest()[:3], "big")
 
 
 def raise_on_all(failure: Exception | None, kind: str, state: State) -> None:
     """Raise on every rank if a step failed on any rank. This is one small collective."""
-    if _sum_over_ranks([int(failure is not None)], state)[0]:
+    if all_reduce_sum([int(failure is not None)], state.group, state.device)[0]:
         with all_or_none(state.group, f"its part of a step of {kind}"):
             if failure is not None:
                 raise failure
-
-
-def _sum_over_ranks(numbers: Sequence[int], state: State) -> list[int]:
-    return all_reduce_sum(numbers, state.group, state.device) if state.plan.ranks > 1 else list(numbers)

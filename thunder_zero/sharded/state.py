@@ -159,7 +159,7 @@ class State(LocalState):
         in_module: what the plain module has: "shards", "placeholders" while forward runs, or "full parameters".
         same_batch: the comparison of inputs between tensor-parallel ranks.
         averaged: the ids of the parameters that currently hold their averages (``EMA.applied``).
-        saves: the thread of asynchronous saves (``checkpoint/background.py``); None before the first.
+        saves: the thread of asynchronous saves (``checkpoint/save.py``); None before the first.
         replaced: weak references to the parameters that the shards replace, with their paths, by id.
     """
 
