@@ -312,7 +312,7 @@ def receive(slot: Tensor, rank: int, group: ProcessGroup, tag: int) -> AwaitMess
     return _start(group.recv, slot, rank, group, tag)
 
 
-def _start(post: Callable[..., dist.Work], tensor: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:
+def _start(post: Callable[..., dist.Work], tensor: Tensor, rank: int, group: ProcessGroup, tag: int) -> AwaitMessage:
     start = monotonic()
     try:
         # gloo does not send complex numbers. ``dist.isend`` would convert them as well, but its checks are slow.
