@@ -49,7 +49,6 @@ from thunder_zero.sharded.reduce import tensors_in
 from thunder_zero.sharded.runtime import ModelRuntime
 from thunder_zero.sharded.slices import path_of, require_unhooked
 from thunder_zero.sharded.state import State
-from thunder_zero.traces.symbols import ZeroExecutor
 
 from thunder.common import CompileStats
 from thunder.core.transform_common import Transform
@@ -58,13 +57,7 @@ from thunder.core.transform_common import Transform
 class CapturedForward:
     """The forward of a sharded model. Dynamo captures it in the first call.
 
-    Attributes:
-        plain: the module whose forward is captured.
-        state: the model's shards.
-        graphs: the captured graphs and their programs.
-        fuses: True if inductor compiles the regions between lines of the schedule.
-        transforms: the user's other transforms, which get the traces that run.
-        stats: what ``thunder.last_traces`` and ``thunder.cache_hits`` read.
+    ``transforms`` are the user's other transforms. ``thunder.last_traces`` and ``thunder.cache_hits`` read ``stats``.
     """
 
     def __init__(
@@ -96,12 +89,10 @@ class CapturedForward:
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
-        """Change dynamo's settings and disable garbage collection while dynamo captures inside the block."""
         with dynamo.capturing(self.graphs.breaks, (Placeholder,)), uncollected():
             yield
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward. Graphs are captured, and programs compiled, at their first use."""
         count = self.graphs.program_count
         self.graphs.ran.clear()
         for dropped in self.graphs.drop_oldest():
@@ -140,7 +131,6 @@ class CapturedForward:
             stats.last_traces, stats.last_backward_traces = last.forward_traces, last.backward_traces
 
     def _warn(self, captured: Sequence[Captured]) -> None:
-        """Warn once that graphs of one function are dropped, and say what to do."""
         if not self.graphs.warned:
             self.graphs.warned = True
             name, (*before, last) = type(self.plain).__name__, captured
@@ -163,7 +153,6 @@ class CapturedForward:
         return self.graphs.keep(Captured(joint, frame, name, paths, key, overlaps, shapes_of_inputs(graph), spent()))
 
     def _call(self, number: int, inputs: Sequence[Any]) -> Any:
-        """Run a graph."""
         captured, paths = self.graphs.use(number), paths_of(inputs)
         if captured.joint.mutated and shared_memory(inputs) != captured.overlaps:
             raise RuntimeError(
@@ -173,11 +162,8 @@ class CapturedForward:
         key = paths, self.state.plan.frozen
         if key not in captured.programs:
             require_traceable(self.plain, PARTS)
-            executor = ZeroExecutor(self.state.plan, self.runtime)
-            name, joint = type(self.plain).__name__, captured.joint
-            captured.programs[key] = Programs(
-                joint, paths, name, executor, self.fuses, self.state, self.runtime, self.transforms
-            )
+            args = captured.joint, paths, self.state, self.runtime, self.transforms, self.fuses
+            captured.programs[key] = Programs(*args)
         programs = captured.programs[key]
         if programs.draws:
             self.state.same_batch.require_same_generators()
@@ -195,18 +181,13 @@ def _alive(forward: ref[CapturedForward]) -> CapturedForward:
 
 
 def _read_outside_message(module: nn.Module, error: ValuesNeeded, breaks: Sequence[str]) -> str:
-    """Return the error message for a parameter that was read outside of every graph."""
     owner = module.get_submodule(error.path.rpartition(".")[0])
+    reason = "dynamo did not capture this code (torch.compiler.disable, a dispatch mode, or a function that it skips)"
+    reason = breaks[-1] if breaks else reason
     action = "move the read into code that dynamo captures, or put the parameter's module into Policy.ignored"
     if type(owner).__module__.startswith("transformers.") and type(owner).__name__.endswith("Experts"):
         action = "call set_experts_implementation('grouped_mm') of the plain model, whose experts are then one graph"
     return (
         f"{type(owner).__name__} reads parameter {error.path!r} outside of the graphs that dynamo captured of "
-        f"{type(module).__name__}, where nothing gathers it; {_reason(breaks)}; {action}"
+        f"{type(module).__name__}, where nothing gathers it; {reason}; {action}"
     )
-
-
-def _reason(breaks: Sequence[str]) -> str:
-    if not breaks:
-        return "dynamo did not capture this code (torch.compiler.disable, a dispatch mode, or a function that it skips)"
-    return breaks[-1]

@@ -32,7 +32,8 @@ from torch.distributed.fsdp import DataParallelMeshDims
 
 from thunder_zero.comm.collective_tags import without_tags
 from thunder_zero.comm.lost_ranks import naming_lost_ranks
-from thunder_zero.compat.torch.groups import all_groups, restarts_on_one_store, set_timeout, timeout_of
+from thunder_zero.compat.private import c10d_world, set_pg_timeout
+from thunder_zero.compat.torch.groups import restarts_on_one_store, timeout_of
 from thunder_zero.plan.mesh import Mesh
 
 DATA_DIMS = (("dp_replicate", "dp_shard"), ("dp_shard",), ("dp",))  # names of the dimensions for data parallelism
@@ -70,7 +71,7 @@ def _names_of(group: dist.ProcessGroup) -> frozenset[str]:
     """Return the names of all groups with the ranks of ``group``, since a DTensor's mesh may have another group of
     these ranks."""
     ranks = dist.get_process_group_ranks(group)
-    equal_groups = (candidate for candidate in all_groups() if dist.get_process_group_ranks(candidate) == ranks)
+    equal_groups = (candidate for candidate in c10d_world.pg_map if dist.get_process_group_ranks(candidate) == ranks)
     return frozenset(equal_group.group_name for equal_group in equal_groups)
 
 
@@ -205,7 +206,7 @@ def group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
     creation_timeout = min(timeout / GLOO_CONNECT_FACTOR, LONGEST_WAIT_FOR_ADDRESS)
     with naming_lost_ranks(group):
         new_group = process_group(dist.new_group(ranks, creation_timeout, "gloo", use_local_synchronization=True))
-    set_timeout(new_group, timeout)
+    set_pg_timeout(timeout, new_group)
     without_tags(new_group)
     return new_group
 
@@ -252,7 +253,7 @@ def destroy_groups_after_error() -> None:
     abort instead of ending with the exception's exit code. The traceback's frames refer to the group, too.
     """
     error = uncaught()
-    configs = ",".join(map(dist.get_backend_config, all_groups())) if has_groups() else ""
+    configs = ",".join(map(dist.get_backend_config, c10d_world.pg_map)) if has_groups() else ""
     if error is None or {pair.partition(":")[2] for pair in configs.split(",")} != {"gloo"}:
         return
     dist.destroy_process_group()

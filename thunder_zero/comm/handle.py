@@ -8,6 +8,7 @@ A handle is waited for once, and keeps its tensors alive until then. A thread ru
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from thunder_zero.compat.torch.groups import at_exit, wait_for_a_core
+from thunder_zero.compat.torch.groups import wait_for_a_core
 
 Result = TypeVar("Result")
 
@@ -162,7 +163,7 @@ class _Background:
 
 @cache
 def _thread_of(name: str) -> _Background:
-    at_exit(_let_end, name)
+    atexit.register(_let_end, name)
     return _Background(name)
 
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from thunder_zero.comm.backends import require_reducible
 from thunder_zero.comm.collective_tags import CollectiveTag, doing
 from thunder_zero.comm.handle import Waitable
-from thunder_zero.compat.torch.autograd import accumulates, node_class
+from thunder_zero.compat.torch.autograd import accumulates
 from thunder_zero.plan.mesh import OF_MEANS
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.param import ShardedParam
@@ -204,7 +204,7 @@ def _write(grad: Tensor, shard: nn.Parameter) -> bool:
 
 
 LEAF = "torch::autograd::AccumulateGrad"  # the node that adds to the .grad of a parameter or input
-ROWS = node_class(Rows)
+ROWS: Any = Rows._backward_cls  # of the nodes that it puts into graphs
 
 
 def refuse_wrong_backward(

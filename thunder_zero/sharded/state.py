@@ -23,7 +23,6 @@ from thunder_zero.comm.collective_tags import CollectiveTag, current_activity, d
 from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.small_collectives import all_reduce_max, barrier, next_number, to_device
 from thunder_zero.compat.private import DTensorSpec
-from thunder_zero.compat.torch.groups import let_go_of_groups
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.sharded.digests import digests_of
 from thunder_zero.sharded.dtensors import specs_of
@@ -110,15 +109,6 @@ class LocalState:
         count = f" and {len(others)} more" * bool(others)
         self.refrozen = f", with requires_grad of {first!r}{count} changed" if first else ""
 
-    @contextmanager
-    def unsynced(self) -> Iterator[None]:
-        """Defer the gradients of forwards inside the block."""
-        was_synced, self.synced = self.synced, False
-        try:
-            yield
-        finally:
-            self.synced = was_synced
-
     def on_any_rank(self, paths: Sequence[str], changed: Container[str], flags: Tensor | None = None) -> list[str]:
         """Return the paths that are in ``changed``. Only a subclass with process groups uses ``flags``."""
         return [path for path in paths if path in changed]
@@ -171,8 +161,8 @@ class State(LocalState):
         self.in_module: Literal["shards", "placeholders", "full parameters"] = "shards"
         self.averaged: frozenset[int] = frozenset()
         self.saves: Any = None
-        self._class_name = type(module).__name__
-        name = f"model {next_number(self.group)} ({self._class_name})"
+        self.class_name = type(module).__name__
+        name = f"model {next_number(self.group)} ({self.class_name})"
         self.same_batch = SameBatch(plan, ranks, device, name)
         wire = Wire(model_transport(ranks, device, name, plan.policy.transport), plan, device)
         super().__init__(plan, device, name, wire, at_rest, specs_of(plan, ranks, device))
@@ -213,7 +203,7 @@ class State(LocalState):
         """Raise RuntimeError while forward runs, and inside ``full_parameters``."""
         if self.in_module == "placeholders":
             raise RuntimeError(
-                f"{self._class_name} was called inside of its own forward, or from a second thread, after thunder_zero "
+                f"{self.class_name} was called inside of its own forward, or from a second thread, after thunder_zero "
                 f"sharded it; call the sharded model once at a time"
             )
         self.require_sharded()
@@ -238,7 +228,7 @@ class State(LocalState):
         vars(self.transport).clear()  # cleared, since compiled programs also refer to the transport
         specs = [param.spec for param in self.params.values() if param.spec is not None]
         for mesh in {spec.mesh for spec in specs}:  # since shards also refer to the meshes
-            let_go_of_groups(mesh)
+            mesh._pg_registry.clear()
         del self.ranks, self.group, self.transport, self.same_batch
 
     def on_any_rank(self, paths: Sequence[str], changed: Container[str], flags: Tensor | None = None) -> list[str]:

@@ -17,7 +17,7 @@ from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
-from thunder_zero.compat.torch.autograd import at_end_of_backward, running_backward
+from thunder_zero.compat.private import at_end_of_backward, running_backward
 from thunder_zero.plan.mesh import SHARD
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.names import launch_label, unit_label, wait_label

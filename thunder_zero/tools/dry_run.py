@@ -171,7 +171,7 @@ class ProgramSource:
         converted, program = program_of(exported.joint, exported.paths, executor, self._mode, fuses=fuses)
         names = [proxy.name for proxy in converted.trace.args]
         buffer_paths = {names[position]: path for position, path in exported.buffers.items()}
-        return traces_of_program(program, fuses=fuses, others=buffer_paths, restored=exported.restored)
+        return traces_of_program(program, others=buffer_paths, restored=exported.restored)
 
 
 def _memory_bytes(module: nn.Module, device: Device | str | None) -> int | None:

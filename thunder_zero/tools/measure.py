@@ -7,7 +7,7 @@ from itertools import pairwise, zip_longest
 from math import inf
 from statistics import median
 
-from thunder_zero.capture.zero_module import traces_of, zero_module
+from thunder_zero.capture.zero_module import captured_forward, traces_of, zero_module
 from thunder_zero.comm import agree
 from thunder_zero.comm.small_collectives import all_gather_object
 from thunder_zero.plan.policy import Times, is_count
@@ -48,7 +48,7 @@ def measure_times(model: ThunderModule, step: Callable[[], object], steps: int =
             raise TypeError(f"step is {step!r}; give a function that runs one forward and backward of the model")
         if not is_count(steps) or steps == 0:
             raise ValueError(f"steps is {steps!r}; give how many steps to measure, 1 or more")
-        if not any(zero_module(model).graphs()):
+        if not any(captured_forward(model).ran):
             raise RuntimeError("nothing to measure: the model was not called yet; run a step before measure_times")
     runs = []
     for _ in range(steps):

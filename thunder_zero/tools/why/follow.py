@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from thunder_zero.capture.zero_module import ZeroModule, traces_of
+from thunder_zero.capture.zero_module import ZeroModule, captured_forward, traces_of
 from thunder_zero.sharded.optimizers import parameters_of
 from thunder_zero.sharded.sharded_model import owners_of
 from thunder_zero.sharded.state import State
@@ -96,7 +96,7 @@ class Followed:
 
 
 def _traces(model: ZeroModule, synced: bool) -> Iterator[Traces]:
-    for number, graph in enumerate(model.graphs()):
+    for number, graph in enumerate(captured_forward(model).ran):
         if any(entry.synced is synced for entry in graph):
             yield traces_of(model, synced, number)
 
