@@ -209,8 +209,8 @@ def test_one_joint_graph_serves_all_programs() -> None:
         model.eval()
         model(X).sum().backward()
     assert exports.call_count == 1
-    assert len(captured_forward(model).graphs.captured) == 4  # in three grad modes, and for evaluation
-    assert model._forward_fn.graphs.program_count == 3  # inference mode runs what no_grad does
+    assert len(captured_forward(model).kept) == 4  # in three grad modes, and for evaluation
+    assert model._forward_fn.program_count == 3  # inference mode runs what no_grad does
     assert len(tz.traces_of(model).backward.bound_symbols)
 
 
@@ -520,7 +520,7 @@ def test_a_length_that_becomes_a_symbol_raises_no_warning() -> None:
         for rows in range(1, 11):
             with torch.set_grad_enabled(rows % 3 != 0), model.no_sync() if rows % 3 == 1 else nullcontext():
                 model.train(rows % 3 != 0)(torch.ones(rows, 4))
-    assert model._forward_fn.graphs.program_count >= 4
+    assert model._forward_fn.program_count >= 4
     assert not [warning for warning in caught if "was compiled for" in str(warning.message)]
 
 

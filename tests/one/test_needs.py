@@ -202,7 +202,7 @@ def lengths_of_packed_sequences_end_graphs() -> bool:
     return True
 
 
-AOT = ("export", "joint", "nodes", "objects", "rewrites", "runtime")
+AOT = ("export", "joint", "nodes", "rewrites", "runtime")
 NEEDS = (
     Need("jitted.py", no_public_name_gives_a_jitted_module),
     Need("lines.py", lambda: "call_ctx" not in signature(Symbol.bind).parameters),

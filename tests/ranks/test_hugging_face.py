@@ -1015,7 +1015,7 @@ def train_by_trl(rank: int, world_size: int, folder: Path) -> None:
         ours, plain = (train_by(kind, settings, data, adapters, more, **inputs) for kind in kinds)
         assert_trained_alike(ours, plain)
         if data is uneven:
-            assert len(captured_forward(ours.model_wrapped).graphs.captured) <= 2, (
+            assert len(captured_forward(ours.model_wrapped).kept) <= 2, (
                 "the first length's program, and one for all lengths"
             )
     words_of = error_of(partial(train_by, sharded_class(trl.DPOTrainer, stage=3), trl.DPOConfig, pairs, True, {}))

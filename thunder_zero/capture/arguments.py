@@ -168,7 +168,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def sources_of(init: object, weights: object) -> Sources:
-    """Return the sources of initial values. A path becomes a mapping that reads safetensors files."""
     if init is not None and (not callable(init) or isinstance(init, torch.nn.Module)):
         raise TypeError(f"init is {init!r}; give a function of a module that writes its parameters, or None")
     if isinstance(weights, str | os.PathLike):

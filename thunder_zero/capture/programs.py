@@ -53,8 +53,6 @@ class Mode:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A compiled program of a graph."""
-
     synced: bool  # True if the program reduces gradients
     computation_fn: Callable[..., Any]  # the function of forward
     traces: Callable[[], Traces]  # a function that returns the traces of the last run
@@ -85,7 +83,7 @@ class Programs:
 
     def __post_init__(self) -> None:
         self._parameters = [path for path in self.paths if path is not None]
-        self.draws = draws(self.joint)
+        self.draws = any(draws(node) or "rng" in str(node.target) for node in self.joint.graph.graph.nodes)
         self.executor = ZeroExecutor(self.state.plan, self.runtime)
 
     def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -174,7 +172,6 @@ class TraceList(Sequence[TraceCtx]):
 
 
 def program_without(program: pipeline.Program, missing: Sequence[str]) -> pipeline.Program:
-    """Return a program whose backward does not take the output gradients that ``missing`` names."""
     with thunder_context():
         return pipeline.without_tangents(program, missing)
 
@@ -290,7 +287,6 @@ class TracedPhases:
         return backward
 
     def _transformed(self, trace: TraceCtx, program: pipeline.Program) -> list[TraceCtx]:
-        """Return a phase, and the phase after each of the user's transforms."""
         traces, facts, timeline = [trace], program.facts, program.timeline
         for transform in self._transforms:
             with thunder_context(), pipeline.telling_all_ranks(facts, timeline):

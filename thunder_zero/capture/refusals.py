@@ -78,7 +78,6 @@ INSTEAD_OF_OPTIONS = {
 
 
 def require_untransformed(model: ThunderModule, transform: Transform) -> None:
-    """Raise RuntimeError if the module is already sharded, or was jitted with an option that has no meaning here."""
     module: nn.Module = plain_of(model)
     name = type(module).__name__
     _refuse_transforms(model, transform, name)

@@ -131,7 +131,6 @@ class ZeroModule(Refusals, ShardedModel, ThunderModule):
         self.load_state_dict(state_dict, strict=False)
 
     def original_state_dict(self, **options: Any) -> dict[str, Any]:
-        """Return the full state dict, as :func:`thunder_zero.full_state_dict` does."""
         return full_state_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -178,8 +177,8 @@ class ZeroModule(Refusals, ShardedModel, ThunderModule):
             self._state.copies.wait()  # the host may now write to the shards, also without a backward
 
     def _call_programs(self, *args: Any, **kwargs: Any) -> Any:
-        graphs = self._forward_fn.graphs
-        watched = self._compilations.watched(lambda: graphs.program_count, graphs.shapes_by_kind, args, kwargs)
+        forward = self._forward_fn
+        watched = self._compilations.watched(lambda: forward.program_count, forward.shapes_by_kind, args, kwargs)
         with self._state.holding(), watched:
             try:
                 return self._forward_fn(*args, **kwargs)
@@ -191,7 +190,6 @@ class ZeroModule(Refusals, ShardedModel, ThunderModule):
                 self._state.labels.end()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZeroModule:
-        """Raise RuntimeError if a call such as ``to`` or ``half`` would move or cast a tensor, else do nothing."""
         ignored = ((name, param) for name, param in self.named_parameters() if name not in self.state.plan.by_name)
         rows = ((path, param.rows) for path, param in self.state.params.items())
         for name, tensor in chain(rows, ignored, self.named_buffers()):
@@ -244,12 +242,10 @@ class ZeroModule(Refusals, ShardedModel, ThunderModule):
 
 
 def place_of(tensor: Tensor) -> tuple[torch.dtype, str, int]:
-    """Return the dtype, device type and device index (default: 0) of a tensor."""
     return tensor.dtype, tensor.device.type, tensor.device.index or 0
 
 
 def zero_module(model: object) -> ZeroModule:
-    """Return a model as a ZeroModule, or raise TypeError if it is no sharded model."""
     sharded = sharded_model(model)
     assert isinstance(sharded, ZeroModule), "all sharded models are ZeroModules"
     return sharded

@@ -45,6 +45,7 @@ from thunder_zero.compat.private import (
     get_compilation_metrics,
     graph_break_reasons,
     innermost_fn,
+    replaced,
 )
 
 ANY_NUMBER = 1 << 30
@@ -167,20 +168,6 @@ def capturing(breaks: list[str], kinds: tuple[type[Tensor], ...]) -> Iterator[No
             breaks += map(_sentence, graph_break_reasons[earlier:])
 
 
-@contextmanager
-def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a module or class of dynamo inside the block. A class may have inherited it."""
-    before = vars(holder).get(name)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(holder, name)
-        else:
-            setattr(holder, name, before)
-
-
 def _plain_parameters(kinds: tuple[type[Tensor], ...]) -> AbstractContextManager[None]:
     """Let dynamo treat tensors of these classes as plain tensors, or parameters, inside the block.
 
@@ -287,7 +274,6 @@ def _slices_written() -> AbstractContextManager[None]:
 
 
 def _example(variable: Any) -> Tensor:
-    """Return the fake value of a tensor that dynamo traces."""
     example: Tensor = variable.as_proxy().node.meta["example_value"]
     return example
 
@@ -317,13 +303,7 @@ def _steps_counted() -> AbstractContextManager[None]:
     return replaced(BuiltinVariable, "call_function", call_function)
 
 
-def floats_constant() -> Any:
-    """Make dynamo specialise on floats, such as the epsilon of a norm, inside the block."""
-    return dynamo_config.patch(specialize_float=True)
-
-
 def _is_no_error(record: logging.LogRecord) -> bool:
-    """Return whether a log record is below the level ERROR. Torch raises the errors that it logs."""
     return record.levelno < logging.ERROR
 
 
@@ -336,7 +316,6 @@ class CompiledFrame(NamedTuple):
 
     @staticmethod
     def now() -> CompiledFrame:
-        """Return the compilation that is running."""
         number, codes = CompileContext.current_compile_id(), TracingContext.get_traced_code()
         return CompiledFrame(number.frame_id, codes[0], number)
 
@@ -358,7 +337,6 @@ class CompiledFrame(NamedTuple):
 
 
 def _sentence(ended: GraphCompileReason) -> str:
-    """Return a sentence that says where and why dynamo ended a graph."""
     where = f" at {ended.user_stack[-1].filename}:{ended.user_stack[-1].lineno}" if ended.user_stack else ""
     return f"dynamo ended a graph{where}: {ended.reason.strip().splitlines()[0]}"
 

@@ -11,6 +11,8 @@ that torch's documentation uses, ``torch.utils._pytree`` and ``torch.utils._pyth
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -217,3 +219,17 @@ def __getattr__(name: str) -> Any:
     home = import_module(module)
     globals()[name] = attrgetter(path)(home) if path else home
     return globals()[name]
+
+
+@contextmanager
+def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a module or class of torch inside the block. A class may have inherited it."""
+    before = vars(holder).get(name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, before)

@@ -55,7 +55,6 @@ def specs_of(plan: Plan, ranks: Ranks, device: torch.device) -> dict[str, DTenso
 
 
 def _rows_of_slices(sliced: int | None, slices: int) -> Placement:
-    """Return FSDP2's placement of rows for a parameter that tensor parallelism slices along dimension ``sliced``."""
     return StridedShard(0, split_factor=slices) if sliced == 0 and slices > 1 else Shard(0)
 
 

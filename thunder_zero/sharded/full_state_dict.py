@@ -122,7 +122,6 @@ def _in_full(values: Mapping[str, Any], state: State) -> dict[str, Any]:
 
 
 def _memory_of(value: Any) -> int | None:
-    """Return the address of a tensor's memory; None for any other value."""
     return local(value).untyped_storage().data_ptr() if isinstance(value, Tensor) else None
 
 
@@ -145,5 +144,4 @@ def _parts(path: str, values: Mapping[str, Any], param: Tensor, names: Container
 
 
 def _on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with all tensors on the CPU."""
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}

@@ -37,12 +37,10 @@ class ShardedModel(nn.Module):
 
     @property
     def state(self) -> State:
-        """Return this rank's state of the model."""
         return self._state
 
     @property
     def plain(self) -> nn.Module:
-        """Return the module that was sharded. Its parameters are the shards."""
         return self._model
 
     def __repr__(self) -> str:
@@ -236,7 +234,6 @@ atexit.register(_leave_groups)
 
 
 def states() -> list[State]:
-    """Return the states of all models that are alive."""
     return list(_states)
 
 
@@ -253,7 +250,6 @@ def owner_of(param: Tensor) -> tuple[State, Param] | None:
 
 
 def owners_of(params: Iterable[Tensor]) -> list[tuple[State, Param] | None]:
-    """Return the result of :func:`owner_of` for each tensor."""
     return list(map(owner_of, params))
 
 

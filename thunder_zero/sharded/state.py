@@ -21,7 +21,7 @@ from thunder_zero.comm.agree import Fact, require_same
 from thunder_zero.comm.backends import model_transport
 from thunder_zero.comm.collective_tags import CollectiveTag, current_activity, doing
 from thunder_zero.comm.group import Ranks
-from thunder_zero.comm.small_collectives import all_reduce_max, barrier, next_number, to_device
+from thunder_zero.comm.small_collectives import all_reduce_max, next_number, to_device
 from thunder_zero.compat.private import DTensorSpec
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.sharded.digests import digests_of
@@ -34,7 +34,6 @@ from thunder_zero.sharded.wire import Wire
 
 
 def unreduced(action: str, where: str) -> RuntimeError:
-    """Return the error for an action that needs reduced gradients."""
     return RuntimeError(
         f"cannot {action}: no_sync still holds unreduced gradients {where}; run forward and backward of the last "
         f"micro-batch outside of no_sync, or drop them with model.zero_grad()"
@@ -96,7 +95,6 @@ class LocalState:
 
     @property
     def deferred(self) -> list[ShardedParam]:
-        """Return the parameters whose gradients ``no_sync`` has deferred."""
         return [param for param in self.params.values() if param.deferred is not None]
 
     def take_plan(self, plan: Plan) -> None:
@@ -173,7 +171,6 @@ class State(LocalState):
         self._recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
 
     def place(self) -> None:
-        """Put the shards into the plain module."""
         self._put(param.shard for param in self.params.values())
 
     def _put(self, tensors: Iterable[Tensor]) -> None:
@@ -209,7 +206,6 @@ class State(LocalState):
         self.require_sharded()
 
     def require_sharded(self) -> None:
-        """Raise RuntimeError inside ``full_parameters``."""
         if self.in_module == "full parameters":
             raise RuntimeError(
                 f"{self.name} is inside full_parameters; leave that block first, or call the module that it gives"
@@ -295,13 +291,3 @@ class State(LocalState):
                 yield
         finally:
             self.mark_stale(formatted)
-
-    def seconds_alone(self, paths: Sequence[str]) -> float:
-        """Return the seconds that a gather of these sharded parameters takes without overlap (a collective)."""
-        params = [self.params[path] for path in paths]
-        barrier(self.group)
-        self.transport.enter(CollectiveTag(f"measure_times of {self.name}", repr(paths)))
-        start = self.clock.now()
-        self.wire.gather_now([param.rows for param in params], [param.plan for param in params])
-        self.copies.wait()
-        return start.until(self.clock.now())

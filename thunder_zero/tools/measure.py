@@ -9,7 +9,8 @@ from statistics import median
 
 from thunder_zero.capture.zero_module import captured_forward, traces_of, zero_module
 from thunder_zero.comm import agree
-from thunder_zero.comm.small_collectives import all_gather_object
+from thunder_zero.comm.collective_tags import CollectiveTag
+from thunder_zero.comm.small_collectives import all_gather_object, barrier
 from thunder_zero.plan.policy import Times, is_count
 from thunder_zero.schedule.ops import Gather, Wait, ends
 from thunder_zero.schedule.timeline import Timeline
@@ -73,7 +74,18 @@ def _bytes_per_second(state: State, timeline: Timeline, rounds: int) -> float:
     nbytes = sum(buckets.values())
     if not nbytes:
         return inf
-    return nbytes / median(sum(map(state.seconds_alone, buckets)) for _ in range(rounds))
+    return nbytes / median(sum(_seconds_alone(state, paths) for paths in buckets) for _ in range(rounds))
+
+
+def _seconds_alone(state: State, paths: Sequence[str]) -> float:
+    """Return the seconds that a gather of these sharded parameters takes without overlap (a collective)."""
+    params = [state.params[path] for path in paths]
+    barrier(state.group)
+    state.transport.enter(CollectiveTag(f"measure_times of {state.name}", repr(paths)))
+    start = state.clock.now()
+    state.wire.gather_now([param.rows for param in params], [param.plan for param in params])
+    state.copies.wait()
+    return start.until(state.clock.now())
 
 
 def computed(waits: Sequence[Waited], expected: Sequence[tuple[str, bool, bool]]) -> tuple[Seconds, Seconds]:
