@@ -66,7 +66,13 @@ class Compilations:
     @contextmanager
     def _announced(self, args: Any, kwargs: Any) -> Iterator[None]:
         ended = Event()
-        announcer = Thread(target=self._announce, args=(ended, args, kwargs), daemon=True)
+
+        def announce() -> None:
+            if not ended.wait(SECONDS):
+                shapes = shapes_of_arguments(self.forward, args, kwargs)
+                print(f"compiling {self.name} for {_listed(shapes)} ...", end="\r", file=sys.stderr, flush=True)
+
+        announcer = Thread(target=announce, daemon=True)
         announcer.start()
         try:
             yield
@@ -80,11 +86,6 @@ class Compilations:
         is_new = key not in self.known_calls
         self.known_calls.add(key)
         return is_new
-
-    def _announce(self, ended: Event, args: Any, kwargs: Any) -> None:
-        if not ended.wait(SECONDS):
-            shapes = shapes_of_arguments(self.forward, args, kwargs)
-            print(f"compiling {self.name} for {_listed(shapes)} ...", end="\r", file=sys.stderr, flush=True)
 
     def _end(self, shapes: Shapes, seconds: float) -> None:
         if self.reports and seconds >= SECONDS:

@@ -256,7 +256,9 @@ class _Conversion:
         parts = [f"{name}_{position}" for position in range(len(value))]
         if not self.users_names.isdisjoint(parts):
             parts = [f"{name}__{position}" for position in range(len(value))]
-        if not any(users_value(taker) is None or _is_read_by_forward(taker) for taker in others):
+        readers = (user for taker in others for user in taker.users)
+        is_read_by_forward = any(not is_backward(user) and user.target not in SAME for user in readers)
+        if not is_read_by_forward and None not in map(users_value, others):
             parts[:1] = [name]
         names = dict(enumerate(parts)) | {
             position: self.names[taker] for position, taker in takers.items() if taker in self.names
@@ -352,7 +354,3 @@ def returned_message(path: str) -> str:
         f"forward returns the parameter {path!r} itself, which is sharded; return a value computed from it, such as "
         f"param * 1, or read it with thunder_zero.full_state_dict"
     )
-
-
-def _is_read_by_forward(node: fx.Node) -> bool:
-    return any(not is_backward(user) and user.target not in SAME for user in node.users)

@@ -82,12 +82,9 @@ def key_of_graph(graph: fx.GraphModule) -> GraphKey | None:
         else value
         for value in examples
     ]
-    settings = torch.get_default_dtype(), torch.get_default_device(), tuple(map(_autocast, ("cpu", "cuda")))
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    settings = torch.get_default_dtype(), torch.get_default_device(), *autocast
     return graph.code, str(inputs), settings
-
-
-def _autocast(device: str) -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 def shared_memory(inputs: Sequence[Any]) -> tuple[tuple[tuple[int, int], ...], ...]:

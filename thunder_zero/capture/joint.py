@@ -127,12 +127,10 @@ def _state_of(node: fx.Node) -> Tensor | None:
     """Return a fake state of a random line's generator, or None if the line's results are smaller."""
     value = node.meta["val"]
     results = [item for item in (value if isinstance(value, tuple | list) else [value]) if isinstance(item, Tensor)]
+    # the bytes of the results in the call that dynamo captured
+    nbytes = sum(prod(int(hint(size) or 0) for size in item.shape) * item.element_size() for item in results)
     state = generator_state(results[0]) if results and not node.kwargs else None
-    return state if state is not None and state.nbytes < sum(map(_bytes_of, results)) else None
-
-
-def _bytes_of(value: Tensor) -> int:
-    return prod(int(hint(size) or 0) for size in value.shape) * value.element_size()
+    return state if state is not None and state.nbytes < nbytes else None
 
 
 def _save_state(joint: Joint, node: fx.Node, state: Tensor) -> tuple[fx.Node, fx.Node]:

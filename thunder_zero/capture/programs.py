@@ -212,14 +212,8 @@ class _Backward(NamedTuple):
 class TracedPhases:
     """The functions that AOTAutograd calls to run a program's traces (:class:`thunder_zero.compat.aot.Phases`).
 
-    Each set of missing tangents has its own backward, compiled lazily.
-
-    Attributes:
-        saved: the fakes of the values that forward saves.
-        ran: the program whose backward ran last.
-        computation_fn: the function of forward.
-        spent: the cost of compiling backwards.
-        forward_traces, backward_traces: each phase, and the phase after each of the user's transforms. The last runs.
+    Each set of missing tangents has its own backward, compiled lazily. ``forward_traces`` and ``backward_traces`` have
+    the phase, and the phase after each of the user's transforms. The last runs.
     """
 
     def __init__(
@@ -237,7 +231,8 @@ class TracedPhases:
         self._tangents, self._constants = converted.tangents, list(converted.constants.values())
         self._plain_outputs, self._gradients = converted.outputs, converted.gradients  # counts for AOTAutograd
         self._outputs = len(result[0]["output"]) if backward is not None else 0
-        self.ran, self._program, self._module = program, program, module
+        self.ran = program  # the program whose backward ran last
+        self._program, self._module = program, module
         self._values, self._parameters = values, converted.parameters
         forward, computed = self._compile_regions(forward, program, {})
         names = (proxy.name for part in self._saved for proxy in part)
@@ -247,7 +242,7 @@ class TracedPhases:
         self.forward_traces = traces
         self.backward_traces: list[TraceCtx] = [] if backward is None else [backward]
         self.computation_fn = function_of(transform_to_torch_types(traces[-1]))
-        self.spent = Spent()
+        self.spent = Spent()  # on backwards
         self._backward: dict[frozenset[int], _Backward] = {}  # positions of missing tangents: backward
 
     def forward(self, args: list[Any]) -> list[Any]:

@@ -181,7 +181,7 @@ def _refuse_model_file(model: object) -> None:
 def _refuse_optimizer_files(optimizers: Iterable[Optimizer]) -> None:
     """Raise RuntimeError if an accelerator that is not sharded saves an optimizer of shards."""
     for optimizer in optimizers:
-        if any(sharded_model.owners_of(parameters_of(optimizer))):
+        if any(map(sharded_model.owner_of, parameters_of(optimizer))):
             raise _written_by_accelerate(f"the state of {class_name(optimizer)}")
 
 
@@ -221,7 +221,7 @@ def _explain(optimizer: Optimizer, error: BaseException) -> None:
     """Add a note with advice to a DTensor error in a step of shards."""
     if isinstance(optimizer, StepsWhole) or getattr(error, "__notes__", None) or not _is_of_dtensors(error):
         return
-    owners = [sharded_model.owners_of(group["params"]) for group in optimizer.param_groups]
+    owners = [[*map(sharded_model.owner_of, group["params"])] for group in optimizer.param_groups]
     if any(map(any, owners)):
         mixed_group = next(
             (number for number, group_owners in enumerate(owners) if any(group_owners) and not all(group_owners)), None

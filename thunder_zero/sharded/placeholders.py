@@ -67,7 +67,11 @@ class Placeholder(nn.Parameter):
             if torch.compiler.is_compiling() or (name in READ_METADATA and attribute in (None, "__get__")):
                 return func(*args, **kwargs)
             if name in CREATE_TENSORS:
-                return func(*tree_map_only(Placeholder, _expanded_zero, args), **kwargs)
+
+                def expanded_zero(param: Placeholder) -> Tensor:  # in the memory of one element
+                    return torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
+
+                return func(*tree_map_only(Placeholder, expanded_zero, args), **kwargs)
         if name in ADD_HOOKS:
             raise RuntimeError(hook_message(args[0].path))
         if attribute == "__get__":
@@ -135,10 +139,6 @@ def without_memory(
     tensor: Any = make_wrapper_subclass(_WithoutMemory, like.shape, strides, **options)
     tensor.__class__ = kind
     return tensor  # type: ignore[no-any-return]
-
-
-def _expanded_zero(param: Placeholder) -> Tensor:
-    return torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:

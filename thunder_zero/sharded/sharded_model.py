@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from traceback import walk_tb
@@ -213,7 +213,7 @@ def _shards_in(error: BaseException) -> Iterator[tuple[State, Param]]:
     for frame, _ in reversed(list(walk_tb(error.__traceback__))):
         for value in frame.f_locals.values():
             tensors = value._parameters.values() if isinstance(value, nn.Module) else (value,)
-            yield from filter(None, owners_of(tensor for tensor in tensors if isinstance(tensor, Tensor)))
+            yield from filter(None, map(owner_of, (tensor for tensor in tensors if isinstance(tensor, Tensor))))
 
 
 def _leave_groups() -> None:
@@ -247,10 +247,6 @@ def owner_of(param: Tensor) -> tuple[State, Param] | None:
     reference, path = _shards.get(param, (None, ""))
     state: State | None = reference and reference()
     return None if state is None else (state, state.plan.by_name[path])
-
-
-def owners_of(params: Iterable[Tensor]) -> list[tuple[State, Param] | None]:
-    return list(map(owner_of, params))
 
 
 def owner_of_replaced(param: Tensor) -> tuple[State, Param] | None:

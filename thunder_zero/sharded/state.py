@@ -43,25 +43,8 @@ def unreduced(action: str, where: str) -> RuntimeError:
 class LocalState:
     """The state of one model on one rank, without process groups: only the transport communicates with peers.
 
-    Args:
-        at_rest: full values (ZeRO-1, replicated parameters) or this rank's rows, by path. The dict is emptied.
-        digests: True also detects writes that bump no version, for resident parameters.
-
-    Attributes:
-        device: the device that computes.
-        name: the model's name in errors, equal on all ranks: ``"model 0 (Net)"``.
-        copies: asynchronous copies of shards between host memory and the device.
-        params: the parameters, by path.
-        resident: the parameters among ``params`` that stay in memory in full (ZeRO-1).
-        compares_digests: True if digests of resident parameters are compared.
-        may_step: True if gradients were reduced since ranks last agreed on stale parameters.
-        holds_gathered: False if no parameter that ZeRO-2 gathered is kept for the next micro-batch.
-        synced: True outside of ``no_sync``: the gradients of the current forward will be reduced.
-        grew: True if a backward under ``no_sync`` has run since the deferred gradients were last reduced.
-        refrozen: names parameters that were frozen or unfrozen since the model was sharded, for tags; "" if none.
-        clock: the recorder of waits while ``measure_times`` runs.
-        labels: the labels of waits and units while a profiler runs.
-        training_forwards: the number of forwards that have ended in training mode with gradients enabled.
+    ``at_rest`` has full values (ZeRO-1, replicated parameters) or this rank's rows, by path, and is emptied. With
+    ``digests``, writes to resident parameters that bump no version are detected, too.
     """
 
     def __init__(
@@ -75,13 +58,18 @@ class LocalState:
         *,
         digests: bool = True,
     ) -> None:
-        self.plan, self.device, self.name, self.wire = plan, device, name, wire
+        self.plan, self.wire = plan, wire
+        self.device = device  # the device that computes
+        self.name = name  # in errors, equal on all ranks: ``"model 0 (Net)"``
         self.transport, self.copies = wire.transport, wire.copies
-        self.synced, self.grew, self.may_step, self.holds_gathered = True, False, False, False
-        self.training_forwards = 0
-        self.clock = Clock(device)
-        self.labels = Labels(plan)
-        self._first_frozen, self.refrozen = plan.frozen, ""
+        self.synced = True  # False under ``no_sync``: the gradients of the current forward will be deferred
+        self.grew = False  # True if a backward under ``no_sync`` ran since the deferred gradients were last reduced
+        self.may_step = False  # True if gradients were reduced since ranks last agreed on stale parameters
+        self.holds_gathered = False  # True if a parameter that ZeRO-2 gathered may be kept for the next micro-batch
+        self.training_forwards = 0  # that have ended in training mode with gradients enabled
+        self.clock, self.labels = Clock(device), Labels(plan)
+        self._first_frozen = plan.frozen
+        self.refrozen = ""  # names parameters that were frozen or unfrozen since the model was sharded, for tags
         self.params = {
             param.path: ShardedParam(param, plan, device, at_rest.pop(param.path), specs.get(param.path))
             for param in plan.params
@@ -139,17 +127,7 @@ class LocalState:
 
 
 class State(LocalState):
-    """This rank's state of one model, and the process groups that train it.
-
-    Attributes:
-        ranks: the process groups that train the model.
-        group: the process group of all ranks.
-        in_module: what the plain module has: "shards", "placeholders" while forward runs, or "full parameters".
-        same_batch: the comparison of inputs between tensor-parallel ranks.
-        averaged: the ids of the parameters that currently hold their averages (``EMA.applied``).
-        saves: the thread of asynchronous saves (``checkpoint/background.py``); None before the first.
-        replaced: weak references to the parameters that the shards replace, with their paths, by id.
-    """
+    """This rank's state of one model, and the process groups that train it."""
 
     def __init__(
         self, module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, at_rest: dict[str, Tensor]
@@ -157,14 +135,14 @@ class State(LocalState):
         """Build the parameters of a plain module. The module is not changed until :meth:`place`."""
         self.ranks, self.group = ranks, ranks.world
         self.in_module: Literal["shards", "placeholders", "full parameters"] = "shards"
-        self.averaged: frozenset[int] = frozenset()
-        self.saves: Any = None
+        self.averaged: frozenset[int] = frozenset()  # ids of parameters that hold their averages (``EMA.applied``)
+        self.saves: Any = None  # the thread of asynchronous saves (``checkpoint/background.py``)
         self.class_name = type(module).__name__
         name = f"model {next_number(self.group)} ({self.class_name})"
         self.same_batch = SameBatch(plan, ranks, device, name)
         wire = Wire(model_transport(ranks, device, name, plan.policy.transport), plan, device)
         super().__init__(plan, device, name, wire, at_rest, specs_of(plan, ranks, device))
-        plain = {path: module.get_parameter(path) for path in self.params}
+        plain = {path: module.get_parameter(path) for path in self.params}  # which the shards replace
         self.replaced = {id(original): (ref(original), path) for path, original in plain.items()}
         for param in self.params.values():
             param.attach(module, device)

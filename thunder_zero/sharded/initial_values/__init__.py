@@ -47,7 +47,10 @@ def initial_values(
     """
     group = ranks.world
     if group.size() > 1:
-        facts = [*_source_facts(plan, sources), *_mesh_facts(ranks)]
+        # The names of the mesh's dimensions decide which parameters are tensor-parallel.
+        names = None if ranks.mesh is None else ranks.mesh.mesh_dim_names
+        mesh = agree.Fact("the mesh's dimensions", str(names), "give every rank the same mesh")
+        facts = [*_source_facts(plan, sources), mesh]
         agree.require_same([*agree.module_facts(module, plan, device), *facts], group)
     model, failures = PlainModel(module, plan, ranks, device, names_of(module)), Failures()
     are_read, weights = sources.weights is not None, sources.weights or {}
@@ -88,11 +91,6 @@ def _source_facts(plan: Plan, sources: Sources) -> list[agree.Fact]:
         )
         for name, value in (("init", sources.init), ("weights", sources.weights))
     ]
-
-
-def _mesh_facts(ranks: Ranks) -> list[agree.Fact]:
-    names = None if ranks.mesh is None else ranks.mesh.mesh_dim_names
-    return [agree.Fact("the mesh's dimensions", str(names), "give every rank the same mesh")]
 
 
 def _require_names(weights: Collection[str], read: Iterable[Sequence[str]], saved: Container[str], kind: str) -> None:

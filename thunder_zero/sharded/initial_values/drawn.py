@@ -30,14 +30,8 @@ class Drawn:
     """Drawn values of tensors on the meta device.
 
     A value is held in full if the tensor has no ``Param``, or if the value will be sent to all ranks. Other values are
-    held as this rank's rows.
-
-    Args:
-        model: the module that needs values.
-        tensors: the tensors to draw.
-        sharder: the object that selects this rank's rows of full values.
-        all_draw: True gives a turn to every module with meta tensors, so that the random generator advances as in
-            construction. False gives a turn only to modules that own some of ``tensors``.
+    held as this rank's rows. With ``all_draw``, every module with meta tensors has a turn, so that the random generator
+    advances as in construction. Otherwise only modules that own some of ``tensors`` have a turn.
     """
 
     def __init__(self, model: PlainModel, tensors: Collection[Tensor], sharder: Sharder, *, all_draw: bool) -> None:
@@ -178,12 +172,8 @@ def find_written(
 ) -> dict[Tensor, Any]:
     """Call a function on its module ``owner``. Return the new values of the tensors that it wrote to or replaced.
 
-    During the call, stand-ins replace the module's tensors. A write to a meta tensor of another module raises.
-
-    Args:
-        who: the function's name in an error.
-        stand_ins: the stand-ins, by the tensors that they replace.
-        meta_names: the names of all tensors on the meta device, by the addresses of their storages.
+    During the call, ``stand_ins`` replace the module's tensors. A write to a meta tensor of another module raises.
+    ``meta_names`` has the names of all tensors on the meta device, by the addresses of their storages.
     """
     slots = list(direct_tensors(owner))
     versions = {tensor: stand_in._version for tensor, stand_in in stand_ins.items()}
@@ -256,11 +246,7 @@ def _like(meta: Tensor, full: Tensor | None) -> Tensor:
 
 
 class LostWrites(TorchDispatchMode):
-    """A mode that records writes to meta tensors, since such writes have no effect.
-
-    Attributes:
-        addresses: the addresses of the storages that were written to, in order.
-    """
+    """A mode that records the addresses of meta tensors that are written to, since such writes have no effect."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from thunder_zero.capture.zero_module import ZeroModule, captured_forward, traces_of
 from thunder_zero.sharded.optimizers import parameters_of
-from thunder_zero.sharded.sharded_model import owners_of
+from thunder_zero.sharded.sharded_model import owner_of
 from thunder_zero.sharded.state import State
 from thunder_zero.sharded.waits import Moment, Waited
 from thunder_zero.tools.compiled_programs import CompiledProgram, programs
@@ -127,7 +127,7 @@ def following(steps: int, show: Callable[[Followed], None]) -> Iterator[None]:
     shown: WeakSet[State] = WeakSet()
 
     def stepped_by(optimizer: Optimizer) -> Followed | None:
-        owner = next(filter(None, owners_of(parameters_of(optimizer))), None)
+        owner = next(filter(None, map(owner_of, parameters_of(optimizer))), None)
         if owner is None or owner[0] in shown:
             return None
         if owner[0] not in followed_models:
