@@ -67,15 +67,6 @@ def dynamo_gives_up_in_silence() -> bool:
     return backend.call_count == 1
 
 
-def gloo_has_threads_after_its_group() -> bool:
-    if not THREADS.exists():
-        pytest.skip("reads the names of threads from Linux")
-    with group_of_one("cpu"):
-        group = everyone()
-        dist.all_reduce(torch.ones(1), group=group)
-    return any("gloo" in (thread / "comm").read_text() for thread in THREADS.iterdir())
-
-
 def gloo_takes_a_core_when_woken() -> bool:
     if not THREADS.exists():
         pytest.skip("reads the scheduling of threads from Linux")
@@ -211,7 +202,7 @@ def lengths_of_packed_sequences_end_graphs() -> bool:
     return True
 
 
-AOT = ("export", "joint", "nodes", "objects", "rewrites", "runtime")
+AOT = ("export", "joint", "nodes", "rewrites", "runtime")
 NEEDS = (
     Need("jitted.py", no_public_name_gives_a_jitted_module),
     Need("lines.py", lambda: "call_ctx" not in signature(Symbol.bind).parameters),
@@ -222,7 +213,6 @@ NEEDS = (
     Need("private.py", no_public_name_gives_the_joint_graph, TORCH),
     *(Need(f"aot/{name}.py", no_public_name_gives_the_joint_graph, TORCH) for name in AOT),
     Need("torch/groups.py: restarts_on_one_store", attempts_of_torchrun_have_one_store, TORCH),
-    Need("torch/groups.py: at_exit", gloo_has_threads_after_its_group, TORCH),
     Need("torch/groups.py: wait_for_a_core", gloo_takes_a_core_when_woken, TORCH),
     Need("imports.py", thunder_cannot_be_imported, TORCH),
     Need("plans_of_transformers.py", transformers_has_no_public_name_that_applies_a_plan, TORCH),
@@ -233,7 +223,6 @@ NEEDS = (
     Need("torch/optimizers.py: share_found_inf", only_the_first_gradients_placements_count, TORCH),
     Need("torch/groups.py: one_launch", a_failed_launch_stays_queued, TORCH),
     Need("torch/autograd.py", torch_has_no_public_names, TORCH),
-    Need("torch/tensors.py", torch_has_no_public_names, TORCH),
     Need("torch/optimizers.py: step_alone", every_step_calls_the_hooks_of_all_optimizers, TORCH),
 )
 

@@ -116,10 +116,15 @@ class CheckedArguments:
 
 
 def check_arguments(policy: Policy | int | None, **arguments: Unpack[Arguments]) -> CheckedArguments:
-    """Check a policy or a stage, and keyword arguments."""
     changes: dict[str, Any] = dict(arguments)
     groups = {name: changes.pop(name, None) for name in ("process_group", "mesh", "dp_mesh_dims")}
-    device = device_named(changes.pop("device", None))
+    device = changes.pop("device", None)
+    try:
+        device = None if device is None else torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f"device is {device!r}, which torch does not know; give one such as 'cpu' or 'cuda:0'"
+        ) from None
     sources = sources_of(changes.pop("init", None), changes.pop("weights", None))
     options = {name: changes.pop(name) for name in ("progress", "fuse", "dynamic") if name in changes}
     require_known(options.get("fuse"))
@@ -127,7 +132,6 @@ def check_arguments(policy: Policy | int | None, **arguments: Unpack[Arguments])
 
 
 def require_known(fuse: object) -> None:
-    """Raise ValueError if ``fuse`` names another fuser than inductor."""
     if fuse not in (None, "inductor"):
         raise ValueError(
             f"fuse is {fuse!r}; choose 'inductor', which compiles the operators between two lines of the schedule, or "
@@ -164,7 +168,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def sources_of(init: object, weights: object) -> Sources:
-    """Return the sources of initial values. A path becomes a mapping that reads safetensors files."""
     if init is not None and (not callable(init) or isinstance(init, torch.nn.Module)):
         raise TypeError(f"init is {init!r}; give a function of a module that writes its parameters, or None")
     if isinstance(weights, str | os.PathLike):
@@ -175,13 +178,3 @@ def sources_of(init: object, weights: object) -> Sources:
             f"torch.load(path, mmap=True), a folder of safetensors files, or None"
         )
     return Sources(init, weights)
-
-
-def device_named(device: torch.device | str | None) -> torch.device | None:
-    """Return the device that an argument names, or None."""
-    try:
-        return None if device is None else torch.device(device)
-    except RuntimeError:
-        raise ValueError(
-            f"device is {device!r}, which torch does not know; give one such as 'cpu' or 'cuda:0'"
-        ) from None

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from thunder_zero.checkpoint.dcp_write import Entries, KeyPath
 from thunder_zero.optim.ema import EMA
 from thunder_zero.sharded.optimizers import parameters_of
-from thunder_zero.sharded.sharded_model import ShardedModel, owners_of
+from thunder_zero.sharded.sharded_model import ShardedModel, owner_of
 
 MODEL, OPTIM, STATE, GROUPS, EXTRA = "model", "optim", "state", "param_groups", "extra"
 EMAS = "ema"  # the root of an EMA's averages, before the EMA's name
@@ -142,7 +142,7 @@ def extra_entries(contents: Contents, extra: Mapping[str, Any]) -> Entries:
     for name, value in extra.items():
         if isinstance(value, ShardedModel):
             raise TypeError(f"the extra {name!r} is a model; save it as a checkpoint of its own")
-        if isinstance(value, Optimizer) and any(owners_of(parameters_of(value))):
+        if isinstance(value, Optimizer) and any(map(owner_of, parameters_of(value))):
             raise ValueError(
                 f"the extra {name!r} is an optimizer of a sharded model, and an extra does not record which rows its "
                 f"state is; pass it as optimizer, alone or in a list"

@@ -29,7 +29,8 @@ from torch.distributed.fsdp import DataParallelMeshDims
 
 from thunder_zero.comm.collective_tags import without_tags
 from thunder_zero.comm.lost_ranks import naming_lost_ranks
-from thunder_zero.compat.torch.groups import all_groups, restarts_on_one_store, set_timeout, timeout_of
+from thunder_zero.compat.private import c10d_world, set_pg_timeout
+from thunder_zero.compat.torch.groups import restarts_on_one_store, timeout_of
 from thunder_zero.plan.mesh import Mesh
 
 DATA_DIMS = (("dp_replicate", "dp_shard"), ("dp_shard",), ("dp",))  # names of the dimensions for data parallelism
@@ -58,7 +59,7 @@ class Ranks:
             return mesh
         ranks = dist.get_process_group_ranks(self.tensor.get_group())
         # A DTensor's mesh may have another group of these ranks.
-        groups = (group for group in all_groups() if dist.get_process_group_ranks(group) == ranks)
+        groups = (group for group in c10d_world.pg_map if dist.get_process_group_ranks(group) == ranks)
         return replace(mesh, slice_groups=frozenset(group.group_name for group in groups))
 
 
@@ -187,7 +188,7 @@ def group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
     creation_timeout = min(timeout / GLOO_CONNECT_FACTOR, LONGEST_WAIT_FOR_ADDRESS)
     with naming_lost_ranks(group):
         new_group = process_group(dist.new_group(ranks, creation_timeout, "gloo", use_local_synchronization=True))
-    set_timeout(new_group, timeout)
+    set_pg_timeout(timeout, new_group)
     without_tags(new_group)
     return new_group
 
@@ -228,7 +229,7 @@ def destroy_groups_after_error() -> None:
     abort instead of ending with the exception's exit code. The traceback's frames refer to the group, too.
     """
     error = uncaught()
-    configs = ",".join(map(dist.get_backend_config, all_groups())) if has_groups() else ""
+    configs = ",".join(map(dist.get_backend_config, c10d_world.pg_map)) if has_groups() else ""
     if error is None or {pair.partition(":")[2] for pair in configs.split(",")} != {"gloo"}:
         return
     dist.destroy_process_group()

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup, all_gather_single, reduce_scatter_si
 
 from thunder_zero.comm.handle import BucketPart, Handle
 from thunder_zero.comm.transport import FLOATS, PeerBuffers, Shape, Transport, outside_autograd
+from thunder_zero.compat.private import foreach_div_
 from thunder_zero.compat.torch.groups import one_launch
-from thunder_zero.compat.torch.tensors import divide_all
 from thunder_zero.plan import layout
 
 
@@ -101,7 +101,7 @@ class _Native(Transport):
 
     def _division(self, means: tuple[Tensor, ...]) -> BucketPart:
         _, after = self._divisors(means[0].dtype)
-        return BucketPart((), None if after == 1 else lambda: divide_all(means, after))
+        return BucketPart((), None if after == 1 else lambda: foreach_div_(means, after))
 
     def _input(self, grad: Tensor, padded_shape: tuple[int, ...]) -> Tensor:
         """Return this rank's contiguous input of the reduction, padded with zero rows; a copy only if needed."""

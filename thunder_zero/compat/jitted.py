@@ -12,7 +12,6 @@ from thunder.extend import Executor, TemporaryExecutor
 
 
 def plain_of(model: ThunderModule) -> nn.Module:
-    """Return the module that was jitted."""
     plain: nn.Module = model._model
     return plain
 

@@ -18,8 +18,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 @dataclass(frozen=True, slots=True)
 class RefusedPart:
-    """A kind of submodule that is refused."""
-
     matches: Callable[[nn.Module], bool]  # a predicate that is True for modules of this kind
     fault: str  # the reason in an error message, behind the module's name
     action: str  # the alternative to use

@@ -104,7 +104,6 @@ def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.P
 
 
 def _value(module: nn.Module, param: Param, original: Tensor) -> Tensor:
-    """Return a parameter's value at the end of the block. Raise ValueError if its shape or dtype has changed."""
     value = module.get_parameter(param.path).detach()
     if local(value).shape != local(original).shape or value.dtype is not original.dtype:
         raise ValueError(

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import unserializable_hook
 
 from thunder_zero.comm.collective_tags import CollectiveTag
-from thunder_zero.compat.torch.autograd import accumulates, at_end_of_backward, running_backward
+from thunder_zero.compat.private import at_end_of_backward, running_backward
+from thunder_zero.compat.torch.autograd import accumulates
 from thunder_zero.plan.params import Plan
 from thunder_zero.sharded.dtensors import dtensor_like, local
 from thunder_zero.sharded.param import ShardedParam

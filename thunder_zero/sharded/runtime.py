@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable
-from thunder_zero.compat.torch.autograd import at_end_of_backward, running_backward
+from thunder_zero.compat.private import at_end_of_backward, running_backward
 from thunder_zero.plan.mesh import SHARD
 from thunder_zero.sharded import reduce
 from thunder_zero.sharded.gather import GatherBucket

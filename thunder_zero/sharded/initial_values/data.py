@@ -49,8 +49,6 @@ class UnplannedValue:
 
 @dataclass(frozen=True, slots=True)
 class InitialValues:
-    """The initial values of a module."""
-
     at_rest: dict[str, Tensor]  # planned parameters by path: full values, or this rank's rows
     unplanned: list[UnplannedValue]  # values of tensors on the meta device, and values from a state dict
 
@@ -66,7 +64,6 @@ class PlainModel:
     names: Mapping[Tensor, Sequence[str]]  # all names of each parameter and buffer, in the module's order
 
     def name_of(self, tensor: Tensor) -> str:
-        """Return the tensor's first name, which is a planned parameter's path."""
         return self.names[tensor][0]
 
     def param_of(self, tensor: Tensor) -> Param | None:
@@ -89,7 +86,6 @@ class PlainModel:
 
 
 def names_of(module: nn.Module) -> dict[Tensor, list[str]]:
-    """Return all names of each parameter and buffer."""
     names: dict[Tensor, list[str]] = {}
     parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     for name, tensor in chain[tuple[str, Tensor]](parameters, buffers):
@@ -129,14 +125,12 @@ class Failures:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Store an exception of the block instead of raising it."""
         try:
             yield
         except Exception as failure:
             self._first = self._first or failure
 
     def raise_first(self) -> None:
-        """Raise the first failure, if there was one."""
         if self._first is not None:
             raise self._first
 
@@ -174,7 +168,6 @@ class Sharder:
                 agree.require_same(facts[True], ranks.data)
 
     def _fact(self, path: str, digest: str) -> agree.Fact:
-        """Return a fact with the digest of a parameter's value, and advice for the case that ranks differ."""
         when = "before it builds the module"
         if self._model.module.get_parameter(path).is_meta:
             when = "before the transform, which draws them"
