@@ -1,4 +1,4 @@
-"""Finds the parameters that torch's tensor parallelism has sliced; raises for other DTensors and split ties.
+"""Finds parameters that tensor parallelism has sliced; raises for other DTensors, and for split ties.
 
 ::
 
