@@ -8,7 +8,6 @@ A handle is waited for once, and keeps its tensors alive until then. A thread ru
 
 from __future__ import annotations
 
-import atexit
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from thunder_zero.compat.torch.groups import wait_for_a_core
+from thunder_zero.compat.torch.groups import at_exit, wait_for_a_core
 
 Result = TypeVar("Result")
 
@@ -163,7 +162,7 @@ class _Background:
 
 @cache
 def _thread_of(name: str) -> _Background:
-    atexit.register(_let_end, name)
+    at_exit(_let_end, name)
     return _Background(name)
 
 
