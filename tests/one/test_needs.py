@@ -67,6 +67,15 @@ def dynamo_gives_up_in_silence() -> bool:
     return backend.call_count == 1
 
 
+def gloo_has_threads_after_its_group() -> bool:
+    if not THREADS.exists():
+        pytest.skip("reads the names of threads from Linux")
+    with group_of_one("cpu"):
+        group = everyone()
+        dist.all_reduce(torch.ones(1), group=group)
+    return any("gloo" in (thread / "comm").read_text() for thread in THREADS.iterdir())
+
+
 def gloo_takes_a_core_when_woken() -> bool:
     if not THREADS.exists():
         pytest.skip("reads the scheduling of threads from Linux")
@@ -134,13 +143,6 @@ def no_public_name_gives_the_joint_graph() -> bool:
 
 def no_public_name_compiles_a_graph_without_autograd() -> bool:
     return not [name for name in dir(torch.compiler) if "inductor" in name.lower() or "standalone" in name.lower()]
-
-
-def torch_has_no_public_names() -> bool:
-    homes = (torch.autograd, torch.autograd.graph, torch.func, torch)
-    words = ("foreach", "callback", "graph_task", "execute", "interpreter", "conv_backend")
-    names = (name for home in homes for name in dir(home) if not name.startswith("_"))
-    return not [name for name in names if any(word in name.lower() for word in words)]
 
 
 def no_public_name_gives_a_jitted_module() -> bool:
@@ -213,6 +215,7 @@ NEEDS = (
     Need("private.py", no_public_name_gives_the_joint_graph, TORCH),
     *(Need(f"aot/{name}.py", no_public_name_gives_the_joint_graph, TORCH) for name in AOT),
     Need("torch/groups.py: restarts_on_one_store", attempts_of_torchrun_have_one_store, TORCH),
+    Need("torch/groups.py: at_exit", gloo_has_threads_after_its_group, TORCH),
     Need("torch/groups.py: wait_for_a_core", gloo_takes_a_core_when_woken, TORCH),
     Need("imports.py", thunder_cannot_be_imported, TORCH),
     Need("plans_of_transformers.py", transformers_has_no_public_name_that_applies_a_plan, TORCH),
@@ -222,7 +225,6 @@ NEEDS = (
     Need("torch/fully_shard.py", nobody_says_that_fully_shard_was_applied, TORCH),
     Need("torch/optimizers.py: share_found_inf", only_the_first_gradients_placements_count, TORCH),
     Need("torch/groups.py: one_launch", a_failed_launch_stays_queued, TORCH),
-    Need("torch/autograd.py", torch_has_no_public_names, TORCH),
     Need("torch/optimizers.py: step_alone", every_step_calls_the_hooks_of_all_optimizers, TORCH),
 )
 

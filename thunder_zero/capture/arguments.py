@@ -6,7 +6,6 @@ change the policy. The other arguments set the ranks, the device and the initial
     ZeroTransform(tz.ZERO3, prefetch=2, device="cuda")   ->   policy = replace(tz.ZERO3, prefetch=2)
                                                               device = torch.device("cuda")
 
-These checks need no module. The device and the names of weights are checked when a module is sharded.
 """
 
 from __future__ import annotations

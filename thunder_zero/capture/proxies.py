@@ -98,10 +98,7 @@ def append(line: BoundSymbol) -> None:
 
 
 def fill(tree: Any, proxies: Mapping[fx.Node, Any]) -> Any:
-    """Return the arguments of a node with proxies in place of nodes.
-
-    Collections become plain Python collections, since Thunder can print no other collections.
-    """
+    """Return arguments with proxies in place of nodes, and in plain collections, since Thunder prints no others."""
     match tree:
         case fx.Node():
             return proxies[tree]

@@ -1,7 +1,6 @@
 """Refuses modules that cannot be sharded, and tools of torch that cannot read a sharded model.
 
-:func:`require_untransformed` checks a jitted module before sharding. :func:`refuse_tools` runs in calls of a sharded
-model. Both return nothing, or raise an error with the problem, its reason and an action::
+An error has the problem, its reason and an action::
 
     submodule 'emb' of Net (Embedding) has max_norm, and forward writes to the weight, which is sharded; normalise the
     rows in forward

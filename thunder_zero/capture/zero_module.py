@@ -227,11 +227,7 @@ class ZeroModule(Refusals, ShardedModel, ThunderModule):
         return super().__getattr__(name)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freeze or unfreeze all parameters. The next forward compiles a program for it.
-
-        Raises:
-            RuntimeError: a ``frozen_format`` stores a parameter that would be unfrozen. No parameter was changed.
-        """
+        """Freeze or unfreeze all parameters. The next forward compiles a program for it."""
         for param in self.state.plan.params:
             if requires_grad and param.frozen_format:
                 raise RuntimeError(

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from thunder_zero.compat.torch.groups import wait_for_a_core
+from thunder_zero.compat.torch.groups import at_exit, wait_for_a_core
 
 Result = TypeVar("Result")
 
@@ -135,7 +134,7 @@ def _tasks_of(thread: str) -> SimpleQueue[Task[Any]]:
     All transports share the thread, since messages must be sent in the same order on all ranks. It is a daemon, so that
     a failed rank can exit while the thread waits for peers.
     """
-    atexit.register(_let_end, thread)
+    at_exit(_let_end, thread)
     tasks: SimpleQueue[Task[Any]] = SimpleQueue()
     threading.Thread(target=_serve, args=(tasks,), name=f"thunder_zero {thread}", daemon=True).start()
     return tasks

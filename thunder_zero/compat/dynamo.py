@@ -1,8 +1,4 @@
-"""needed while: dynamo has no public API to lift its limits, or to tell why a graph ended.
-
-In: a module, and a backend for its graphs. Out: a function that calls the captured module. For each graph, functions
-return the user's line where the graph ended, and why it was compiled again.
-"""
+"""needed while: dynamo has no public API to lift its limits, or to tell why a graph ended."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""needed while: Thunder has no public API for the contents of a jitted module.
-
-In: a module that ``thunder.jit`` made. Out: the plain module, and the tables in which Thunder keeps its tensors.
-"""
+"""needed while: Thunder has no public API for the contents of a jitted module."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """needed while: dynamo captures neither ScriptModules, FSDP1 nor hooks of composable checkpoints.
 
-In: a module that is about to be sharded, or compiled. Out: nothing, or an error that names the submodule and an
-alternative (:func:`require_traceable`)::
+::
 
     submodule 'a' of Net (RecursiveScriptModule) is a ScriptModule, and dynamo cannot capture it; use the module ...
 """

@@ -1,6 +1,6 @@
 """``tz.full_state_dict``. Converts optimizers' state dicts to full tensors and back, for Fabric.
 
-In: DTensors, or an optimizer of DTensors. Out: the full tensors of a plain module and its optimizer; and back::
+::
 
     full_state_dict               model: DTensors -> full tensors, on every rank
     full_optimizer_state_dict     optimizer: states by rows -> full states on the CPU, on ranks with wanted=True

@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor
 from thunder_zero.comm.backends import require_reducible
 from thunder_zero.comm.collective_tags import CollectiveTag, doing
 from thunder_zero.comm.handle import Waitable
-from thunder_zero.compat.torch.autograd import accumulates
 from thunder_zero.plan.mesh import OF_MEANS
 from thunder_zero.sharded.dtensors import local
+from thunder_zero.sharded.outside import accumulates
 from thunder_zero.sharded.param import ShardedParam
 from thunder_zero.sharded.state import LocalState, State
 from thunder_zero.sharded.wire import OnTheWire
@@ -114,9 +114,6 @@ def follow_requires_grad(state: State) -> None:
 
     This is a collective only if ``no_sync`` holds gradients of a parameter that was frozen. Ranks that freeze different
     parameters learn of it by the tags of their next launches.
-
-    Raises:
-        ValueError: the backend cannot reduce the gradient of a parameter that was unfrozen.
     """
     params = state.params.values()
     changed = [param for param in params if param.shard.requires_grad is not param.plan.requires_grad]

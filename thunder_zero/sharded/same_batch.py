@@ -1,7 +1,6 @@
 """Checks that tensor-parallel ranks of one model have equal batches and random generators.
 
-Without this check, different batches would raise no error: their gradients would be added like parts of one gradient.
-So before a forward, ranks compare digests of its arguments and of their random generators::
+Different batches would raise no error: their gradients would be added like parts of one gradient::
 
     mesh (dp, tp) = (2, 2)    ranks 0 and 1    tokens (2, 6)    equal, or RuntimeError on all ranks
                               ranks 2 and 3    tokens (2, 6)    any other batch, which must be equal on both
@@ -32,17 +31,13 @@ KNOWN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 
 
 class SameBatch:
-    """The comparison of inputs and generators between the ranks of one data-parallel index.
-
-    Attributes:
-        unlike: the error message if random generators differ, or None. Only a forward that draws random numbers raises.
-    """
+    """The comparison of inputs and generators between the ranks of one data-parallel index."""
 
     def __init__(self, plan: Plan, ranks: Ranks, device: torch.device, name: str) -> None:
         self._plan, self._device, self._name = plan, device, name
         self._group, self._mesh = ranks.world, ranks.mesh
         self._forwards = 0
-        self.unlike: str | None = None
+        self.unlike: str | None = None  # the error message if random generators differ
 
     def compare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compare the arguments of a forward between ranks. This is a small collective, which most forwards skip."""

@@ -5,7 +5,6 @@ ZeroTransform builds instances of a subclass. Training loops, checkpoints and st
 
 from __future__ import annotations
 
-import atexit
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import destroy_groups_after_error, has_groups, tell_launcher, uncaught
+from thunder_zero.compat.torch.groups import at_exit
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.printed import format_model
 from thunder_zero.sharded.state import State
@@ -230,7 +230,7 @@ def _leave_groups() -> None:
             state.leave_group()
 
 
-atexit.register(_leave_groups)
+at_exit(_leave_groups)
 
 
 def states() -> list[State]:

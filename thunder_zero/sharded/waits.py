@@ -1,7 +1,6 @@
 """Times the waits of collectives, and labels them while torch's profiler runs.
 
-Each collective's handle passes through the model's :class:`Clock`. A stopped clock returns the handle unchanged. On
-CUDA a :class:`Moment` has an event in the device's stream, so that the clock does not synchronize the host.
+On CUDA a :class:`Moment` has an event in the device's stream, so that the clock does not synchronize the host.
 """
 
 from __future__ import annotations

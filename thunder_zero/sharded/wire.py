@@ -9,10 +9,8 @@
     reduce         payloads             ->  means, or the bytes from all ranks for this rank's part
     decode_grad    means, or bytes      ->  means: decoded and added in float32, cast, copied to the shards' device
 
-A trace has a line for each function that is not a no-op. Only shards are cast and copied, never full tensors: before a
-gather, and after a reduction. On CUDA, shards in host memory are pinned. Casts run on the device, since a copy that
-also casts makes the host wait. Copies run in the stream of compute, and ``HostCopies`` waits for them.
-``encodings/`` encodes and decodes the bytes. Encoded frozen parameters are sent unchanged.
+Casts run on the device, since a copy that also casts makes the host wait. Copies run in the stream of compute, and
+``HostCopies`` waits for them. Encoded frozen parameters are sent unchanged.
 """
 
 from __future__ import annotations

@@ -118,10 +118,7 @@ def _has_known_sizes(node: fx.Node) -> bool:
 
 
 def _drops(node: fx.Node) -> bool:
-    """Return whether a recurrent layer has dropout between its layers.
-
-    Three consecutive arguments are the number of layers, the dropout, and the training flag.
-    """
+    # Three consecutive arguments are the number of layers, the dropout between them, and the training flag.
     triples = zip(node.args, node.args[1:], node.args[2:], strict=False)
     return any(
         type(layers) is int and layers > 1 and is_training is True and (isinstance(dropout, fx.Node) or bool(dropout))

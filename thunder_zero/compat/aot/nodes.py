@@ -1,6 +1,6 @@
 """needed while: torch has no public API for the origin of a captured graph's node.
 
-In: a node of dynamo's graph or of the joint graph. Out: the names of its origin in the user's program::
+::
 
     y = self.layer(x).relu()       variable_of     "y"
                                    module_of       "layer"

@@ -1,7 +1,6 @@
 """needed while: AOTAutograd refuses some graphs of dynamo, or gets them wrong.
 
-In: a graph of dynamo before AOTAutograd traces it, or the joint graph afterwards. Out: an equivalent graph, changed in
-place::
+::
 
     x[mask] = value         ->  x.copy_(where(mask, value, x))      its gradient has a known shape
     return weight[0]        ->  return weight[0].clone()            AOTAutograd would return a view of rows

@@ -1,10 +1,11 @@
-"""Process groups: launches, timeouts, gloo threads."""
+"""Process groups: launches, timeouts, gloo threads, exit."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -72,3 +73,13 @@ def let_gloo_wait_for_a_core() -> None:
         with suppress(OSError):
             if thread.read_text().strip() == GLOO_LOOP:
                 wait_for_a_core(int(thread.parent.name))
+
+
+# needed while: a thread of gloo that still holds tensors aborts a process that exits.
+# Torch joins such a thread when the last reference to a destroyed group is dropped. At exit Python stops no thread
+# cleanly.
+
+
+def at_exit(function: Callable[..., None], *args: Any) -> None:
+    """Call a function when the interpreter exits. Functions are called in reverse order of registration."""
+    atexit.register(function, *args)

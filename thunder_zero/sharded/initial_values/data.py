@@ -1,8 +1,6 @@
 """Holds the user's sources and the module's values, and compares values between ranks.
 
-:func:`initial_values` takes :class:`Sources` and returns :class:`InitialValues`. :class:`PlainModel` knows which rank
-provides each tensor's value. :class:`Failures` holds an error until the next agreement, since other ranks wait in
-collectives. :class:`Sharder` selects this rank's rows of full values, and stores digests of the full values::
+::
 
     full value (5, 8)  ->  Sharder.shard  ->  this rank's rows (3, 8), with padding
                                          SHA-256 of the full value, which ranks compare unless one rank sent the value
