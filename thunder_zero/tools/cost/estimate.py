@@ -21,7 +21,7 @@ from functools import cached_property
 
 from thunder_zero.notebook import lanes, small
 from thunder_zero.plan.amounts import duration
-from thunder_zero.schedule.ops import Compute, Op, ends_collective, starts_collective
+from thunder_zero.schedule.ops import Compute, Op, Return, ends_collective, starts_collective
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.cost.costs import Cost, Lane, compute_dtype, costs_of, in_node
 from thunder_zero.tools.cost.lanes import Lanes, Span
@@ -254,6 +254,6 @@ def simulate(timeline: Timeline, costs: Sequence[Cost], device: Device) -> tuple
         elif ends_collective(op):
             lanes.wait(index, op.reads[0])
             lanes.compute(index, finishing.pop(op.reads[0], 0.0))  # backward may wait for a collective of forward again
-        elif isinstance(op, Compute):
+        elif isinstance(op, Compute | Return):  # a return takes no time, and ends the critical path
             lanes.compute(index, cost.seconds, always=True)
     return lanes.spans()
