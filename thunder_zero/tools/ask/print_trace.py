@@ -12,7 +12,7 @@ from rich.console import Console
 
 from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.plan.amounts import size
-from thunder_zero.schedule.ops import Free
+from thunder_zero.schedule.ops import Free, Gather, ends
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.ask.shown_code import shown
 from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
@@ -126,9 +126,12 @@ def rows_of(traces: Traces, phase: str, forecast: Memory | None, *, every_line: 
     if every_line:
         return all_rows
     freed: dict[int, list[str]] = {}
+    full: dict[str, str] = {}  # path: the value that was gathered last
     for op, positions in zip(traces.timeline.ops, traces.lines, strict=True):
-        if isinstance(op, Free) and op.params and op.backward is (phase == "backward"):
-            freed[positions[0]] = list(op.reads)
+        if ends(op, Gather):
+            full.update(zip(op.params, op.writes, strict=True))
+        elif isinstance(op, Free) and op.params and op.backward is (phase == "backward"):
+            freed[positions[0]] = [full[path] for path in op.params]
     with tracectx(trace):
         lines = {line.position: line for line in shown(trace, freed)}
     row_of = {row.line.position: row for row in all_rows}

@@ -254,6 +254,6 @@ def simulate(timeline: Timeline, costs: Sequence[Cost], device: Device) -> tuple
         elif ends_collective(op):
             lanes.wait(index, op.reads[0])
             lanes.compute(index, finishing.pop(op.reads[0], 0.0))  # backward may wait for a collective of forward again
-        elif isinstance(op, Compute | Return):  # a critical path ends at a return, even if that comes after a wait
+        elif isinstance(op, Compute | Return):  # a return takes no time, and ends the critical path
             lanes.compute(index, cost.seconds, always=True)
     return lanes.spans()

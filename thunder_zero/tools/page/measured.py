@@ -15,7 +15,17 @@ from typing import Any
 
 from thunder_zero.plan.policy import Times
 from thunder_zero.schedule.names import label_of
-from thunder_zero.schedule.ops import LAUNCHES, Compute, Gather, Op, Wait, ends, ends_collective, starts_collective
+from thunder_zero.schedule.ops import (
+    LAUNCHES,
+    Compute,
+    Gather,
+    Op,
+    Return,
+    Wait,
+    ends,
+    ends_collective,
+    starts_collective,
+)
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.cost.costs import Cost, Lane
 from thunder_zero.tools.cost.estimate import Estimate
@@ -127,7 +137,7 @@ def _placed(forecast: Estimate, measured: Mapping[int, tuple[float, float]]) -> 
     zero = measured[first][0] - sum(busy[:first]) * mean
     now, launched = 0.0, dict[int, float]()  # start times of tensor-parallel collectives in flight
     for begin, stop in pairwise([-1, *bounds]):
-        computing = [index for index in range(begin + 1, stop) if isinstance(timeline.ops[index], Compute)]
+        computing = [index for index in range(begin + 1, stop) if isinstance(timeline.ops[index], Compute | Return)]
         total = sum(busy[index] for index in computing)
         until = measured[stop][0] - zero if stop in measured else now + total * mean
         factor = (until - now) / total if total else 0.0
