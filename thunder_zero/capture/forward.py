@@ -7,12 +7,11 @@ In: calls of the model. Out: the results of forward. Dynamo captures forward in 
                    |                                |
                _call(0, inputs)                 _call(1, inputs)         parameters among inputs are placeholders
                    |
-               kept[0].programs[paths].run(other inputs)             Programs (programs.py), created at first use
+               kept[0].programs[paths].run(other inputs)             Executables (programs.py), created at first use
 
 Dynamo guards shapes and dtypes of parameters, not their identity. So one graph may run for several submodules. It has
-Programs for each choice of parameters' paths. A function of torch that reads a parameter between graphs becomes a graph
-(``placeholders.py``). Where dynamo compiles nothing, such a read raises, since no graph gathers the parameter.
-
+Executables for each choice of parameters' paths. A function of torch that reads a parameter between graphs becomes a
+graph (``placeholders.py``). Where dynamo compiles nothing, such a read raises, since no graph gathers the parameter.
 Dynamo captures a function again when its guards fail. If shapes change, dynamo makes sizes symbols, so that one graph
 serves all shapes. A function that branches on a size or a string has a graph for each value. At most ``MOST`` graphs
 are kept for a function and a choice of parameters. Beyond this limit the least recently used graph is dropped with its
@@ -34,7 +33,7 @@ from torch import fx, nn
 from thunder_zero.capture.compilations import Shapes, metered, too_many, uncollected
 from thunder_zero.capture.convert import returned_message, written_message
 from thunder_zero.capture.graphs import (
-    Captured,
+    Graph,
     Paths,
     key_of_graph,
     paths_of,
@@ -44,7 +43,7 @@ from thunder_zero.capture.graphs import (
     with_slices,
 )
 from thunder_zero.capture.joint import joint_of
-from thunder_zero.capture.programs import Entry, Programs
+from thunder_zero.capture.programs import Executable, Executables
 from thunder_zero.capture.refusals import PARTS
 from thunder_zero.compat import aot, dynamo
 from thunder_zero.compat.packed_sequences import packed_as_operators
@@ -79,10 +78,10 @@ class CapturedForward:
     ) -> None:
         self.plain, self.state, self.stats = plain, state, stats
         self.fuses, self.transforms = fuses, transforms
-        self.kept: dict[int, Captured] = {}  # graphs by number, least recently used first
+        self.kept: dict[int, Graph] = {}  # graphs by number, least recently used first
         self.names: dict[int, str] = {}  # by dynamo's numbers of functions, in the order of first compilations
         self.breaks: list[str] = []  # a sentence for each graph break, with the position and the reason
-        self.programs: list[Programs] = []  # those that the last forward ran, in order
+        self.programs: list[Executables] = []  # those that the last forward ran, in order
         self.graph_count = self.program_count = 0  # captured, and compiled, so far
         self.warned = False  # True once the user was warned that graphs are dropped
         self.is_recurrent = any(isinstance(part, nn.RNNBase) for part in plain.modules())
@@ -96,7 +95,7 @@ class CapturedForward:
         self._captured = dynamo.capture(plain, backend, lambda: _alive(this)._compiling(), dynamic=dynamic)
 
     @property
-    def ran(self) -> Sequence[Sequence[Entry]]:
+    def ran(self) -> Sequence[Sequence[Executable]]:
         """The programs of each graph of the last forward. A graph's last program is the one that ran last."""
         return [[*programs.entries.values()] for programs in self.programs]
 
@@ -165,7 +164,7 @@ class CapturedForward:
                 shapes.setdefault(kind, []).append(captured.shapes)
         return shapes.values()
 
-    def _keep(self, captured: Captured) -> int:
+    def _keep(self, captured: Graph) -> int:
         self.kept[self.graph_count] = captured
         self.graph_count += 1
         return self.graph_count - 1
@@ -183,7 +182,7 @@ class CapturedForward:
             raise aot.Untraced(written_message(path))
         with metered() as spent:
             joint = joint_of(graph, inputs, paths, self.state.plan)
-        return self._keep(Captured(joint, frame, name, paths, key, overlaps, shapes_of_inputs(graph), spent()))
+        return self._keep(Graph(joint, frame, name, paths, key, overlaps, shapes_of_inputs(graph), spent()))
 
     def _call(self, number: int, inputs: Sequence[Any]) -> Any:
         self.kept[number] = captured = self.kept.pop(number)  # the most recently used one
@@ -197,7 +196,7 @@ class CapturedForward:
         if key not in captured.programs:
             require_traceable(self.plain, PARTS)
             args = captured.joint, paths, self.state, self.runtime, self.transforms, self.fuses
-            captured.programs[key] = Programs(*args)
+            captured.programs[key] = Executables(*args)
         programs = captured.programs[key]
         if programs.draws:
             self.state.same_batch.require_same_generators()

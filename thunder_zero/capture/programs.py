@@ -52,7 +52,7 @@ class Mode:
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class Executable:
     synced: bool  # True if the program reduces gradients
     computation_fn: Callable[..., Any]  # the function of forward
     traces: Callable[[], Traces]  # a function that returns the traces of the last run
@@ -65,7 +65,7 @@ class Entry:
 
 
 @dataclass(eq=False)
-class Programs:
+class Executables:
     """The programs of one graph with one choice of parameters. The last entry is the program that ran last.
 
     ``paths`` has, for each input of the graph, the path of a parameter or None.
@@ -77,7 +77,7 @@ class Programs:
     runtime: ModelRuntime
     transforms: Sequence[Transform]  # the user's other transforms, for finished traces
     fuses: bool
-    entries: dict[Mode, Entry] = field(default_factory=dict)
+    entries: dict[Mode, Executable] = field(default_factory=dict)
     restored: Callable[[Sequence[Any]], Any] | None = None  # builds forward's result from the trace's outputs
     _outputs: Sequence[ref[Any] | None] = ()  # the outputs of the last call, until ``restored`` is set
 
@@ -119,7 +119,7 @@ class Programs:
         self.restored = restoring(rebuild(returned, marker_of), markers, self.joint.plain_outputs())
         self._outputs = ()
 
-    def _compile(self, mode: Mode) -> Entry:
+    def _compile(self, mode: Mode) -> Executable:
         state, name = self.state, self.state.class_name
         takes_dtensors = self.joint.returns_subclasses
 
@@ -130,7 +130,7 @@ class Programs:
             converted, program = program_of(self.joint, self.paths, self.executor, mode, fuses=self.fuses)
             phases = TracedPhases(converted, program, name, self.transforms)
             run = aot.compiled(self.joint, phases, check, materialize_grads=state.plan.policy.materialize_grads)
-        return Entry(
+        return Executable(
             mode.synced,
             phases.computation_fn,
             lambda: traces_of_program(phases.ran, restored=self.restored),

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thunder_zero.checkpoint.folder import FILES_UNCHANGED, create_together, explain_write_error
-from thunder_zero.comm.agree import all_or_none, argument_facts
+from thunder_zero.comm.agree import all_or_none, argument_claims
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0, full_tensor
 from thunder_zero.plan.amounts import bytes_of, float_dtype, name_of
 from thunder_zero.safetensors_files import (
@@ -98,7 +98,7 @@ def save_pretrained(
         folder = Path(folder)
         max_bytes = bytes_of("max_shard_size", max_shard_size)
         state_dict = sharded.plain.state_dict(keep_vars=True)
-        facts += argument_facts({"folder": folder, "max_shard_size": max_bytes, "dtype": dtype})
+        facts += argument_claims({"folder": folder, "max_shard_size": max_bytes, "dtype": dtype})
     with all_or_none(state.group, SAVE):
         is_writer = state.group.rank() == 0
         weights, other_files = (

@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 from thunder_zero.checkpoint.contents import GROUPS, OPTIM, STATE, Contents, is_cut, require_same_names
 from thunder_zero.checkpoint.dcp_write import Entries
 from thunder_zero.checkpoint.manifest import USE_ANOTHER
-from thunder_zero.comm.agree import Fact
-from thunder_zero.optim.agreement import option_facts
+from thunder_zero.comm.agree import Claim
+from thunder_zero.optim.agreement import option_claims
 from thunder_zero.sharded.dtensors import dtensor_like, local
 from thunder_zero.sharded.optimizers import StepsWhole, class_name
 
@@ -87,22 +87,22 @@ def params_by_group(contents: Contents, optimizers: Sequence[Optimizer]) -> list
 # Saving
 
 
-def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tuple[Entries, list[Fact]]:
-    """Return the entries that this rank writes for optimizers, and facts that ranks compare.
+def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tuple[Entries, list[Claim]]:
+    """Return the entries that this rank writes for optimizers, and claims that ranks compare.
 
     Ranks compare the states of each parameter, because a state that a rank lacks would not be saved in full. Ranks
     compare the options of groups, because only rank 0 saves options.
     """
-    values, facts, groups = Entries(), list[Fact](), params_by_group(contents, optimizers)
+    values, claims, groups = Entries(), list[Claim](), params_by_group(contents, optimizers)
     for member in chain(*groups):
         label, descriptions = f"the optimizer's state of parameter {member.name!r}", list[str]()
         for key, value in member.states.items():
             values |= _state_entry(contents, member, key, value)
             descriptions.append(f"{key} by rows" if is_cut(value) else str(key))
         if member.owner is not None:
-            facts.append(Fact(label, f"whole, on rank {member.owner}", "build the same optimizer on every rank"))
+            claims.append(Claim(label, f"whole, on rank {member.owner}", "build the same optimizer on every rank"))
         elif member.number is not None:
-            facts.append(Fact(label, ", ".join(descriptions) or "none", "step the optimizer on every rank"))
+            claims.append(Claim(label, ", ".join(descriptions) or "none", "step the optimizer on every rank"))
     param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for number, (group, members) in enumerate(zip(param_groups, groups, strict=True)):
         for key, value in {**group, "params": [member.name for member in members]}.items():
@@ -110,8 +110,8 @@ def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tu
             values |= contents.entries_of(label, (OPTIM, GROUPS, number, key), value, 0)
     classes = [class_name(optimizer) for optimizer in optimizers]
     for optimizer, kind in zip(optimizers, classes, strict=True):
-        facts += option_facts(kind, optimizer.param_groups, SAME_OPTIONS)
-    return values | contents.entries_of(OPTIMIZER_CLASSES, (OPTIMIZER_CLASSES,), classes, 0), facts
+        claims += option_claims(kind, optimizer.param_groups, SAME_OPTIONS)
+    return values | contents.entries_of(OPTIMIZER_CLASSES, (OPTIMIZER_CLASSES,), classes, 0), claims
 
 
 def _state_entry(contents: Contents, member: SteppedParam, key: str, value: Any) -> Entries:

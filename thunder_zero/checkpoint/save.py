@@ -30,7 +30,7 @@ from thunder_zero.checkpoint import dcp_write, folder
 from thunder_zero.checkpoint.contents import Contents, contents_of, extra_entries
 from thunder_zero.checkpoint.dcp_write import Entries, Part, WritePlanner
 from thunder_zero.checkpoint.optimizer_states import optimizer_entries
-from thunder_zero.comm.agree import Fact, all_or_none, argument_facts
+from thunder_zero.comm.agree import Claim, all_or_none, argument_claims
 from thunder_zero.comm.group import group_like
 from thunder_zero.comm.small_collectives import gather_object_on_rank_0
 from thunder_zero.optim.ema import EMA
@@ -82,17 +82,17 @@ def save(
             ``EMA.applied``, or the previous save failed.
     """
     state = sharded_model(model).state
-    with all_or_none(state.group, "to save") as facts:
+    with all_or_none(state.group, "to save") as claims:
         contents, optimizers = check_arguments(
-            facts, "save at", Path(path), model, optimizer, extra, max_to_keep=max_to_keep, wait=wait
+            claims, "save at", Path(path), model, optimizer, extra, max_to_keep=max_to_keep, wait=wait
         )
         if (error := wait_for_last(state)) is not None:
             state.saves.last = None  # an error is raised only once
             raise RuntimeError(f"the previous asynchronous save failed: {error}; call save again") from error
         if max_to_keep is not None and (not is_count(max_to_keep) or max_to_keep == 0):
             raise ValueError(f"max_to_keep is {max_to_keep!r}; pass how many to keep, 1 or more, or None for all")
-        entries, entry_facts = entries_of(contents, optimizers, extra)
-        facts += entry_facts
+        entries, entry_claims = entries_of(contents, optimizers, extra)
+        claims += entry_claims
     if not wait:
         return save_in_thread(state, Path(path), entries, max_to_keep)
     future: Future[Path] = Future()
@@ -101,7 +101,7 @@ def save(
 
 
 def check_arguments(
-    facts: list[Fact],
+    claims: list[Claim],
     action: str,
     path: Path,
     model: nn.Module,
@@ -111,12 +111,12 @@ def check_arguments(
 ) -> tuple[Contents, list[Optimizer]]:
     """Check that a model can be saved or loaded now. Return this rank's values of it, and a list of the optimizers.
 
-    Append the arguments that ranks must agree on to ``facts``. ``action`` is "save at" or "load from".
+    Append the arguments that ranks must agree on to ``claims``. ``action`` is "save at" or "load from".
     """
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise TypeError(f"extra is {extra!r}; pass a mapping from names to values, such as {{'scheduler': scheduler}}")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-    facts += argument_facts(
+    claims += argument_claims(
         {
             f"the path to {action}": path,
             "the list of names in extra": sorted(extra),
@@ -139,11 +139,11 @@ def check_arguments(
 
 def entries_of(
     contents: Contents, optimizers: Sequence[Optimizer], extra: Mapping[str, Any]
-) -> tuple[Entries, list[Fact]]:
-    """Return the entries that this rank writes, and the facts that ranks must agree on."""
-    states, facts = optimizer_entries(contents, optimizers)
-    facts += [ema.fact(f"the extra {name!r}, an EMA,") for name, ema in extra.items() if isinstance(ema, EMA)]
-    return contents.entries() | extra_entries(contents, extra) | states, facts
+) -> tuple[Entries, list[Claim]]:
+    """Return the entries that this rank writes, and the claims that ranks must agree on."""
+    states, claims = optimizer_entries(contents, optimizers)
+    claims += [ema.fact(f"the extra {name!r}, an EMA,") for name, ema in extra.items() if isinstance(ema, EMA)]
+    return contents.entries() | extra_entries(contents, extra) | states, claims
 
 
 @torch.no_grad()

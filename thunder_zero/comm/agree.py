@@ -29,7 +29,7 @@ FUNCTIONS = ("unit_of", "passes", "transport")
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class Claim:
     """A property that must be equal on all ranks. Its ``name`` in errors is, for example, ``"parameter 'w'"``."""
 
     name: str
@@ -42,20 +42,20 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(flat_bytes(tensor.detach().cpu()).numpy().data).hexdigest()[:16]
 
 
-def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fact]:
-    """Return the facts of a module that must be equal: the policy, the mesh, each parameter and buffer in order.
+def module_claims(module: nn.Module, plan: Plan, device: torch.device) -> list[Claim]:
+    """Return the claims of a module that must be equal: the policy, the mesh, each parameter and buffer in order.
 
     Values are not compared, but which parameters are on the meta device if all ranks initialize them together.
     """
-    facts = [
-        Fact(f"the policy's {field.name}", repr(getattr(plan.policy, field.name)), "give every rank the same policy")
+    claims = [
+        Claim(f"the policy's {field.name}", repr(getattr(plan.policy, field.name)), "give every rank the same policy")
         for field in fields(plan.policy)
         if field.name not in FUNCTIONS
     ]
-    facts.append(Fact("the device", device.type, "put the module on the same kind of device on every rank"))
+    claims.append(Claim("the device", device.type, "put the module on the same kind of device on every rank"))
     mesh = f"{plan.mesh.replicate.size} x {plan.mesh.shard.size}"
     mesh += f" x {plan.mesh.tensor.size} slices" * plan.mesh.is_sliced
-    facts.append(Fact("the mesh (copies x ranks)", mesh, "give every rank the same mesh, or the same process_group"))
+    claims.append(Claim("the mesh (copies x ranks)", mesh, "give every rank the same mesh, or the same process_group"))
     for param in plan.params:
         value = (
             f"shape {plan.whole_shape(param)}, {param.dtype}, requires_grad={param.requires_grad}, unit {param.unit!r}"
@@ -64,49 +64,49 @@ def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fa
             value += f", sliced along {param.sliced}{', its gradient in parts' * param.is_partial}"
         if plan.policy.broadcast_from is None and module.get_parameter(param.path).is_meta:
             value += ", on the meta device"
-        facts.append(Fact(f"parameter {' = '.join(map(repr, param.names))}", value))
+        claims.append(Claim(f"parameter {' = '.join(map(repr, param.names))}", value))
     for name, buffer in module.named_buffers():
-        facts.append(Fact(f"buffer {name!r}", f"shape {tuple(buffer.shape)}, {buffer.dtype}"))
-    return facts
+        claims.append(Claim(f"buffer {name!r}", f"shape {tuple(buffer.shape)}, {buffer.dtype}"))
+    return claims
 
 
 @contextmanager
-def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[list[Fact]]:
+def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[list[Claim]]:
     """Raise on every rank at the end of the block if the block raises on any rank; a collective. The other ranks raise
-    "rank 1 refused ``what``" with the text of the first error. Also raise if the ranks append different facts to the
+    "rank 1 refused ``what``" with the text of the first error. Also raise if the ranks append different claims to the
     list that this yields: a second collective finds the difference."""
-    facts: list[Fact] = []
+    claims: list[Claim] = []
     failure: Exception | None = None
     try:
-        yield facts
+        yield claims
     except Exception as error:
         failure = error
-    results = all_gather_object((None if failure is None else str(failure), _digest_of(facts)), group)
+    results = all_gather_object((None if failure is None else str(failure), _digest_of(claims)), group)
     if failure is not None:
         raise failure
     for rank, (refusal, _) in enumerate(results):
         if refusal is not None:
             raise RuntimeError(f"rank {rank} refused {what}, so every rank stops: {refusal}")
     if len({digest for _, digest in results}) > 1:
-        _name_difference(all_gather_object(facts, group))
+        _name_difference(all_gather_object(claims, group))
 
 
-def require_same(facts: Sequence[Fact], group: dist.ProcessGroup) -> None:
+def require_same(claims: Sequence[Claim], group: dist.ProcessGroup) -> None:
     """Raise an error on every rank that names the first fact in which a rank differs from rank 0; a collective."""
-    if len(set(all_gather_object(_digest_of(facts), group))) > 1:
-        _name_difference(all_gather_object(facts, group))
+    if len(set(all_gather_object(_digest_of(claims), group))) > 1:
+        _name_difference(all_gather_object(claims, group))
 
 
-def _digest_of(facts: Sequence[Fact]) -> str:
-    return hashlib.sha256("\n".join(map(repr, facts)).encode()).hexdigest()
+def _digest_of(claims: Sequence[Claim]) -> str:
+    return hashlib.sha256("\n".join(map(repr, claims)).encode()).hexdigest()
 
 
-def _name_difference(facts_of_ranks: Sequence[Sequence[Fact]]) -> NoReturn:
-    facts_of_rank_0, *other_facts = facts_of_ranks
+def _name_difference(facts_of_ranks: Sequence[Sequence[Claim]]) -> NoReturn:
+    facts_of_rank_0, *other_claims = facts_of_ranks
     rank, expected, actual = next(
         (rank, expected, actual)
-        for rank, facts in enumerate(other_facts, 1)
-        for expected, actual in zip_longest(facts_of_rank_0, facts)
+        for rank, claims in enumerate(other_claims, 1)
+        for expected, actual in zip_longest(facts_of_rank_0, claims)
         if expected != actual
     )
     if expected and actual and expected.name != actual.name:
@@ -119,9 +119,9 @@ def _name_difference(facts_of_ranks: Sequence[Sequence[Fact]]) -> NoReturn:
     )
 
 
-def argument_facts(arguments: Mapping[str, object]) -> list[Fact]:
+def argument_claims(arguments: Mapping[str, object]) -> list[Claim]:
     """Return a fact for each argument, by name."""
-    return [Fact(name, str(value), "pass the same on every rank") for name, value in arguments.items()]
+    return [Claim(name, str(value), "pass the same on every rank") for name, value in arguments.items()]
 
 
 def on_rank_0(what: str, decide: Callable[[Callable[[], None]], Result], every: float = 10.0) -> Result:

@@ -1,4 +1,4 @@
-"""Finds parameters that tensor parallelism has sliced; raises for other DTensors, and for split ties.
+"""Finds parameters that tensor parallelism has sliced; raises for other DTensors and split ties.
 
 ::
 

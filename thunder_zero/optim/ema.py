@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
-from thunder_zero.comm.agree import Fact, all_or_none
+from thunder_zero.comm.agree import Claim, all_or_none
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.plan.policy import is_count
 from thunder_zero.sharded.dtensors import local
@@ -128,9 +128,9 @@ class EMA:
         All ranks raise if the EMA has no average yet, if ranks have different counts of updates, or inside ``applied``,
         ``full_parameters`` or an accumulation.
         """
-        with doing("EMA.applied", self.state.name), all_or_none(self.state.group, "EMA.applied") as facts:
+        with doing("EMA.applied", self.state.name), all_or_none(self.state.group, "EMA.applied") as claims:
             self._require_applicable()
-            facts.append(self.fact("the EMA"))
+            claims.append(self.fact("the EMA"))
         originals: dict[str, Tensor] = {}
         self._swap(originals)
         self.state.averaged = frozenset(id(self._params[name]) for name in self.averages)
@@ -140,10 +140,10 @@ class EMA:
             self.state.averaged = frozenset()
             self._swap(originals)
 
-    def fact(self, name: str) -> Fact:
+    def fact(self, name: str) -> Claim:
         """Return the settings and counts that ranks must agree on. An error begins with ``name``."""
         value = f"decay {self.decay}, every {self.every}, {self.counts.calls} updates"
-        return Fact(f"{name} of {self.state.name}", value, "make the same EMA and update it on every rank")
+        return Claim(f"{name} of {self.state.name}", value, "make the same EMA and update it on every rank")
 
     def _require_applicable(self) -> None:
         self.state.require_own_values("enter EMA.applied")

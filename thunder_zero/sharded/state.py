@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from thunder_zero.comm.agree import Fact, require_same
+from thunder_zero.comm.agree import Claim, require_same
 from thunder_zero.comm.backends import model_transport
 from thunder_zero.comm.collective_tags import CollectiveTag, current_activity, doing
 from thunder_zero.comm.group import Ranks
@@ -230,9 +230,11 @@ class State(LocalState):
         """Compare the launches of a phase between ranks. Raise RuntimeError on all ranks if they differ."""
         calls = "call the model the same way on every rank: with or without gradients, inside or outside no_sync"
         inputs = "give every rank inputs that take the same path through the module"
-        facts = [Fact(f"launch {number} of {phase}", repr(launch), inputs) for number, launch in enumerate(launches, 1)]
+        claims = [
+            Claim(f"launch {number} of {phase}", repr(launch), inputs) for number, launch in enumerate(launches, 1)
+        ]
         with doing(phase, self.name):
-            require_same([Fact("the program to run", phase, calls), *facts], self.group)
+            require_same([Claim("the program to run", phase, calls), *claims], self.group)
 
     def require_reduced(self, action: str, shards: Iterable[Tensor] | None = None) -> None:
         """Raise RuntimeError if ``no_sync`` holds gradients of these shards, or by default of any shard."""

@@ -49,9 +49,9 @@ def initial_values(
     if group.size() > 1:
         # The names of the mesh's dimensions decide which parameters are tensor-parallel.
         names = None if ranks.mesh is None else ranks.mesh.mesh_dim_names
-        mesh = agree.Fact("the mesh's dimensions", str(names), "give every rank the same mesh")
-        facts = [*_source_facts(plan, sources), mesh]
-        agree.require_same([*agree.module_facts(module, plan, device), *facts], group)
+        mesh = agree.Claim("the mesh's dimensions", str(names), "give every rank the same mesh")
+        claims = [*_source_claims(plan, sources), mesh]
+        agree.require_same([*agree.module_claims(module, plan, device), *claims], group)
     model, failures = PlainModel(module, plan, ranks, device, names_of(module)), Failures()
     are_read, weights = sources.weights is not None, sources.weights or {}
     saved = module.state_dict() if are_read else {}  # state dicts have no non-persistent buffers
@@ -81,12 +81,12 @@ def initial_values(
     return values
 
 
-def _source_facts(plan: Plan, sources: Sources) -> list[agree.Fact]:
-    """Return facts about the user's sources, which decide which collectives run; [] if one rank sends all values."""
+def _source_claims(plan: Plan, sources: Sources) -> list[agree.Claim]:
+    """Return claims about the user's sources, which decide which collectives run; [] if one rank sends all values."""
     if plan.policy.broadcast_from is not None:
         return []
     return [
-        agree.Fact(
+        agree.Claim(
             f"the argument {name}", "None" if value is None else "something", f"give {name} on every rank, or on none"
         )
         for name, value in (("init", sources.init), ("weights", sources.weights))

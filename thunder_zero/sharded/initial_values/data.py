@@ -158,18 +158,18 @@ class Sharder:
         """Raise on all ranks if their full values differ. This is a collective, unless one rank sent the values."""
         if self._model.sender is None:
             plan, ranks = self._model.plan, self._model.ranks
-            facts: dict[bool, list[agree.Fact]] = {True: [], False: []}  # facts of slices (True), and of full values
+            claims: dict[bool, list[agree.Claim]] = {True: [], False: []}  # claims of slices (True), and of full values
             for path, digest in self._digests.items():
-                facts[path in self._sliced].append(self._fact(path, digest))
-            agree.require_same(facts[False], ranks.world)
+                claims[path in self._sliced].append(self._fact(path, digest))
+            agree.require_same(claims[False], ranks.world)
             if plan.mesh.is_sliced:
-                agree.require_same(facts[True], ranks.data)
+                agree.require_same(claims[True], ranks.data)
 
-    def _fact(self, path: str, digest: str) -> agree.Fact:
+    def _fact(self, path: str, digest: str) -> agree.Claim:
         when = "before it builds the module"
         if self._model.module.get_parameter(path).is_meta:
             when = "before the transform, which draws them"
         remedy = f"seed every rank alike {when}, or pass broadcast_from=0"
         if self._are_read:
             remedy = "give every rank the same weights, or pass broadcast_from=0"
-        return agree.Fact(f"the initial value of parameter {path!r}", f"weights with SHA-256 {digest}", remedy)
+        return agree.Claim(f"the initial value of parameter {path!r}", f"weights with SHA-256 {digest}", remedy)
