@@ -59,8 +59,8 @@ class Transport(ABC):
     ) -> Waitable:
         """Gather contiguous tensors of shape ``layout.shard_shape(shape, W)``; ``shapes`` have no padding.
 
-        The handle returns the full, unpadded, contiguous tensors: views of ``into`` if it is given. Its buffers have the
-        shape ``layout.padded_shape(shape, W)``, and already contain this rank's shards.
+        The handle returns the full, unpadded, contiguous tensors: views of ``into`` if given, buffers of shape
+        ``layout.padded_shape(shape, W)`` that already contain this rank's shards.
         """
 
     @abstractmethod
