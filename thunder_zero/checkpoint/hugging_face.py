@@ -129,7 +129,7 @@ def _plan_files(
     for name, tensor in tensors.items():
         names_of.setdefault(id(tensor), []).append(name)
     present = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
-    names_by_file, other_files = _files_of_module(module, tensors, dtype_to_write(present, dtype))
+    names_by_file, other_files = _files_of_module(module, tensors, names_of, dtype_to_write(present, dtype))
     weights: dict[Path, tuple[list[TensorToWrite], int | None]] = {}
     for path, names in names_by_file.items():
         to_write = []
@@ -198,20 +198,17 @@ def _write(weights: Weights, other_files: Mapping[Path, bytes], values: Iterator
 
 
 def _files_of_module(
-    module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype
+    module: nn.Module, tensors: Mapping[str, Tensor], names_of: Mapping[int, Sequence[str]], dtype: torch.dtype
 ) -> tuple[dict[Path, dict[str, str]], dict[Path, bytes]]:
     """Return the files that a module's own ``save_pretrained`` writes.
 
     For each safetensors file, return a mapping from names in the file to names in the state dict. For each other file,
     return its contents. A module without ``save_pretrained`` has one file, with each tensor under its first name.
     """
-    first_names: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        first_names.setdefault(id(tensor), name)
-    names = list(first_names.values())
+    names = [tied[0] for tied in names_of.values()]
     if not hasattr(module, "save_pretrained"):
         return {Path(WEIGHTS): {name: name for name in names}}, {}
-    numbers = {key: torch.tensor([number]) for number, key in enumerate(first_names)}
+    numbers = {key: torch.tensor([number]) for number, key in enumerate(names_of)}
     stand_ins = {name: numbers[id(tensor)] for name, tensor in tensors.items()}
     with TemporaryDirectory() as folder:
         try:

@@ -97,7 +97,8 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
         )
     originals = (module.get_parameter(param.path) for param in plan.params)
     devices = (original.device for original in originals if not original.is_meta)
-    device = device or next(devices, _default_device(ranks.world))
+    supported = [pair.partition(":")[0] for pair in dist.get_backend_config(ranks.world).split(",")]
+    device = device or next(devices, torch.device("cpu" if "cpu" in supported else supported[0]))
     require_reducible(plan, transport_for(ranks.world, device, make=plan.policy.transport).averages)
     try:
         _require_current(device)
@@ -138,8 +139,3 @@ def _require_current(device: torch.device) -> None:
             f"device is '{device}', but the current CUDA device of this process is 'cuda:{current}', where NCCL and "
             f"the streams would run; call torch.cuda.set_device({device.index}) before init_process_group"
         )
-
-
-def _default_device(group: dist.ProcessGroup) -> torch.device:
-    supported = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
-    return torch.device("cpu" if "cpu" in supported else supported[0])

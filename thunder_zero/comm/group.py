@@ -20,6 +20,7 @@ import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 
 import torch
@@ -87,21 +88,36 @@ def ranks_of(group: object, mesh: object, dims: object = None) -> Ranks:
         )
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh is {mesh!r}, a {type(mesh).__name__}; give a torch.distributed.device_mesh.DeviceMesh")
-    data = _data_dims(mesh.mesh_dim_names or (), dims)
-    if data and data != mesh.mesh_dim_names:
-        return _with_slices(mesh, data)
-    if mesh.ndim > 2:
+    names = mesh.mesh_dim_names or ()
+    data = _data_dims(names, dims)
+    is_sliced = data not in ((), names)
+    if is_sliced and names[:-1] != data:
+        raise ValueError(
+            f"mesh has the dimensions {names}, of which {' and '.join(map(repr, data))} are data parallel; give those "
+            f"first, the one that shards last among them, and behind them one dimension for tensor parallelism"
+        )
+    if mesh.ndim > 2 and not is_sliced:
         raise ValueError(
             f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or tuple(mesh.mesh.shape)}; give one dimension "
             f"(shard) or two (replicate, shard), such as mesh['replicate', 'shard']"
         )
-    _require_in(mesh)
-    copies = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1)).tolist()
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.flatten().tolist()}; transform the module "
+            f"only on the ranks of the mesh"
+        )
+    shard_dim = mesh.ndim - 1 - is_sliced
+    copies = mesh.mesh.view(-1, prod(mesh.mesh.shape[shard_dim:])).tolist()
+    if is_sliced and (ranks := mesh.mesh.flatten().tolist()) != sorted(ranks):
+        raise ValueError(f"mesh is {mesh.mesh.tolist()}; give its ranks in ascending order")
     _require_matching_rows(copies)
     world = _all_of(mesh)
     first_copy = tuple(dist.get_group_rank(world, rank) for rank in sorted(copies[0]))
-    replicate_group = mesh.get_group(0) if len(copies) > 1 else None
-    return Ranks(world, world, mesh.get_group(mesh.ndim - 1), replicate_group, first_copy, _with_sorted_rows(mesh))
+    shard_group, replicate_group = mesh.get_group(shard_dim), mesh.get_group(0) if len(copies) > 1 else None
+    if not is_sliced:
+        return Ranks(world, world, shard_group, replicate_group, first_copy, _with_sorted_rows(mesh))
+    data_group = _all_of(mesh[data]) if len(data) > 1 else shard_group
+    return Ranks(world, data_group, shard_group, replicate_group, first_copy, mesh, mesh[names[-1]])
 
 
 def _data_dims(names: tuple[str, ...], dims: object) -> tuple[str, ...]:
@@ -118,39 +134,6 @@ def _data_dims(names: tuple[str, ...], dims: object) -> tuple[str, ...]:
     if missing := [name for name in data if name not in names]:
         raise ValueError(f"dp_mesh_dims names {missing[0]!r}, and the mesh has {names}; give names of its dimensions")
     return data
-
-
-def _with_slices(mesh: DeviceMesh, data: tuple[str, ...]) -> Ranks:
-    """Return the process groups of a mesh whose last dimension is for tensor parallelism."""
-    names = mesh.mesh_dim_names or ()
-    if names[:-1] != data:
-        raise ValueError(
-            f"mesh has the dimensions {names}, of which {' and '.join(map(repr, data))} are data parallel; give those "
-            f"first, the one that shards last among them, and behind them one dimension for tensor parallelism"
-        )
-    _require_in(mesh)
-    ranks = mesh.mesh.flatten().tolist()
-    if ranks != sorted(ranks):
-        raise ValueError(f"mesh is {mesh.mesh.tolist()}; give its ranks in ascending order")
-    copies = mesh.mesh.view(-1, mesh.size(mesh.ndim - 2) * mesh.size(mesh.ndim - 1)).tolist()
-    world, data_mesh = _all_of(mesh), mesh[data]
-    return Ranks(
-        world=world,
-        data=data_mesh.get_group() if data_mesh.ndim == 1 else _all_of(data_mesh),
-        shard_group=mesh.get_group(data[-1]),
-        replicate_group=mesh.get_group(data[0]) if len(copies) > 1 else None,
-        first_copy=tuple(dist.get_group_rank(world, rank) for rank in copies[0]),
-        mesh=mesh,
-        tensor=mesh[names[-1]],
-    )
-
-
-def _require_in(mesh: DeviceMesh) -> None:
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.flatten().tolist()}; transform the module "
-            f"only on the ranks of the mesh"
-        )
 
 
 def _with_sorted_rows(mesh: DeviceMesh) -> DeviceMesh:
@@ -261,7 +244,3 @@ def process_group(group: object) -> dist.ProcessGroup:
     default = dist.group.WORLD
     assert default is not None, "it is initialised"
     return default
-
-
-def ranks_of_default_group() -> int | None:
-    return process_group(None).size() if has_groups() else None

@@ -20,7 +20,7 @@ from torch import nn
 
 from thunder_zero.capture.arguments import Arguments
 from thunder_zero.capture.zero_module import ZeroModule
-from thunder_zero.lightning.sharding import TIMEOUT, Sharding, full_model_state_dict, require_supported
+from thunder_zero.lightning.fabric import TIMEOUT, Sharding, full_model_state_dict, require_supported
 from thunder_zero.plan.policy import Policy
 from thunder_zero.sharded.dtensors import load_parts
 from thunder_zero.sharded.frozen import encoded_values

@@ -111,9 +111,15 @@ class BucketStepper:
             with_attributes_of(param, member.shard)
         try:
             optimizer = self._with_groups(groups, user_options, states)
-            self._give_states(optimizer, states)
+            for member, param in self._owned:
+                if member.shard in states:
+                    optimizer.state[param] = states[member.shard]
+                else:
+                    optimizer.state.pop(param, None)
             step_alone(optimizer)  # without global hooks, which already run for the optimizer over the shards
-            self._take_states(optimizer, states)
+            shards: dict[Any, Tensor] = {param: member.shard for member, param in self._owned}
+            for key, state in optimizer.state.items():
+                states[shards.get(key, key)] = state
             updated = {member.param.path: param.data for member, param in self._owned if member.param.path in values}
             return updated, [hyper_parameters(group) for group in optimizer.param_groups]
         finally:
@@ -142,15 +148,3 @@ class BucketStepper:
         for ordinary_group, group in zip(self._optimizer.param_groups, groups, strict=True):
             ordinary_group.update(group)
         return self._optimizer
-
-    def _give_states(self, optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
-        for member, param in self._owned:
-            if member.shard in states:
-                optimizer.state[param] = states[member.shard]
-            else:
-                optimizer.state.pop(param, None)
-
-    def _take_states(self, optimizer: Optimizer, states: MutableMapping[Any, Any]) -> None:
-        shards: dict[Any, Tensor] = {param: member.shard for member, param in self._owned}
-        for key, state in optimizer.state.items():
-            states[shards.get(key, key)] = state
