@@ -169,6 +169,23 @@ def test_a_transform_that_changes_our_lines_is_refused(fault: str) -> None:
         jit(Breaks())(X)
 
 
+def test_a_transform_may_keep_activations_longer() -> None:
+    class Keeps(Transform):
+        def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
+            new = from_trace(trace)
+            for line in trace.bound_symbols:
+                if line.sym.name == "python_del":
+                    args = [arg for arg in line.args if arg.name.endswith(("weight", "bias", "weight_t"))]
+                    kept.update({arg.name for arg in line.args} - {arg.name for arg in args} if args else ())
+                    line = line.from_bsym(args=args)
+                new.bound_symbols += [line] if line.args or line.sym.name != "python_del" else []
+            return new
+
+    kept = set[str]()
+    jit(Keeps())(X)[0].sum().backward()
+    assert "tanh_backward" in kept, "it is in one line with a gathered weight"
+
+
 class Early(Transform):
     def transform_module(self, model: Any) -> None:
         """Do nothing."""

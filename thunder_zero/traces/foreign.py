@@ -18,11 +18,11 @@ SHOWN = 80  # characters of a line in an error
 def require_own_lines(before: TraceCtx, after: TraceCtx, timeline: Timeline, executor: ZeroExecutor, name: str) -> None:
     """Raise ScheduleError if the transform ``name`` of a finished trace changed, dropped or moved one of our lines.
 
-    The ``del`` that frees a gathered parameter is one of our lines, too.
+    The ``del`` of a gathered parameter, or of a view of it, is one of our lines, too.
     """
     if not isinstance(after, TraceCtx):
         raise ScheduleError(f"{name} returned a {type(after).__name__}; return the trace that it was given")
-    freed = {value for op in timeline.ops if isinstance(op, Free) and op.params for value in op.reads}
+    freed = {value for op in timeline.ops if isinstance(op, Free) for value in op.reads if value in timeline.derived}
     old, new = (_own_lines(trace, freed, executor) for trace in (before, after))
     for line, other in zip_longest(old, new, fillvalue=""):
         if line != other:

@@ -114,7 +114,7 @@ def _lines(row: Row, plan: Plan, syntax: Syntax, columns: Columns, whole: int, *
     labels = fill(parts, [width])
     folded = fold(row.line.code, [columns.code] * len(labels) + [whole])
     code = syntax.highlight("\n".join(folded)).split("\n", allow_blank=True)
-    style = STYLES[row.does] if row.params else QUIET
+    style = STYLES.get(row.does, "") if row.params else QUIET
     for index, (left, params) in enumerate(zip_longest(code[: len(folded)], labels)):
         first = index == 0
         text = left.copy() if left else Text()
