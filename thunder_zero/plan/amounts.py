@@ -18,11 +18,7 @@ SHORT = {
 
 
 def bytes_of(name: str, amount: int | str) -> int:
-    """Return the number of bytes in ``"80GiB"``, ``"80GB"``, ``"1000000B"`` or an int.
-
-    Raises:
-        ValueError: ``amount`` has another form, or is not positive. The message names the amount ``name``.
-    """
+    """Return the number of bytes in ``"80GiB"``, ``"80GB"``, ``"1000000B"`` or an int. Errors name it ``name``."""
     if isinstance(amount, int) and not isinstance(amount, bool) and amount > 0:
         return amount
     text = amount.upper() if isinstance(amount, str) else ""
@@ -60,11 +56,8 @@ def float_dtype(name: str, dtype: torch.dtype | str) -> torch.dtype: ...
 @overload
 def float_dtype(name: str, dtype: torch.dtype | str | None) -> torch.dtype | None: ...
 def float_dtype(name: str, dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the dtype for a name, such as ``"bfloat16"`` or ``"bf16"``. Return a dtype, or None, unchanged.
-
-    Raises:
-        ValueError: ``dtype`` is not a floating-point dtype. The message names the field ``name``.
-    """
+    """Return the dtype for a name, such as ``"bfloat16"`` or ``"bf16"``. Return a dtype, or None, unchanged. Errors
+    name the field ``name``."""
     if dtype is None:
         return None
     result = getattr(torch, SHORT.get(dtype, dtype), None) if isinstance(dtype, str) else dtype

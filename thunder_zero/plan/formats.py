@@ -36,11 +36,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def require_formats(policy: Any) -> None:
-    """Check the formats of a policy. Copy its dicts, so that a caller's later changes have no effect.
-
-    Raises:
-        ValueError: a field has a format that it does not support, or the policy's stage does not use the field.
-    """
+    """Check the formats of a policy. Copy its dicts, so that a caller's later changes have no effect."""
     for name, kinds in FORMATS.items():
         formats = getattr(policy, name)
         if isinstance(formats, Mapping):
@@ -79,19 +75,8 @@ def embeddings_of(module: nn.Module) -> frozenset[str]:
 def format_of(
     field: str, formats: Formats, names: Sequence[str], param: nn.Parameter, embeddings: frozenset[str]
 ) -> Any:
-    """Return the format that a field of the policy chooses for a sharded parameter; None means unchanged.
-
-    Args:
-        field: the name of the field, for errors.
-        formats: the value of the field.
-        names: all names of the parameter; a tied parameter has several.
-        param: the parameter.
-        embeddings: paths of the module's embeddings.
-
-    Raises:
-        ValueError: a pattern gives a format to a parameter whose dtype has no format, or the names of a tied parameter
-            get different formats.
-    """
+    """Return the format that a field of the policy chooses for a sharded parameter; None means unchanged. ``names`` are
+    all names of the parameter; a tied parameter has several."""
     if not isinstance(formats, Mapping):
         is_exempt = param.dim() < 2 or any(path.rpartition(".")[0] in embeddings for path in names)
         return None if is_exempt or param.dtype not in DTYPES else formats
@@ -111,11 +96,7 @@ def format_of(
 def frozen_format_of(
     formats: Formats, names: Sequence[str], param: nn.Parameter, embeddings: frozenset[str]
 ) -> NF4 | None:
-    """Return the format of a sharded parameter at rest, or None if the parameter is trained or would not get smaller.
-
-    Raises:
-        ValueError: the names of a tied parameter get different formats.
-    """
+    """Return the format of a sharded parameter at rest; None if the parameter trains or would not get smaller."""
     if param.requires_grad or param.dim() < 2 or param.dtype not in DTYPES:
         return None
     fmt: NF4 | None = format_of("frozen_format", formats, names, param, embeddings)

@@ -43,15 +43,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks that train a model, with this rank's index along each axis.
+    """The ranks that train a model, with this rank's index along each axis."""
 
-    Attributes:
-        axes: the dimensions of the mesh, the slowest first.
-        slice_groups: names of the process groups along ``tensor``, as torch's collectives use them. Empty for a mesh
-            without process groups: all of torch's collectives then count as tensor-parallel.
-    """
-
-    axes: tuple[Axis, ...]
+    axes: tuple[Axis, ...]  # the dimensions of the mesh, the slowest first
+    # names of the process groups along ``tensor``, as torch's collectives use them. Empty for a mesh without process
+    # groups: all of torch's collectives then count as tensor-parallel
     slice_groups: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     @staticmethod
@@ -118,11 +114,7 @@ class Mesh:
             raise RuntimeError(f"{what} knows no slices of torch's tensor parallelism yet; {instead}")
 
     def over(self, name: str) -> Axis:
-        """Return the axis with this name. :data:`ALL` names an axis that joins both data axes.
-
-        Raises:
-            ValueError: ``name`` is not an axis of a mesh.
-        """
+        """Return the axis with this name. :data:`ALL` names an axis that joins both data axes."""
         if name not in (ALL, *DATA, TENSOR):
             raise ValueError(f"no mesh has an axis {name!r}; name one of {', '.join((ALL, *DATA, TENSOR))}")
         return Axis(ALL, self.batches, self.place(DATA)) if name == ALL else self._axis(name)

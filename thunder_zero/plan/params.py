@@ -126,18 +126,12 @@ class Param:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of all parameters of one module on one rank.
+    """The plan of all parameters of one module on one rank."""
 
-    Attributes:
-        policy: the user's policy.
-        mesh: the ranks that train the model.
-        params: the parameters, in the order of ``module.named_parameters()``.
-        memory_bytes: bytes of memory of the smallest device among all ranks; None if ranks compute on the CPU.
-    """
-
-    policy: Policy
-    mesh: Mesh
-    params: tuple[Param, ...]
+    policy: Policy  # the user's policy
+    mesh: Mesh  # the ranks that train the model
+    params: tuple[Param, ...]  # the parameters, in the order of ``module.named_parameters()``
+    # bytes of memory of the smallest device among all ranks; None if ranks compute on the CPU
     memory_bytes: int | None = None
 
     def __repr__(self) -> str:

@@ -70,12 +70,7 @@ class MixedPrecision:
         return self._override(tuple(around(path))) or self
 
     def border(self, path: str, dtype: torch.dtype | None) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """Return the dtypes to which a module's inputs and outputs are cast; None means no cast.
-
-        Args:
-            path: the path of a submodule, or "" for the whole module. A submodule without an override casts nothing.
-            dtype: the dtype of the submodule's parameters.
-        """
+        """Return the dtypes to which a module's inputs and outputs are cast; None means no cast."""
         if not path:
             return self.param_dtype if self.cast_forward_inputs else None, self.output_dtype
         override = self._override((path,))

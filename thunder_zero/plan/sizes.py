@@ -43,15 +43,10 @@ def on_cpu(largest_unit: int) -> Sizes:
 
 
 def on_gpu(largest_block: int, largest_param: int, left_bytes: int) -> Sizes:
-    """Return the default sizes on a GPU.
+    """Return the default sizes on a GPU. ``left_bytes`` are the bytes of the device's memory that no state takes.
 
     A bucket holds the largest unit. The bound in flight is the sum of the largest bucket, the largest unit and small
     buckets, so that each collective overlaps with a unit's compute. The bound is at most a quarter of ``left_bytes``.
-
-    Args:
-        largest_block: bytes of the largest unit except the root.
-        largest_param: bytes of the largest parameter, which is a bucket by itself.
-        left_bytes: bytes of the device's memory that parameters, gradients and optimizer state do not take.
     """
     bucket = max(SMALL, largest_block)
     in_flight = min(largest_block + max(bucket, largest_param) + SMALL, max(left_bytes, 0) // FRACTION)

@@ -51,12 +51,7 @@ def regathered(timeline: Timeline) -> dict[str, int]:
 
 
 def needed_in_backward(timeline: Timeline, writer: Mapping[str, int]) -> set[str]:
-    """Return the keys of ``writer`` that backward needs, directly or through other keys of ``writer``.
-
-    Args:
-        timeline: forward and backward.
-        writer: a mapping from values of forward to the index of their writer.
-    """
+    """Return the keys of ``writer`` that backward needs, directly or through other keys of ``writer``."""
     needed: set[str] = set()
     ops = (op for op in timeline.ops if op.backward and not isinstance(op, Return))
     reads = [read for op in ops for read in op.reads]

@@ -22,12 +22,8 @@ from thunder_zero.schedule.timeline import Timeline
 
 
 def choose_last_units(timeline: Timeline, schedule: Callable[[Timeline], Timeline]) -> Timeline:
-    """Keep as many of forward's last units unsharded as fit into the peak of gathered bytes.
-
-    Args:
-        timeline: the timeline before any pass.
-        schedule: a function that inserts and moves gathers.
-    """
+    """Keep as many of forward's last units unsharded as fit into the peak of gathered bytes. ``schedule`` inserts and
+    moves gathers, and inserts FREEs."""
     if timeline.plan.policy.reshard_after_forward:
         return timeline
 

@@ -21,12 +21,7 @@ def _uses(op: Op) -> Iterable[str]:
 def last_uses(
     ops: Iterable[Op], memories_of: Callable[[str], Iterable[str]], uses: Callable[[Op], Iterable[str]] = _uses
 ) -> dict[str, int]:
-    """Return a mapping from memories to the index of their last use.
-
-    Args:
-        memories_of: a function from a value to the memories that it may be in.
-        uses: a function from an operation to the values that it uses.
-    """
+    """Return a mapping from memories to the index of their last use."""
     last: dict[str, int] = {}
     for index, op in enumerate(ops):
         for name in uses(op):

@@ -134,45 +134,33 @@ class Defer:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What a collective of torch's tensor parallelism does.
+    """What a collective of torch's tensor parallelism does."""
 
-    Attributes:
-        moves: "gather", "scatter", "all_reduce" or "all_to_all"; "" for the wait.
-        traffic: its bytes on the wire.
-    """
-
-    moves: str = ""
-    traffic: Traffic = field(default_factory=Traffic)
+    moves: str = ""  # "gather", "scatter", "all_reduce" or "all_to_all"; "" for the wait
+    traffic: Traffic = field(default_factory=Traffic)  # its bytes on the wire
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Run a line.
-
-    Attributes:
-        line: the line: opaque to passes. A copy has the line of its original.
-        repeatable: True if running it twice gives equal values and has no side effect (not random, nothing in place),
-            so that backward may compute it again.
-        cheap: True if it is repeatable at little cost: views, pointwise work, reductions of rows.
-        updates: values whose memory it overwrites, and values that may share this memory.
-        flops: FLOPs of its products, attention and convolutions; 0 for all other work.
-        exchange: set for a collective of torch's tensor parallelism, and for the wait for one.
-    """
+    """Run a line."""
 
     kind: ClassVar = "compute"
     params: ClassVar[tuple[str, ...]] = ()
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+    # the line: opaque to passes. A copy has the line of its original
     line: object = field(default=None, repr=False, hash=False)
     backward: bool = False
     repeated: bool = False
+    # True if running it twice gives equal values and has no side effect (not random, nothing in place), so that
+    # backward may compute it again
     repeatable: bool = False
     work: Work = Work.OTHER
-    cheap: bool = False
-    updates: tuple[str, ...] = ()
-    flops: int = 0
-    exchange: Exchange | None = None
+    cheap: bool = False  # True if it is repeatable at little cost: views, pointwise work, reductions of rows
+    updates: tuple[str, ...] = ()  # values whose memory it overwrites, and values that may share this memory
+    flops: int = 0  # FLOPs of its products, attention and convolutions; 0 for all other work
+    exchange: Exchange | None = None  # set for a collective of torch's tensor parallelism, and for the wait for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,21 +178,16 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """End a phase.
-
-    Attributes:
-        results: the phase's results in order; None for a result that is not a value of the trace.
-        saves: values that forward saves for backward.
-    """
+    """End a phase."""
 
     kind: ClassVar = "return"
     writes: ClassVar[tuple[str, ...]] = ()
     params: ClassVar[tuple[str, ...]] = ()
     repeated: ClassVar = False
 
-    results: tuple[str | None, ...]
+    results: tuple[str | None, ...]  # the phase's results in order; None for a result that is not a value of the trace
     backward: bool = False
-    saves: tuple[str, ...] = ()
+    saves: tuple[str, ...] = ()  # values that forward saves for backward
 
     @property
     def returned(self) -> tuple[str, ...]:

@@ -50,12 +50,9 @@ PASSES = (
 
 def run(timeline: Timeline) -> Timeline:
     """Run every pass, in order, on a lifted timeline. Prove the timeline before the first pass and after each pass.
+    Errors name the user's pass.
 
     The user's passes (``Policy.passes``) run last. ``free`` comes after fusion, which moves last uses.
-
-    Raises:
-        ScheduleError: a user's pass breaks a rule, or raises an exception. The message names the pass.
-        TypeError: a user's pass does not return a timeline.
     """
     lifted = timeline
     check_pass(lifted, lifted)

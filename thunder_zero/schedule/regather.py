@@ -135,18 +135,8 @@ def copy_chain(
     backward: bool,
 ) -> tuple[list[Op], list[int]]:
     """Copy the operations of ``chain`` that lead to ``value``, in order, except operations that are already copied.
-
-    Args:
-        timeline: the timeline of the original operations.
-        value: the value that is needed again.
-        chain: a mapping from values that may be computed again to the index of their writer.
-        names: a mapping from values to the names of their copies; new copies are added in place.
-        values: the sizes and dtypes of values; new copies are added in place.
-        backward: the phase of the copies.
-
-    Returns:
-        The copies, and the indices of the operations that they copy.
-    """
+    Return the copies, and the indices of their originals. Add the names of copies to ``names``, and their sizes to
+    ``values``."""
     if value not in chain or value in names:  # the usual case
         return [], []
     chosen: set[int] = set()

@@ -64,23 +64,16 @@ class Value:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Operations in the order in which they run, forward first.
+    """Operations in the order in which they run, forward first."""
 
-    Attributes:
-        ops: the operations. Each phase ends with its return.
-        values: size and dtype of each value, inputs included.
-        plan: the plan of each parameter.
-        inputs: a mapping from values that exist before the first operation to paths. Shards and replicated parameters
-            have a path. Data have None.
-        tangents: the gradients of outputs, which backward receives.
-        gradients: (path, value) pairs of the gradients that backward returns for parameters.
-    """
-
-    ops: tuple[Op, ...]
-    values: Mapping[str, Value]
-    plan: Plan
+    ops: tuple[Op, ...]  # the operations. Each phase ends with its return
+    values: Mapping[str, Value]  # size and dtype of each value, inputs included
+    plan: Plan  # the plan of each parameter
+    # a mapping from values that exist before the first operation to paths. Shards and replicated parameters have a
+    # path. Data have None
     inputs: Mapping[str, str | None] = field(default_factory=dict)
-    tangents: frozenset[str] = frozenset()
+    tangents: frozenset[str] = frozenset()  # the gradients of outputs, which backward receives
+    # (path, value) pairs of the gradients that backward returns for parameters
     gradients: tuple[tuple[str, str], ...] = ()
 
     def __repr__(self) -> str:

@@ -52,16 +52,7 @@ def with_kernels(
     trace: TraceCtx, fakes: Fakes, forward_values: Mapping[str, Any], module: str
 ) -> tuple[TraceCtx, Mapping[str, Any]]:
     """Return a phase whose regions call inductor's kernels, and a mapping from the phase's names to fake values.
-
-    Args:
-        trace: the phase.
-        fakes: the fake values of the program.
-        forward_values: the fakes of values that forward saves for this phase; empty if the phase is forward.
-        module: the name of the model's class.
-
-    Raises:
-        RuntimeError: inductor cannot compile a region.
-    """
+    ``forward_values`` are the fakes of values that forward saves for this phase; empty if the phase is forward."""
     fake_values = _FakeValues(trace, fakes, forward_values)
     returned = _returned_names(trace)
     compiled: dict[tuple[str, ...], tuple[Kernel, Sequence[Any]]] = {}

@@ -77,11 +77,7 @@ def schedule(lowered: JointTrace) -> Scheduled:
 
 
 def compile_program(scheduled: Scheduled, *, fuses: bool) -> Program:
-    """Finish the operations of a schedule, prove them, and write the traces that run.
-
-    Raises:
-        ScheduleError: the operations break a rule. All ranks raise.
-    """
+    """Finish the operations of a schedule, prove them, and write the traces that run."""
     writer = Writer(scheduled.lowered)
     timeline = _finished(scheduled.timeline, writer, fuses=fuses)
     forward = writer.forward(timeline)
