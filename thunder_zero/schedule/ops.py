@@ -150,7 +150,7 @@ class Compute:
     """Run a line.
 
     Attributes:
-        line: the line: opaque to passes. A copy has the line of its original.
+        line: the line: opaque to passes, and no part of equality. A copy has the line of its original.
         repeatable: True if running it twice gives equal values and has no side effect (not random, nothing in place),
             so that backward may compute it again.
         cheap: True if it is repeatable at little cost: views, pointwise work, reductions of rows.
@@ -164,7 +164,7 @@ class Compute:
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    line: object = field(default=None, repr=False, hash=False)
+    line: object = field(default=None, repr=False, compare=False)
     backward: bool = False
     repeated: bool = False
     repeatable: bool = False
