@@ -1,44 +1,60 @@
 """``sharded``: trainers and accelerators of Hugging Face. ``parallelize``: tensor parallelism.
 
-In: a class of trainers, and the arguments of ``tz.compile``. Out: a subclass, whose instances shard their model in
-``__init__``. ``accelerator.py`` has the subclass of an accelerator. As under DistributedDataParallel, a trainer has two
-attributes for its model::
+As under DistributedDataParallel, a trainer has two attributes for its model::
 
     trainer.model            the plain module with DTensors, for its class, config, signature and adapters
     trainer.model_wrapped    the sharded model, which steps call
 
-``parallelize`` slices a model by the model's plan for tensor parallelism. Only ``parallelize`` imports transformers at
-run time: the user imports the class of trainers.
+An accelerator's ``prepare`` shards modules, and lets their optimizers step the shards. Its state has two parts::
+
+    folder/run                       the model and its optimizers, by tz.save; run_1, run_2 for further models
+    folder/scheduler.bin, scaler.pt, random_states_0.pkl, ...    by Accelerate
+
+The user imports Accelerate and transformers: at run time, only ``parallelize`` does here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
-from thunder_zero.accelerator import RUN, ShardedAccelerator, is_accelerator
 from thunder_zero.capture.transform import compile
+from thunder_zero.capture.zero_module import ZeroModule, zero_module
 from thunder_zero.checkpoint.hugging_face import save_pretrained
 from thunder_zero.checkpoint.load import load
 from thunder_zero.checkpoint.save import save
 from thunder_zero.comm.agree import on_rank_0
+from thunder_zero.compat.accelerate import left_out, models_of, optimizers_of, torch_optimizer
 from thunder_zero.compat.plans_of_transformers import apply_plan
 from thunder_zero.plan.policy import Policy
-from thunder_zero.sharded.full_state_dict import step_shards
+from thunder_zero.plan.precision import MixedPrecision
+from thunder_zero.sharded.full_state_dict import full_state_dict, step_shards
+from thunder_zero.sharded.optimizers import parameters_of
 from thunder_zero.sharded.sharded_model import MIXED, ShardedModel
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel, Trainer
 else:
-    Trainer = object
+    Trainer = Accelerator = object
 
+RUN = "run"  # the folder in a checkpoint from which training resumes
+SHARDERS = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+PRECISIONS = ("no", "bf16", "fp16")
+PAGE = "(docs/hugging-face.md)"
+Runs = dict[str, tuple[ShardedModel, list[Optimizer]]]  # each sharded model with its optimizers, by its folder's name
 TrainerClass = TypeVar("TrainerClass", bound=type[Any])
 VERSIONS = "4.56 to 5.24"  # versions of transformers, as tested in docs/hugging-face.md
 REFUSED = {  # unsupported arguments of a trainer, with alternatives
@@ -72,15 +88,14 @@ def sharded(trainer: TrainerClass, policy: Policy | int | None = None, **argumen
             argument if the trainer's or the accelerator's model is already sharded by ``compile``.
 
     Raises:
-        TypeError: ``trainer`` lacks a method that the subclass overrides: it is not a trainer, or it comes from an
-            unsupported version of transformers.
-        ValueError: an argument of a trainer or of an accelerator does not work with a sharded model. The subclass
-            raises this in ``__init__``.
+        TypeError: ``trainer`` is not a trainer, or it comes from an unsupported version of transformers.
     """
     defaults = {} if isinstance(policy, Policy) else {"broadcast_from": 0}
     for_compile = {"policy": policy, **defaults, **arguments} if policy is not None or arguments else {}
-    mixin: type[Any] = ShardedAccelerator if is_accelerator(trainer) else ShardedTrainer
-    if mixin is ShardedTrainer:
+    library: Any = sys.modules.get("accelerate")
+    mixin: type[Any] = ShardedAccelerator
+    if library is None or not isinstance(trainer, type) or not issubclass(trainer, library.Accelerator):
+        mixin = ShardedTrainer
         _require_methods(trainer)
     subclass: Any = type(f"Sharded{trainer.__name__}", (mixin, trainer), {"_for_compile": for_compile})
     return subclass  # type: ignore[no-any-return]
@@ -104,7 +119,6 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str
             model's plan, as with ``DistributedConfig.tp_plan``.
 
     Raises:
-        TypeError: ``model`` is not a model of transformers, or ``mesh`` has several dimensions.
         ValueError: there is no plan, or the plan has an unknown path or an unsupported style, such as the styles of
             experts. It is also raised if the model is already sliced, or the number of ranks does not divide a size.
         RuntimeError: the installed version of transformers has no plans for tensor parallelism.
@@ -120,7 +134,7 @@ class ShardedTrainer(Trainer):
     def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
         if not self._for_compile and not isinstance(model, ShardedModel):
             raise ValueError("nothing says how to shard the model of the trainer; pass stage= to sharded(...)")
-        super().__init__(_plain(model), *args, **kwargs)
+        super().__init__(model.plain if isinstance(model, ShardedModel) else model, *args, **kwargs)
         _require_fitting_arguments(self, model)
         if self._for_compile:
             model = compile(self.model, **{"device": self.args.device, **self._for_compile})
@@ -179,7 +193,9 @@ class ShardedTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save(Path(output_dir) / RUN, self.model_wrapped, self.optimizer.optimizer, extra=self._extra())
+        save(
+            Path(output_dir) / RUN, self.model_wrapped, self.optimizer.optimizer, extra={"scheduler": self.lr_scheduler}
+        )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load weights from a plain trainer's checkpoint. Other checkpoints are loaded later, with the optimizer."""
@@ -190,13 +206,11 @@ class ShardedTrainer(Trainer):
         if checkpoint is None or not _has_run(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
-            load(Path(checkpoint) / RUN, self.model_wrapped, self.optimizer.optimizer, extra=self._extra())
+            extra = {"scheduler": self.lr_scheduler}
+            load(Path(checkpoint) / RUN, self.model_wrapped, self.optimizer.optimizer, extra=extra)
 
     def _load_best_model(self) -> None:
         load(Path(self.state.best_model_checkpoint) / RUN, self.model_wrapped)
-
-    def _extra(self) -> dict[str, Any]:
-        return {"scheduler": self.lr_scheduler}
 
 
 def _require_methods(trainer: type[Any]) -> None:
@@ -204,18 +218,15 @@ def _require_methods(trainer: type[Any]) -> None:
 
     Otherwise the trainer would never call the override. For example, it would save only the rows of rank 0.
     """
-    overrides = vars(ShardedTrainer).keys() - {"_extra", "_precompute_ref_logps", *dir(object)}
+    overrides = vars(ShardedTrainer).keys() - {"_precompute_ref_logps", *dir(object)}
     if missing := sorted(
         name for name in overrides if callable(vars(ShardedTrainer)[name]) and name not in dir(trainer)
     ):
+        installed = version("transformers") if find_spec("transformers") is not None else "not installed"
         raise TypeError(
             f"{trainer.__name__} has no method {missing[0]}, which a sharded trainer replaces; give a class derived "
-            f"from Trainer of transformers {VERSIONS} (here: {_version_of_transformers()})"
+            f"from Trainer of transformers {VERSIONS} (here: {installed})"
         )
-
-
-def _version_of_transformers() -> str:
-    return version("transformers") if find_spec("transformers") is not None else "not installed"
 
 
 def _has_run(checkpoint: str) -> bool:
@@ -223,12 +234,7 @@ def _has_run(checkpoint: str) -> bool:
     return on_rank_0("look for a run", lambda _: (Path(checkpoint) / RUN).exists())
 
 
-def _plain(model: Any) -> Any:
-    return model.plain if isinstance(model, ShardedModel) else model
-
-
 def _require_fitting_arguments(trainer: Any, model: Any) -> None:
-    """Raise ValueError if an argument of a trainer does not work with a sharded model."""
     args, is_sharded = trainer.args, isinstance(model, ShardedModel)
     for name, action in REFUSED.items():
         if vars(args).get(name):
@@ -246,3 +252,147 @@ def _require_fitting_arguments(trainer: Any, model: Any) -> None:
             f"the trainer made a {type(trainer.model).__name__} of a model that was sharded before; give it the plain "
             f"model, and stage= to sharded(...)"
         )
+
+
+# Accelerate
+
+
+class ShardedAccelerator(Accelerator):
+    """A mixin that overrides the methods of an accelerator that would not work with a sharded model."""
+
+    _for_compile: ClassVar[dict[str, Any]] = {}  # arguments of compile; empty if models are sharded before
+    _in_run: dict[str, Any] | None = None  # while a state is saved: what stands for values that folder/run has
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _require_fitting_settings(self)
+
+    @classmethod
+    def adopt(cls, accelerator: Any) -> Self:
+        """Change an accelerator into a sharded one in place."""
+        _require_fitting_settings(accelerator)
+        accelerator.__class__ = type(f"Sharded{type(accelerator).__name__}", (cls, type(accelerator)), {})
+        sharded: Self = accelerator
+        return sharded
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Return a sharded model. With ``evaluation_mode``, or without parameters, a module stays whole."""
+        if not isinstance(model, ShardedModel) and not evaluation_mode and any(True for _ in model.parameters()):
+            model = self._shard(model)
+        if isinstance(model, ShardedModel):
+            model = zero_module(model)
+            model.wrap_forward(self._under_autocast(model))
+            for optimizer in optimizers_of(self):
+                step_shards(optimizer)
+        return super().prepare_model(model, device_placement, evaluation_mode=True)  # True leaves DDP out
+
+    def _shard(self, module: nn.Module) -> ZeroModule:
+        if not self._for_compile:
+            raise ValueError(
+                f"nothing says how to shard {type(module).__name__}; pass stage= to sharded(Accelerator, ...), or the "
+                f"model that tz.compile returned to prepare"
+            )
+        return compile(module, **{"device": self.device, **self._for_compile})
+
+    def _under_autocast(self, model: ZeroModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Return a wrapper of forward with the autocast of ``mixed_precision``, unless the policy sets dtypes."""
+        if not self.native_amp or model.state.plan.policy.mixed_precision != MixedPrecision():
+            return lambda forward: forward
+        from accelerate.utils import convert_outputs_to_fp32
+
+        return lambda forward: convert_outputs_to_fp32(self.autocast()(forward))
+
+    def prepare_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Let an optimizer of a sharded module's parameters step the shards."""
+        step_shards(torch_optimizer(optimizer))
+        return super().prepare_optimizer(optimizer, *args, **kwargs)
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return the plain module, whose parameters are the shards, as for DistributedDataParallel."""
+        return super().unwrap_model(model.plain if isinstance(model, ShardedModel) else model, *args, **kwargs)
+
+    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
+        """Clip gradients, and return the norm over all ranks as a plain tensor, which ``gather`` takes."""
+        norm = super().clip_grad_norm_(*args, **kwargs)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    # Checkpoints
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Return the full values of a sharded model, or of its plain module, on each rank. This is a collective."""
+        sharded = next((item for item in self._sharded_models() if model in (item, item.plain)), None)
+        if sharded is None:
+            return super().get_state_dict(model, unwrap)
+        return full_state_dict(sharded) if unwrap or self._in_run is None else self._in_run
+
+    def save(self, obj: Any, *args: Any, **kwargs: Any) -> None:
+        """Write values on one rank. Raise TypeError for DTensors, of which only this rank's rows would be written."""
+        if any(isinstance(value, DTensor) for value in tree_leaves(obj)):
+            raise TypeError(
+                f"Accelerator.save was given DTensors, and writes the rows of one rank; pass it "
+                f"accelerator.get_state_dict(model), or call accelerator.save_state(folder) {PAGE}"
+            )
+        super().save(obj, *args, **kwargs)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Save a state from which any number of ranks can resume, in any stage. This is a collective."""
+        runs, self._in_run = self._runs(), {}
+        hook = self.register_save_state_pre_hook(partial(_save_runs, runs, self._in_run))
+        try:
+            with left_out(self, [optimizer for _, optimizers in runs.values() for optimizer in optimizers]):
+                return super().save_state(*args, **kwargs)
+        finally:
+            self._in_run = None
+            hook.remove()
+
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state that a sharded accelerator saved. This is a collective."""
+        runs = self._runs()
+        hook = self.register_load_state_pre_hook(partial(_load_runs, runs))
+        try:
+            with left_out(self, [optimizer for _, optimizers in runs.values() for optimizer in optimizers]):
+                return super().load_state(*args, **kwargs)
+        finally:
+            hook.remove()
+
+    def _sharded_models(self) -> list[ShardedModel]:
+        return [model for model in models_of(self) if isinstance(model, ShardedModel)]
+
+    def _runs(self) -> Runs:
+        runs: Runs = {}
+        for index, model in enumerate(self._sharded_models()):
+            ids = {id(param.shard) for param in model.state.params.values()}
+            optimizers = [opt for opt in optimizers_of(self) if not ids.isdisjoint(map(id, parameters_of(opt)))]
+            runs[f"{RUN}_{index}" if index else RUN] = model, optimizers
+        return runs
+
+
+def _save_runs(runs: Runs, in_run: dict[str, Any], models: Any, weights: list[Any], folder: str) -> None:
+    """Write our checkpoints, and take out of ``weights`` what Accelerate need not write."""
+    for name, (model, optimizers) in runs.items():
+        save(Path(folder) / name, model, optimizers)
+    weights[:] = [values for values in weights if values is not in_run]
+
+
+def _load_runs(runs: Runs, models: list[Any], folder: str) -> None:
+    """Load our checkpoints, and take out of ``models`` what Accelerate need not load."""
+    for name, (model, optimizers) in runs.items():
+        load(Path(folder) / name, model, optimizers)
+    models[:] = [model for model in models if not isinstance(model, ShardedModel)]
+
+
+def _require_fitting_settings(accelerator: Any) -> None:
+    kind, backend = accelerator.distributed_type.value, accelerator.state.dynamo_plugin.backend.value
+    if kind in SHARDERS:
+        problem, action = f"is set up to shard by {kind}", "leave that plugin out of Accelerator, its config or Trainer"
+    elif accelerator.mixed_precision not in PRECISIONS:
+        problem, action = f"has mixed_precision={accelerator.mixed_precision!r}", "pass 'bf16' or 'fp16'"
+    elif backend != "NO":
+        problem, action = f"compiles by dynamo_backend={backend!r}", "pass fuse='inductor' to sharded instead"
+    elif accelerator.parallelism_config is not None:
+        problem, action = "has a parallelism_config", "pass a mesh= to sharded instead"
+    else:
+        return
+    raise ValueError(f"Accelerator {problem}, and thunder_zero shards the model; {action} {PAGE}")

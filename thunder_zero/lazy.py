@@ -1,6 +1,6 @@
 """Imports the public names of a package when they are first used (PEP 562).
 
-In: a mapping from modules to the names that they define. Out: the package's ``__getattr__``, ``__dir__``, ``__all__``::
+::
 
     NAMES = {"thunder_zero.plan.policy": ("Policy", "DDP")}      tz.Policy    ->  imports plan/policy.py
     look_up, list_names, __all__ = lazy(__name__, NAMES)         tz.Polcy     ->  AttributeError
@@ -22,10 +22,7 @@ ALWAYS = ("__all__", "__doc__", "__file__", "__name__", "__path__")
 
 
 def lazy(package: str, names: Mapping[str, tuple[str, ...]]) -> tuple[GetAttribute, Callable[[], list[str]], list[str]]:
-    """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package.
-
-    ``names`` maps each module to the names that it exports, and maps the package itself to the names of its submodules.
-    """
+    """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package, given the names of each module."""
     homes = {name: module for module, exported in names.items() for name in exported}
 
     def look_up(name: str) -> Any:

@@ -31,15 +31,14 @@ Create = Callable[[Path], AbstractContextManager[BinaryIO]]  # opens a file to w
 class TensorToWrite:
     """The description of a whole tensor to write to a file."""
 
-    name: str  # the name in the file
+    name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype  # the dtype in the file
-    key: str  # the key in the checkpoint
+    dtype: torch.dtype
+    key: str  # in the checkpoint
     aliases: tuple[str, ...] = ()  # further names of a tied weight
 
     @property
     def nbytes(self) -> int:
-        """The tensor's size in the file, in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -113,7 +112,6 @@ class SafetensorsWeights(Mapping[str, Tensor]):
 
 
 def _names_by_file(path: Path) -> Iterator[tuple[Path, Iterable[str]]]:
-    """Yield each file with the names of the tensors to read from it."""
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; give a folder of safetensors files")
     indexes = [path] if path.name.endswith(INDEX_SUFFIX) else sorted(path.glob(f"*{INDEX_SUFFIX}"))
@@ -153,7 +151,6 @@ def _named_by(index: Path) -> Iterator[tuple[Path, Iterable[str]]]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a file to read, and reword errors of the library."""
     try:
         with safe_open(path, "pt") as file:
             yield file
@@ -167,7 +164,6 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def require_storable(tensors: Iterable[TensorToWrite]) -> None:
-    """Raise ValueError unless the safetensors format supports the dtype of each tensor."""
     for tensor in tensors:
         if dtype_name(tensor.dtype) is None:
             raise ValueError(f"a safetensors file cannot hold {tensor.name} of {tensor.dtype}; write a .pt file")
@@ -199,8 +195,7 @@ def write_parts(
 ) -> list[Path]:
     """Write safetensors files, and an index if there are several files; return all paths.
 
-    Tensors are read in the order of :func:`split_into_files`. If there are several files, numbers follow the stem of
-    ``out``. ``notes`` is further metadata of each file.
+    Tensors are read in the order of :func:`split_into_files`. ``notes`` is further metadata of each file.
     """
     require_storable(tensors)
     files = split_into_files(tensors, max_file_bytes)
@@ -220,7 +215,6 @@ def write_parts(
 
 
 def _write_file(stream: BinaryIO, tensors: Sequence[TensorToWrite], read: ReadTensor, notes: Mapping[str, str]) -> None:
-    """Write one safetensors file. The file's metadata maps each alias to a tensor's name, as JSON."""
     header: dict[str, Any] = {}
     start = 0
     for tensor in tensors:
@@ -238,10 +232,7 @@ def _write_file(stream: BinaryIO, tensors: Sequence[TensorToWrite], read: ReadTe
 
 
 def remove_older(out: Path, written: Iterable[Path], is_ours: Callable[[Path], bool]) -> None:
-    """Delete files of an earlier save to ``out``, since a reader would mix them with the new files ``written``.
-
-    A file is deleted only if ``is_ours`` returns True.
-    """
+    """Delete our files of an earlier save to ``out``, since a reader would mix them with the new files ``written``."""
     stem, suffix, index = re.escape(out.stem), re.escape(SUFFIX), re.escape(INDEX_SUFFIX)
     named = re.compile(rf"{stem}(\.optimizer)?(-\d{{5,}}-of-\d{{5,}}{suffix}|{suffix}|{index})")
     current = {path.name for path in written}

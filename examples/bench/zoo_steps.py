@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import thunder_zero as tz  # before thunder
 from examples.bench.families import Family
+from thunder_zero.capture.zero_module import captured_forward
 from thunder_zero.schedule.ops import Gather
 
 import thunder
@@ -154,7 +155,7 @@ def train(family: Family, stage: int, rank: int, right: Sequence[Right]) -> dict
         )
         optimizer.step()
         optimizer.zero_grad()
-    programs = [tz.traces_of(model, graph=graph) for graph in range(len(model.graphs()))]
+    programs = [tz.traces_of(model, graph=graph) for graph in range(len(captured_forward(model).ran))]
     return {
         "error": error,
         "graphs": len(programs),

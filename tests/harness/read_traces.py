@@ -27,7 +27,6 @@ from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Launch, Op, Reduce, Return, Wait
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.traces.lift import PREAMBLE, computation, proxies_in
-from thunder_zero.traces.symbols import paths_of
 
 from thunder.core import prims
 from thunder.core.proxies import CollectionProxy, Proxy
@@ -115,7 +114,7 @@ class _Phase:
             else:
                 yield Wait(launch, writes), (index,)
         elif name == "zero_defer_reduction":
-            yield Defer(reads[0], writes[0], line.args[1]), (index,)
+            yield Defer(tuple(reads), tuple(writes), (line.args[1],)), (index,)
         elif line.sym.id is prims.PrimIDs.RETURN:
             yield self._return(line), (index,)
         else:
@@ -242,3 +241,8 @@ def _require_line(traces: tz.tools.Traces, op: Op, position: int) -> None:
 def _call(line: Any) -> Any:
     args = tree_map(lambda leaf: "value" if isinstance(leaf, Proxy) else leaf, (tuple(line.args), dict(line.kwargs)))
     return line.sym, args
+
+
+def paths_of(line: BoundSymbol) -> tuple[str, ...]:
+    """Return the paths of the parameters in the arguments of one of our lines."""
+    return (line.args[1],) if isinstance(line.args[1], str) else tuple(line.args[1])

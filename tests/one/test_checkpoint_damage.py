@@ -26,8 +26,8 @@ from tests.harness.errors import error_of, fails
 from thunder_zero.checkpoint import manifest
 from thunder_zero.checkpoint.dcp_read import read_entries, read_metadata
 from thunder_zero.checkpoint.dcp_write import WritePlanner, write_metadata, write_planned
+from thunder_zero.checkpoint.load import read_checkpoint
 from thunder_zero.checkpoint.manifest import File
-from thunder_zero.checkpoint.read import read_checkpoint
 from thunder_zero.tools import cli
 
 WEIGHT, BIAS, MOMENTUM = "model.weight", "model.bias", "optim.state.weight.momentum_buffer"

@@ -24,8 +24,7 @@ from tests.harness.tiers import deep, slow
 from thunder_zero.checkpoint import manifest
 from thunder_zero.checkpoint.contents import is_cut, split_rank_prefix
 from thunder_zero.checkpoint.dcp_read import read_metadata
-from thunder_zero.checkpoint.load import Loaded, extras_to_load, own_extras
-from thunder_zero.checkpoint.read import read_checkpoint
+from thunder_zero.checkpoint.load import Loaded, extras_to_load, own_extras, read_checkpoint
 from thunder_zero.sharded.dtensors import local
 
 WORLDS, STAGES = (1, 2, 3, 4), (0, 1, 2, 3)

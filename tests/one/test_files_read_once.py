@@ -23,7 +23,7 @@ from tests.harness.one_rank import group_of_one
 from thunder_zero.checkpoint import manifest
 from thunder_zero.checkpoint.dcp_read import METADATA, read_metadata
 from thunder_zero.checkpoint.load import _files_to_verify as files_to_verify
-from thunder_zero.checkpoint.read import read_checkpoint
+from thunder_zero.checkpoint.load import read_checkpoint
 
 
 class Wide(nn.Module):

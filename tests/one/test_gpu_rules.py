@@ -21,7 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 import thunder_zero as tz
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import everyone
-from thunder_zero.checkpoint import background
+from thunder_zero.checkpoint import save as saving
 from thunder_zero.comm import backends, native
 from thunder_zero.comm.native import CoalescedNccl, float16_divisors
 from thunder_zero.plan.make_plan import make_plan
@@ -77,9 +77,9 @@ def test_the_thread_of_asynchronous_saves_chooses_its_device(
 ) -> None:
     seen: list[tuple[str, object]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append((threading.current_thread().name, device)))
-    monkeypatch.setattr(background, "group_like", lambda group, device: group)
+    monkeypatch.setattr(saving, "group_like", lambda group, device: group)
     device = torch.device("cuda:1")
-    background.BackgroundSaves(two_fake_ranks, device).thread.submit(lambda: None).result(timeout=10)
+    saving.BackgroundSaves(two_fake_ranks, device).thread.submit(lambda: None).result(timeout=10)
     ((thread, chosen),) = seen
     assert thread.startswith("thunder_zero-save")
     assert chosen == device

@@ -145,13 +145,6 @@ def no_public_name_compiles_a_graph_without_autograd() -> bool:
     return not [name for name in dir(torch.compiler) if "inductor" in name.lower() or "standalone" in name.lower()]
 
 
-def torch_has_no_public_names() -> bool:
-    homes = (torch.autograd, torch.autograd.graph, torch.func, torch)
-    words = ("foreach", "callback", "graph_task", "execute", "interpreter", "conv_backend")
-    names = (name for home in homes for name in dir(home) if not name.startswith("_"))
-    return not [name for name in names if any(word in name.lower() for word in words)]
-
-
 def no_public_name_gives_a_jitted_module() -> bool:
     module = nn.Linear(1, 1)
     model = thunder.jit(module)
@@ -211,7 +204,7 @@ def lengths_of_packed_sequences_end_graphs() -> bool:
     return True
 
 
-AOT = ("export", "joint", "nodes", "objects", "rewrites", "runtime")
+AOT = ("export", "joint", "nodes", "rewrites", "runtime")
 NEEDS = (
     Need("jitted.py", no_public_name_gives_a_jitted_module),
     Need("lines.py", lambda: "call_ctx" not in signature(Symbol.bind).parameters),
@@ -232,8 +225,6 @@ NEEDS = (
     Need("torch/fully_shard.py", nobody_says_that_fully_shard_was_applied, TORCH),
     Need("torch/optimizers.py: share_found_inf", only_the_first_gradients_placements_count, TORCH),
     Need("torch/groups.py: one_launch", a_failed_launch_stays_queued, TORCH),
-    Need("torch/autograd.py", torch_has_no_public_names, TORCH),
-    Need("torch/tensors.py", torch_has_no_public_names, TORCH),
     Need("torch/optimizers.py: step_alone", every_step_calls_the_hooks_of_all_optimizers, TORCH),
 )
 

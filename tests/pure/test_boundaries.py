@@ -91,9 +91,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("capture/",        IMPORT, NOT,     IMPORT,  rooms("plan schedule comm compat traces sharded")),
     Room("checkpoint/",       IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan comm compat/private "
                                                               "compat/torch sharded optim")),
-    Room("accelerator.py",    IMPORT, IMPORT,  NOT,     rooms("plan compat/accelerate sharded capture checkpoint")),
-    Room("hugging_face.py",   IMPORT, TYPES,    NOT,     rooms("plan comm compat sharded capture checkpoint "
-                                                              "accelerator")),
+    Room("hugging_face.py",   IMPORT, IMPORT,  NOT,     rooms("plan comm compat sharded capture checkpoint")),
     Room("lightning/",        IMPORT, IMPORT,  IMPORT,  rooms("plan comm compat/jitted sharded optim capture")),
     # -------------------------------------------------------------------------------------------------------------
     Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),

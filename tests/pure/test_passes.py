@@ -102,6 +102,9 @@ def test_regather_gathers_again_for_each_unit_in_forward_and_once_in_backward() 
         assert gathered(per_unit, backward=True) == gathered(once, backward=True)
         if not training:
             assert (max(gathered_bytes(free(once))), max(gathered_bytes(free(per_unit)))) == (8, 4)
+    read_beside_its_own = Use("a.w", ("root.tied",))  # the gather of a.w is no reason to gather the tied weight again
+    shared = run(model(replace(ALONE, gather_per_unit=True), "root.tied", "b.w", "root.tied", read_beside_its_own))
+    assert gathered(shared, backward=False) == {"root.tied": 2, "a.w": 1, "b.w": 1}
 
 
 # bucket

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness.timelines import ALONE, in_flight_bytes, lines, model, timed, with_policy, with_rank
+from tests.harness.timelines import ALONE, Use, in_flight_bytes, lines, model, timed, with_policy, with_rank
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import MiB, Policy, Times
 from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.ops import LAUNCHES, Compute, Gather, ends
+from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.prefetch import ended_before, ended_in_time, prefetch
 from thunder_zero.schedule.regather import regather
 from thunder_zero.schedule.timeline import ScheduleError, Timeline
@@ -82,6 +83,13 @@ def test_at_most_prefetch_units_are_in_flight(units: int, under_way: int) -> Non
 def test_prefetch_keeps_the_gathers_of_backward_in_backward() -> None:
     after = bucketed(model(replace(ALONE, in_flight_bytes=MiB), "a.w", "b.w"))
     assert lines(after, backward=True)[:3] == ["gather b.w", "gw1 <- g y0", "wait b.w"]
+
+
+def test_a_unit_begins_with_a_value_that_depends_on_several_units() -> None:
+    # Backward first reads a value of c.v and a.w, so c computes while b is gathered ahead.
+    once: dict[str, object] = {"kept_unsharded": True}
+    uses = (Use("a.w", needed=False), "b.w", "c.w", Use("c.v", ("a.w",)))
+    run(model(replace(ALONE, in_flight_bytes=16, prefetch=1), *uses, a_w=once, c_v=once))
 
 
 def test_backward_has_its_own_times_and_its_reductions_use_the_wire() -> None:

@@ -29,7 +29,8 @@ import thunder_zero as tz
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import CAN_FORK, call_alone
 from tests.harness.tiers import slow
-from thunder_zero.checkpoint import background, folder, manifest
+from thunder_zero.checkpoint import folder, manifest
+from thunder_zero.checkpoint import save as saving
 from thunder_zero.checkpoint.dcp_read import read_entries, read_metadata
 from thunder_zero.checkpoint.dcp_write import HashedFile
 from thunder_zero.comm import group
@@ -85,7 +86,7 @@ class Moments:
         with (
             mock.patch.object(HashedFile, "write", write_in_halves),
             mock.patch.object(os, "fsync", lambda handle: (self.note(FLUSH), flush(handle))),
-            mock.patch.object(background, "group_like", lambda *args: (self.note(GROUP), make_group(*args))[1]),
+            mock.patch.object(saving, "group_like", lambda *args: (self.note(GROUP), make_group(*args))[1]),
             mock.patch.object(group, "LONGEST_WAIT_FOR_ADDRESS", timedelta(seconds=5)),
         ):
             self.armed = True

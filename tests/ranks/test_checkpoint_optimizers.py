@@ -195,7 +195,7 @@ def load_replaced(rank: int, world_size: int, root: Path) -> None:
     with mock.patch.object(folder, "locate", return_value=root / f"step-{1 + rank}"):
         tz.load(root / "latest", model)
     assert differing(tz.full_state_dict(model), ones) == []
-    read_checkpoint = load.read_checkpoint  # type: ignore[attr-defined]
+    read_checkpoint = load.read_checkpoint
 
     def read_slowly(path: Path, *args: Any) -> Any:
         dist.barrier()

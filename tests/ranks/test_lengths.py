@@ -25,7 +25,8 @@ from tests.harness.as_one_process import Side, Steps, gather_objects, trains_as_
 from tests.harness.errors import error_of
 from tests.harness.models import fresh
 from tests.harness.ranks import RanksPool
-from thunder_zero.capture import graphs
+from thunder_zero.capture import forward
+from thunder_zero.capture.zero_module import captured_forward
 
 LENGTHS_BY_RANK = [(8, 8), (12, 9), (16, 8), (31, 30), (9, 8), (5, 40)]  # for each step, the length of each rank
 LENGTHS_OF_RANK_1 = [(8, 8), (8, 12), (8, 16), (8, 9)]  # rank 0 has a single length, and a static program
@@ -53,7 +54,7 @@ def train_on_lengths(side: Side, steps: Sequence[Sequence[int]]) -> Steps:
 
 def list_launches(model: Any) -> list[list[tuple[str, ...]]]:
     """Return the parameters of each collective of each compiled program, in order."""
-    programs = [next(iter(captured.programs.values())) for captured in model.captured.values()]
+    programs = [next(iter(captured.programs.values())) for captured in captured_forward(model).kept.values()]
     compiled = [entry.traces() for program in programs for entry in program.entries.values()]
     return [[op.params for op in traces.timeline.launches.values()] for traces in compiled]
 
@@ -64,7 +65,7 @@ def train_on_ranks(rank: int, world_size: int, stage: int, steps: Sequence[Seque
     model: Any = tz.compile(deepcopy(plain), stage=stage)
     trains_as_one_process([(model, plain)], partial(train_on_lengths, steps=steps))
     symbolic = len({lengths_of_ranks[rank] for lengths_of_ranks in steps}) > 1
-    assert len(model.captured) == 1 + symbolic
+    assert len(captured_forward(model).kept) == 1 + symbolic
     everywhere = [program for programs in gather_objects(list_launches(model)) for program in programs]
     assert all(program == everywhere[0] for program in everywhere), "programs have unlike collectives"
 
@@ -104,7 +105,7 @@ def train_experts(rank: int, world_size: int) -> None:
             network.zero_grad()
 
     trains_as_one_process([(model, plain)], steps)
-    assert len(model.captured) <= 4
+    assert len(captured_forward(model).kept) <= 4
 
 
 @pytest.mark.slow
@@ -145,7 +146,7 @@ def change_numbers(rank: int, world_size: int) -> None:
     plain = fresh(Scaled)
     model: Any = tz.compile(deepcopy(plain), stage=3)
     trains_as_one_process([(model, plain)], train_on_numbers)
-    assert len(model.captured) == 2
+    assert len(captured_forward(model).kept) == 2
 
 
 def test_numbers_that_change_become_symbols(ranks_pool: RanksPool) -> None:
@@ -208,7 +209,7 @@ def loop_over_chunks(rank: int, world_size: int) -> None:
             network.zero_grad()
 
     trains_as_one_process([(model, plain)], steps)
-    assert len(model.captured) == 3, "one for the first length, and one for each number of chunks"
+    assert len(captured_forward(model).kept) == 3, "one for the first length, and one for each number of chunks"
 
 
 @pytest.mark.slow
@@ -240,10 +241,10 @@ def count_programs(rank: int, world_size: int) -> None:
             if marks:
                 torch._dynamo.mark_dynamic(x, 1)
             torch.testing.assert_close(model(x, "a"), plain(x, "a"))
-        assert len(model.captured) == count, (dynamic, count)
+        assert len(captured_forward(model).kept) == count, (dynamic, count)
         with torch.no_grad():
             torch.testing.assert_close(model(x, "a"), plain(x, "a"))
-        assert model._forward_fn.graphs.program_count == count + 1, "a program for forward alone, of the same graph"
+        assert model._forward_fn.program_count == count + 1, "a program for forward alone, of the same graph"
 
 
 def test_dynamic_and_mark_dynamic_save_programs(ranks_pool: RanksPool) -> None:
@@ -266,13 +267,13 @@ def drop_oldest(rank: int, world_size: int) -> None:
         torch.testing.assert_close(model.get_parameter("a.bias").grad.full_tensor(), grads[1])
         model.zero_grad()
 
-    with mock.patch.object(graphs, "MOST", 3), warnings.catch_warnings(record=True) as caught:
+    with mock.patch.object(forward, "MOST", 3), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for name in ("a", "bb", "ccc", "a"):
             step(name)
-        captured_graphs = model.captured.values()
+        captured_graphs = captured_forward(model).kept.values()
         references = {len(graph.programs): ref(next(iter(graph.programs.values()))) for graph in captured_graphs}
-        oldest = ref(next(iter(model.captured.values())))  # of "bb"
+        oldest = ref(next(iter(captured_forward(model).kept.values())))  # of "bb"
         assert not [warning for warning in caught if "dropped" in str(warning.message)], references
         for name in ("dddd", "eeeee", "a", "ccc", "bb"):
             step(name)
@@ -281,7 +282,7 @@ def drop_oldest(rank: int, world_size: int) -> None:
     (sentence,) = [str(warning.message) for warning in caught if "dropped" in str(warning.message)]
     for words in ("Named has 3 programs", "ran longest ago", "because", "name", "tools.programs(model)"):
         assert words in sentence, sentence
-    assert len(model.captured) <= 5, "those of symbolic lengths up to the limit, and the first one's"
+    assert len(captured_forward(model).kept) <= 5, "those of symbolic lengths up to the limit, and the first one's"
     assert dist.get_world_size() == world_size
 
 

@@ -6,7 +6,6 @@ change the policy. The other arguments set the ranks, the device and the initial
     ZeroTransform(tz.ZERO3, prefetch=2, device="cuda")   ->   policy = replace(tz.ZERO3, prefetch=2)
                                                               device = torch.device("cuda")
 
-These checks need no module. The device and the names of weights are checked when a module is sharded.
 """
 
 from __future__ import annotations
@@ -36,42 +35,38 @@ Fuser = Literal["inductor"]
 
 
 class Arguments(TypedDict, total=False):
-    """Keyword arguments. Arguments that are not listed here are fields of :class:`~thunder_zero.Policy`.
+    """Keyword arguments. Arguments that are not listed here are fields of :class:`~thunder_zero.Policy`."""
 
-    Attributes:
-        process_group: the ranks that share the model (default: torch's default group).
-        mesh: a mesh instead of a group. A mesh of one dimension shards the model over all ranks. A mesh (replicate,
-            shard) has a replica for each rank of its first dimension (hybrid sharding). A tensor-parallel dimension may
-            follow ``"dp"``, or ``"dp_replicate"`` and ``"dp_shard"``. Torch's ``parallelize_module`` has sliced
-            parameters along this dimension.
-        dp_mesh_dims: other names for ``"dp"``, ``"dp_replicate"`` and ``"dp_shard"``, in FSDP2's form
-            (``torch.distributed.fsdp.DataParallelMeshDims``).
-        device: the device of the shards (default: the parameters' device). For a module on the meta device, the default
-            is the CPU, or the current device if the group carries no CPU tensors.
-        init: a function that initialises parameters and buffers on the meta device. It is called with each submodule,
-            as by ``module.apply(init)``, after the submodule's ``reset_parameters``. At that time the submodule's own
-            parameters are full.
-        weights: a full state dict, such as ``torch.load(..., mmap=True)``. Its tensors become the values of parameters
-            and buffers, and are read one at a time. A path is also accepted: a safetensors file, or a folder that
-            ``save_pretrained`` wrote.
-        progress: True if rank 0 reports each compilation of more than a second on standard error, with input shapes
-            and the duration (default: True).
-        fuse: "inductor" to compile the operators between two lines of the schedule into kernels. Equal regions are
-            compiled once, and inductor keeps its kernels on disk for the next process. This needs a C++ compiler on the
-            CPU, and Triton on a GPU. By default torch runs each operator on its own.
-        dynamic: see ``torch.compile``. None: a size or number that changes in a later call becomes a symbol, and one
-            program serves all its values. ``torch._dynamo.mark_dynamic`` makes a size a symbol from the first call on.
-            True: all sizes are symbols where possible. False: each shape has a program.
-    """
-
-    process_group: dist.ProcessGroup | None
+    process_group: dist.ProcessGroup | None  # the ranks that share the model (default: torch's default group)
+    # a mesh instead of a group. A mesh of one dimension shards the model over all ranks. A mesh (replicate, shard) has
+    # a replica for each rank of its first dimension (hybrid sharding). A tensor-parallel dimension may follow ``"dp"``,
+    # or ``"dp_replicate"`` and ``"dp_shard"``. Torch's ``parallelize_module`` has sliced parameters along this
+    # dimension
     mesh: DeviceMesh | None
+    # other names for ``"dp"``, ``"dp_replicate"`` and ``"dp_shard"``, in FSDP2's form
+    # (``torch.distributed.fsdp.DataParallelMeshDims``)
     dp_mesh_dims: DataParallelMeshDims | None
+    # the device of the shards (default: the parameters' device). For a module on the meta device, the default is the
+    # CPU, or the current device if the group carries no CPU tensors
     device: torch.device | str | None
+    # a function that initialises parameters and buffers on the meta device. It is called with each submodule, as by
+    # ``module.apply(init)``, after the submodule's ``reset_parameters``. At that time the submodule's own parameters
+    # are full
     init: Callable[[torch.nn.Module], object] | None
+    # a full state dict, such as ``torch.load(..., mmap=True)``. Its tensors become the values of parameters and
+    # buffers, and are read one at a time. A path is also accepted: a safetensors file, or a folder that
+    # ``save_pretrained`` wrote
     weights: Mapping[str, torch.Tensor] | str | os.PathLike[str] | None
+    # True if rank 0 reports each compilation of more than a second on standard error, with input shapes and the
+    # duration (default: True)
     progress: bool
+    # "inductor" to compile the operators between two lines of the schedule into kernels. Equal regions are compiled
+    # once, and inductor keeps its kernels on disk for the next process. This needs a C++ compiler on the CPU, and
+    # Triton on a GPU. By default torch runs each operator on its own
     fuse: Fuser | None
+    # see ``torch.compile``. None: a size or number that changes in a later call becomes a symbol, and one program
+    # serves all its values. ``torch._dynamo.mark_dynamic`` makes a size a symbol from the first call on. True: all
+    # sizes are symbols where possible. False: each shape has a program
     dynamic: bool | None
     stage: int
     unit_of: Callable[[torch.nn.Module], tuple[str, ...]] | None
@@ -116,10 +111,15 @@ class CheckedArguments:
 
 
 def check_arguments(policy: Policy | int | None, **arguments: Unpack[Arguments]) -> CheckedArguments:
-    """Check a policy or a stage, and keyword arguments."""
     changes: dict[str, Any] = dict(arguments)
     groups = {name: changes.pop(name, None) for name in ("process_group", "mesh", "dp_mesh_dims")}
-    device = device_named(changes.pop("device", None))
+    device = changes.pop("device", None)
+    try:
+        device = None if device is None else torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f"device is {device!r}, which torch does not know; give one such as 'cpu' or 'cuda:0'"
+        ) from None
     sources = sources_of(changes.pop("init", None), changes.pop("weights", None))
     options = {name: changes.pop(name) for name in ("progress", "fuse", "dynamic") if name in changes}
     require_known(options.get("fuse"))
@@ -127,7 +127,6 @@ def check_arguments(policy: Policy | int | None, **arguments: Unpack[Arguments])
 
 
 def require_known(fuse: object) -> None:
-    """Raise ValueError if ``fuse`` names another fuser than inductor."""
     if fuse not in (None, "inductor"):
         raise ValueError(
             f"fuse is {fuse!r}; choose 'inductor', which compiles the operators between two lines of the schedule, or "
@@ -164,7 +163,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def sources_of(init: object, weights: object) -> Sources:
-    """Return the sources of initial values. A path becomes a mapping that reads safetensors files."""
     if init is not None and (not callable(init) or isinstance(init, torch.nn.Module)):
         raise TypeError(f"init is {init!r}; give a function of a module that writes its parameters, or None")
     if isinstance(weights, str | os.PathLike):
@@ -175,13 +173,3 @@ def sources_of(init: object, weights: object) -> Sources:
             f"torch.load(path, mmap=True), a folder of safetensors files, or None"
         )
     return Sources(init, weights)
-
-
-def device_named(device: torch.device | str | None) -> torch.device | None:
-    """Return the device that an argument names, or None."""
-    try:
-        return None if device is None else torch.device(device)
-    except RuntimeError:
-        raise ValueError(
-            f"device is {device!r}, which torch does not know; give one such as 'cpu' or 'cuda:0'"
-        ) from None

@@ -33,12 +33,9 @@ Shapes = Mapping[str, torch.Size]
 
 @dataclass
 class Compilations:
-    """The compilations of one model."""
-
     name: str  # the name of the module's class
     forward: Callable[..., Any]  # the module's forward, whose signature names inputs
     reports: bool  # True if compilations are reported on standard error
-    shapes: list[Shapes] = field(default_factory=list)  # the input shapes of each forward that compiled a program
     warned: bool = False  # True once the user was warned of changing shapes
     # pairs of grad mode and input shapes of earlier forwards
     known_calls: set[tuple[Any, ...]] = field(default_factory=set)
@@ -69,7 +66,13 @@ class Compilations:
     @contextmanager
     def _announced(self, args: Any, kwargs: Any) -> Iterator[None]:
         ended = Event()
-        announcer = Thread(target=self._announce, args=(ended, args, kwargs), daemon=True)
+
+        def announce() -> None:
+            if not ended.wait(SECONDS):
+                shapes = shapes_of_arguments(self.forward, args, kwargs)
+                print(f"compiling {self.name} for {_listed(shapes)} ...", end="\r", file=sys.stderr, flush=True)
+
+        announcer = Thread(target=announce, daemon=True)
         announcer.start()
         try:
             yield
@@ -84,17 +87,11 @@ class Compilations:
         self.known_calls.add(key)
         return is_new
 
-    def _announce(self, ended: Event, args: Any, kwargs: Any) -> None:
-        if not ended.wait(SECONDS):
-            shapes = shapes_of_arguments(self.forward, args, kwargs)
-            print(f"compiling {self.name} for {_listed(shapes)} ...", end="\r", file=sys.stderr, flush=True)
-
     def _end(self, shapes: Shapes, seconds: float) -> None:
         if self.reports and seconds >= SECONDS:
             phases = "forward and backward" if torch.is_grad_enabled() else "forward"
             report = f"compiled {phases} of {self.name} for {_listed(shapes)}: {seconds:.1f} s"
             print(report, file=sys.stderr, flush=True)
-        self.shapes.append(shapes)
 
     def _warn(self, kinds: Iterable[Sequence[Shapes]]) -> None:
         """Warn once if the shapes of inputs change from program to program of one kind."""
@@ -105,7 +102,6 @@ class Compilations:
 
 
 def shapes_of_arguments(forward: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, torch.Size]:
-    """Return a mapping from the names of tensor arguments to their shapes."""
     try:
         bound = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
     except TypeError:  # a decorated forward may take arguments that its signature lacks

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor, fx
 from torch.types import py_sym_types
 
-from thunder_zero.capture.joint import readers_of_written_inputs, with_early_sums
+from thunder_zero.capture.joint import draws, readers_of_written_inputs, with_early_sums
 from thunder_zero.capture.proxies import SAME, Proxies, append, fill, is_output, names_of, source_of
-from thunder_zero.compat.aot import Joint, input_of, is_backward, is_contiguous, users_value
+from thunder_zero.compat.aot.joint import Joint, input_of
+from thunder_zero.compat.aot.nodes import is_backward, is_contiguous, users_value
 from thunder_zero.compat.lines import set_signature
 from thunder_zero.compat.private import OpOverload
 from thunder_zero.traces.lift import proxies_in
-from thunder_zero.traces.operators import draws_random_numbers, is_view, line
+from thunder_zero.traces.operators import is_view, line
 from thunder_zero.traces.symbols import Facts, JointTrace, SymbolicShape, ZeroExecutor
 
 from thunder.core import prims
@@ -63,7 +64,6 @@ class Converted:
         return {path: self.values[name] for name, path in self.paths.items()}
 
     def traced(self, executor: ZeroExecutor, *, synced: bool) -> JointTrace:
-        """Return the trace with the facts that the next transforms need."""
         facts = Facts(executor, executor.plan, self.paths, synced, self.sizes, self.shapes)
         return JointTrace(self.trace, facts)
 
@@ -78,8 +78,6 @@ def convert(joint: Joint, paths: Sequence[str | None], *, backward: bool) -> Con
 
 @dataclass
 class _Conversion:
-    """The conversion of one joint graph, with the trace under construction."""
-
     joint: Joint
     input_paths: Sequence[str | None]
     backward: bool
@@ -99,7 +97,6 @@ class _Conversion:
         self.names |= _names_of_gradients(self.gradients if self.backward else (), self.input_paths)
 
     def run(self) -> Converted:
-        """Write the trace."""
         joint = self.joint
         _refuse_writes(joint, self.input_paths, backward=self.backward)
         nodes, tangents = with_early_sums(list(joint.graph.graph.nodes)), joint.tangents()
@@ -134,7 +131,6 @@ class _Conversion:
     def _write_lines(
         self, computed: Sequence[fx.Node], tangents: Mapping[fx.Node, int], outputs: Sequence[Any]
     ) -> None:
-        """Write the lines of both phases."""
         late = self._read_by_backward_alone(computed, outputs)
         for node in computed:
             if node in late:
@@ -165,7 +161,6 @@ class _Conversion:
     # Inputs
 
     def _add_input(self, node: fx.Node) -> Any:
-        """Return the proxy of an input."""
         position = input_of(node)
         path = None if position is None else self.input_paths[position]
         name = node.name if position is None else self.joint.names[position]
@@ -209,7 +204,7 @@ class _Conversion:
     def _stays(self, node: fx.Node) -> bool:
         """Return whether forward computes a node even if no line of forward reads it."""
         is_number = isinstance(node.meta.get("val"), py_sym_types)
-        return not node.users or is_number or draws_random_numbers(node.target, node.args, node.kwargs)
+        return not node.users or is_number or draws(node)
 
     def _add_line(self, node: fx.Node) -> None:
         """Write the line of a node, after the delayed lines that it reads."""
@@ -261,7 +256,9 @@ class _Conversion:
         parts = [f"{name}_{position}" for position in range(len(value))]
         if not self.users_names.isdisjoint(parts):
             parts = [f"{name}__{position}" for position in range(len(value))]
-        if not any(users_value(taker) is None or _is_read_by_forward(taker) for taker in others):
+        readers = (user for taker in others for user in taker.users)
+        is_read_by_forward = any(not is_backward(user) and user.target not in SAME for user in readers)
+        if not is_read_by_forward and None not in map(users_value, others):
             parts[:1] = [name]
         names = dict(enumerate(parts)) | {
             position: self.names[taker] for position, taker in takers.items() if taker in self.names
@@ -285,11 +282,9 @@ class _Gradients:
         self._of, self._owned = conversion, set[str]()  # names of the parameters' gradients so far
 
     def write(self) -> Iterator[Any]:
-        """Yield a gradient, or None, for each input of dynamo's graph."""
         yield from (self._gradient(node, owner) for node, owner in self._of.gradients)
 
     def _gradient(self, node: Any, owner: int | None) -> Any:
-        """Return an input's gradient, or None."""
         if not isinstance(node, fx.Node):
             return None
         path = None if owner is None else self._of.input_paths[owner]
@@ -348,7 +343,6 @@ def _refuse_writes(joint: Joint, paths: Sequence[str | None], *, backward: bool)
 
 
 def written_message(path: str) -> str:
-    """Return the error message for a program that writes to a parameter."""
     return (
         f"forward writes to parameter {path!r}, of which each rank holds its own rows; write to a buffer, or put the "
         f"parameter's module into Policy.ignored"
@@ -356,12 +350,7 @@ def written_message(path: str) -> str:
 
 
 def returned_message(path: str) -> str:
-    """Return the error message for a program that returns a parameter."""
     return (
         f"forward returns the parameter {path!r} itself, which is sharded; return a value computed from it, such as "
         f"param * 1, or read it with thunder_zero.full_state_dict"
     )
-
-
-def _is_read_by_forward(node: fx.Node) -> bool:
-    return any(not is_backward(user) and user.target not in SAME for user in node.users)

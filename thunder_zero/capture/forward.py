@@ -7,17 +7,21 @@ In: calls of the model. Out: the results of forward. Dynamo captures forward in 
                    |                                |
                _call(0, inputs)                 _call(1, inputs)         parameters among inputs are placeholders
                    |
-               captured[0].programs[paths].run(other inputs)             Programs (programs.py), created at first use
+               kept[0].programs[paths].run(other inputs)             Executables (programs.py), created at first use
 
 Dynamo guards shapes and dtypes of parameters, not their identity. So one graph may run for several submodules. It has
-Programs for each choice of parameters' paths. A function of torch that reads a parameter between graphs becomes a graph
-(``placeholders.py``). Where dynamo compiles nothing, such a read raises, since no graph gathers the parameter.
+Executables for each choice of parameters' paths. A function of torch that reads a parameter between graphs becomes a
+graph (``placeholders.py``). Where dynamo compiles nothing, such a read raises, since no graph gathers the parameter.
+Dynamo captures a function again when its guards fail. If shapes change, dynamo makes sizes symbols, so that one graph
+serves all shapes. A function that branches on a size or a string has a graph for each value. At most ``MOST`` graphs
+are kept for a function and a choice of parameters. Beyond this limit the least recently used graph is dropped with its
+programs, and dynamo forgets the graph. A later call that needs the graph captures and compiles it again.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -26,11 +30,11 @@ from weakref import ref
 import torch
 from torch import fx, nn
 
-from thunder_zero.capture.compilations import metered, too_many, uncollected
+from thunder_zero.capture.compilations import Shapes, metered, too_many, uncollected
 from thunder_zero.capture.convert import returned_message, written_message
 from thunder_zero.capture.graphs import (
-    Captured,
-    Graphs,
+    Graph,
+    Paths,
     key_of_graph,
     paths_of,
     replaced_parameter,
@@ -39,7 +43,7 @@ from thunder_zero.capture.graphs import (
     with_slices,
 )
 from thunder_zero.capture.joint import joint_of
-from thunder_zero.capture.programs import Entry, Programs
+from thunder_zero.capture.programs import Executable, Executables
 from thunder_zero.capture.refusals import PARTS
 from thunder_zero.compat import aot, dynamo
 from thunder_zero.compat.packed_sequences import packed_as_operators
@@ -49,22 +53,17 @@ from thunder_zero.sharded.reduce import tensors_in
 from thunder_zero.sharded.runtime import ModelRuntime
 from thunder_zero.sharded.slices import path_of, require_unhooked
 from thunder_zero.sharded.state import State
-from thunder_zero.traces.symbols import ZeroExecutor
 
 from thunder.common import CompileStats
 from thunder.core.transform_common import Transform
+
+MOST = 32  # graphs of one function with the same parameters
 
 
 class CapturedForward:
     """The forward of a sharded model. Dynamo captures it in the first call.
 
-    Attributes:
-        plain: the module whose forward is captured.
-        state: the model's shards.
-        graphs: the captured graphs and their programs.
-        fuses: True if inductor compiles the regions between lines of the schedule.
-        transforms: the user's other transforms, which get the traces that run.
-        stats: what ``thunder.last_traces`` and ``thunder.cache_hits`` read.
+    ``transforms`` are the user's other transforms. ``thunder.last_traces`` and ``thunder.cache_hits`` read ``stats``.
     """
 
     def __init__(
@@ -78,7 +77,13 @@ class CapturedForward:
         transforms: Sequence[Transform],
     ) -> None:
         self.plain, self.state, self.stats = plain, state, stats
-        self.graphs, self.fuses, self.transforms = Graphs(), fuses, transforms
+        self.fuses, self.transforms = fuses, transforms
+        self.kept: dict[int, Graph] = {}  # graphs by number, least recently used first
+        self.names: dict[int, str] = {}  # by dynamo's numbers of functions, in the order of first compilations
+        self.breaks: list[str] = []  # a sentence for each graph break, with the position and the reason
+        self.programs: list[Executables] = []  # those that the last forward ran, in order
+        self.graph_count = self.program_count = 0  # captured, and compiled, so far
+        self.warned = False  # True once the user was warned that graphs are dropped
         self.is_recurrent = any(isinstance(part, nn.RNNBase) for part in plain.modules())
         self.runtime = ModelRuntime(state)
         this = ref(self)  # dynamo keeps the backend and its results as long as the process lives
@@ -90,27 +95,25 @@ class CapturedForward:
         self._captured = dynamo.capture(plain, backend, lambda: _alive(this)._compiling(), dynamic=dynamic)
 
     @property
-    def ran(self) -> Sequence[Sequence[Entry]]:
+    def ran(self) -> Sequence[Sequence[Executable]]:
         """The programs of each graph of the last forward. A graph's last program is the one that ran last."""
-        return [[*programs.entries.values()] for programs in self.graphs.ran]
+        return [[*programs.entries.values()] for programs in self.programs]
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
-        """Change dynamo's settings and disable garbage collection while dynamo captures inside the block."""
-        with dynamo.capturing(self.graphs.breaks, (Placeholder,)), uncollected():
+        with dynamo.capturing(self.breaks, (Placeholder,)), uncollected():
             yield
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward. Graphs are captured, and programs compiled, at their first use."""
-        count = self.graphs.program_count
-        self.graphs.ran.clear()
-        for dropped in self.graphs.drop_oldest():
-            self._warn(dropped)
+        count = self.program_count
+        self.programs.clear()
+        if len(self.kept) > MOST:
+            self._drop_oldest()
         try:
             with packed_as_operators() if self.is_recurrent else nullcontext():
                 output = self._captured(*args, **kwargs)
         except ValuesNeeded as error:
-            raise RuntimeError(_read_outside_message(self.plain, error, self.graphs.breaks)) from error
+            raise RuntimeError(_read_outside_message(self.plain, error, self.breaks)) from error
         except dynamo.NOT_TRACED as error:
             name, inner = type(self.plain).__name__, getattr(error, "inner_exception", None)
             if isinstance(inner, aot.Untraced):
@@ -122,49 +125,68 @@ class CapturedForward:
         for tensor in tensors_in(output):
             if (path := path_of(tensor)) is not None:  # dynamo captured no graph, and returned an input
                 raise RuntimeError(returned_message(path))
-        if len(self.graphs.ran) == 1:
-            self.graphs.ran[0].note_returned(output)
-        self._note_stats(self.graphs.program_count - count)
+        if len(self.programs) == 1:
+            self.programs[0].note_returned(output)
+        self._note_stats(self.program_count - count)
         return output
 
     def _note_stats(self, compiled: int) -> None:
-        """Tell Thunder's functions about this call, in which ``compiled`` programs were compiled."""
         stats = self.stats
         stats.calls += 1
         stats.cache_misses += compiled
         stats.cache_hits += not compiled
         stats.last_prologue_traces = ()  # dynamo's guards choose a program
-        if self.graphs.ran:
+        if self.programs:
             last = self.ran[-1][-1]
             stats.last_computation = last.computation_fn
             stats.last_traces, stats.last_backward_traces = last.forward_traces, last.backward_traces
 
-    def _warn(self, captured: Sequence[Captured]) -> None:
-        """Warn once that graphs of one function are dropped, and say what to do."""
-        if not self.graphs.warned:
-            self.graphs.warned = True
-            name, (*before, last) = type(self.plain).__name__, captured
-            warnings.warn(
-                too_many(name, len(before), [graph.shapes for graph in captured], last.frame.reason()), stacklevel=2
-            )
+    def _drop_oldest(self) -> None:
+        """Drop the oldest graphs of each function that has too many, and warn once."""
+        kinds: dict[tuple[str, Paths], list[int]] = {}
+        for number, captured in self.kept.items():
+            kinds.setdefault((captured.name, captured.paths), []).append(number)
+        for numbers in kinds.values():
+            graphs = [self.kept[number] for number in numbers]
+            if len(graphs) > MOST and not self.warned:
+                self.warned = True
+                name, reason = type(self.plain).__name__, graphs[-1].frame.reason()
+                warnings.warn(too_many(name, len(graphs) - 1, [graph.shapes for graph in graphs], reason), stacklevel=2)
+            for number in numbers[: max(0, len(numbers) - MOST)]:
+                self.kept.pop(number).frame.forget()
+
+    def shapes_by_kind(self) -> Iterable[Sequence[Shapes]]:
+        """Return the input shapes of each function's graphs with the same parameters, with and without a backward."""
+        shapes: dict[tuple[str, Paths, bool], list[Shapes]] = {}
+        for captured in self.kept.values():
+            if any(captured.paths):
+                kind = captured.name, captured.paths, captured.joint.differentiates
+                shapes.setdefault(kind, []).append(captured.shapes)
+        return shapes.values()
+
+    def _keep(self, captured: Graph) -> int:
+        self.kept[self.graph_count] = captured
+        self.graph_count += 1
+        return self.graph_count - 1
 
     def _capture(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> int:
         """Trace the backward of a graph, unless an equal graph was captured before, and return the graph's number."""
         frame, paths, inputs = dynamo.CompiledFrame.now(), paths_of(inputs), with_slices(graph, inputs)
-        name, key, overlaps = self.graphs.name_of(frame), key_of_graph(graph), shared_memory(inputs)
-        for earlier in self.graphs.captured.values() if key is not None else ():
+        name = self.names.setdefault(frame.function, f"graph {len(self.names)}")
+        key, overlaps = key_of_graph(graph), shared_memory(inputs)
+        for earlier in self.kept.values() if key is not None else ():
             is_equal = (earlier.key, earlier.name, earlier.overlaps) == (key, name, overlaps)
             if is_equal and (earlier.joint.differentiates or not torch.is_grad_enabled()):
-                return self.graphs.keep(replace(earlier, frame=frame, paths=paths))
+                return self._keep(replace(earlier, frame=frame, paths=paths))
         if (path := replaced_parameter(graph, inputs)) is not None:
             raise aot.Untraced(written_message(path))
         with metered() as spent:
             joint = joint_of(graph, inputs, paths, self.state.plan)
-        return self.graphs.keep(Captured(joint, frame, name, paths, key, overlaps, shapes_of_inputs(graph), spent()))
+        return self._keep(Graph(joint, frame, name, paths, key, overlaps, shapes_of_inputs(graph), spent()))
 
     def _call(self, number: int, inputs: Sequence[Any]) -> Any:
-        """Run a graph."""
-        captured, paths = self.graphs.use(number), paths_of(inputs)
+        self.kept[number] = captured = self.kept.pop(number)  # the most recently used one
+        paths = paths_of(inputs)
         if captured.joint.mutated and shared_memory(inputs) != captured.overlaps:
             raise RuntimeError(
                 f"{type(self.plain).__name__} writes to its inputs, which share memory in another way than in the "
@@ -173,18 +195,15 @@ class CapturedForward:
         key = paths, self.state.plan.frozen
         if key not in captured.programs:
             require_traceable(self.plain, PARTS)
-            executor = ZeroExecutor(self.state.plan, self.runtime)
-            name, joint = type(self.plain).__name__, captured.joint
-            captured.programs[key] = Programs(
-                joint, paths, name, executor, self.fuses, self.state, self.runtime, self.transforms
-            )
+            args = captured.joint, paths, self.state, self.runtime, self.transforms, self.fuses
+            captured.programs[key] = Executables(*args)
         programs = captured.programs[key]
         if programs.draws:
             self.state.same_batch.require_same_generators()
-        self.graphs.ran.append(programs)
+        self.programs.append(programs)
         count = len(programs.entries)
         outputs = programs.run(inputs)
-        self.graphs.program_count += len(programs.entries) - count
+        self.program_count += len(programs.entries) - count
         return outputs
 
 
@@ -195,18 +214,13 @@ def _alive(forward: ref[CapturedForward]) -> CapturedForward:
 
 
 def _read_outside_message(module: nn.Module, error: ValuesNeeded, breaks: Sequence[str]) -> str:
-    """Return the error message for a parameter that was read outside of every graph."""
     owner = module.get_submodule(error.path.rpartition(".")[0])
+    reason = "dynamo did not capture this code (torch.compiler.disable, a dispatch mode, or a function that it skips)"
+    reason = breaks[-1] if breaks else reason
     action = "move the read into code that dynamo captures, or put the parameter's module into Policy.ignored"
     if type(owner).__module__.startswith("transformers.") and type(owner).__name__.endswith("Experts"):
         action = "call set_experts_implementation('grouped_mm') of the plain model, whose experts are then one graph"
     return (
         f"{type(owner).__name__} reads parameter {error.path!r} outside of the graphs that dynamo captured of "
-        f"{type(module).__name__}, where nothing gathers it; {_reason(breaks)}; {action}"
+        f"{type(module).__name__}, where nothing gathers it; {reason}; {action}"
     )
-
-
-def _reason(breaks: Sequence[str]) -> str:
-    if not breaks:
-        return "dynamo did not capture this code (torch.compiler.disable, a dispatch mode, or a function that it skips)"
-    return breaks[-1]

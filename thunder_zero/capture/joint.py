@@ -29,17 +29,13 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from thunder_zero.compat import aot
-from thunder_zero.compat.aot import (
-    RUN_AND_SAVE_STATE,
-    RUN_WITH_STATE,
-    Joint,
-    generator_state,
-    hint,
-    input_of,
-    is_backward,
-    is_checkpointed,
-    let_checkpoints_end,
-    users_value,
+from thunder_zero.compat.aot.joint import Joint, input_of
+from thunder_zero.compat.aot.nodes import generator_state, hint, is_backward, users_value
+from thunder_zero.compat.private import (
+    cleanup_recompute_tags,
+    must_recompute,
+    run_and_save_rng_state,
+    run_with_rng_state,
 )
 from thunder_zero.compat.slice_generators import GENERATOR_OF_SLICE
 from thunder_zero.plan.mesh import Mesh
@@ -70,13 +66,13 @@ def _recompute(joint: Joint) -> None:
     instead. Either way the random masks are equal, as torch promises for checkpoints.
     """
     graph = joint.graph.graph
-    let_checkpoints_end(joint.graph)
+    cleanup_recompute_tags(joint.graph, is_default_partition=False)  # saves what one checkpoint passes to the next
     nodes = list(graph.nodes)
-    tagged = {node for node in nodes if is_checkpointed(node) and not is_backward(node)}
+    tagged = {node for node in nodes if must_recompute(node) and not is_backward(node)}
     for node in readers_of_written_inputs(joint, nodes) & tagged:
         tagged -= {node, *(user for user in node.users if user.target is operator.getitem)}
     draw_args: dict[fx.Node, tuple[Any, ...]] = {}  # result of a random line: arguments that rerun the line
-    for node in [node for node in nodes if node in tagged and _draws(node)]:
+    for node in [node for node in nodes if node in tagged and draws(node)]:
         tagged.remove(node)
         if (state := _state_of(node)) is not None:
             target, args = node.target, node.args
@@ -94,7 +90,7 @@ def _recompute(joint: Joint) -> None:
         if node not in copies:
             args = fx.map_arg(draw_args.get(node, node.args), lambda input_node: copy(input_node, before))
             kwargs = fx.map_arg(node.kwargs, lambda input_node: copy(input_node, before))
-            target: Any = RUN_WITH_STATE if node in draw_args else node.target
+            target: Any = run_with_rng_state if node in draw_args else node.target
             with graph.inserting_before(before):
                 copies[node] = graph.create_node("call_function", target, args, kwargs, f"{node.name}_again")
             copies[node].meta = {**node.meta, "partitioner_tag": "is_backward", "recompute": None}
@@ -122,7 +118,8 @@ def readers_of_written_inputs(joint: Joint, nodes: Sequence[fx.Node]) -> set[fx.
     return readers
 
 
-def _draws(node: fx.Node) -> bool:
+def draws(node: fx.Node) -> bool:
+    """Return whether a line draws random numbers."""
     return node.op == "call_function" and draws_random_numbers(node.target, node.args, node.kwargs)
 
 
@@ -130,13 +127,10 @@ def _state_of(node: fx.Node) -> Tensor | None:
     """Return a fake state of a random line's generator, or None if the line's results are smaller."""
     value = node.meta["val"]
     results = [item for item in (value if isinstance(value, tuple | list) else [value]) if isinstance(item, Tensor)]
+    # the bytes of the results in the call that dynamo captured
+    nbytes = sum(prod(int(hint(size) or 0) for size in item.shape) * item.element_size() for item in results)
     state = generator_state(results[0]) if results and not node.kwargs else None
-    return state if state is not None and state.nbytes < sum(map(_bytes_of, results)) else None
-
-
-def _bytes_of(value: Tensor) -> int:
-    """Return the bytes of a value in the call that dynamo captured."""
-    return prod(int(hint(size) or 0) for size in value.shape) * value.element_size()
+    return state if state is not None and state.nbytes < nbytes else None
 
 
 def _save_state(joint: Joint, node: fx.Node, state: Tensor) -> tuple[fx.Node, fx.Node]:
@@ -151,7 +145,7 @@ def _save_state(joint: Joint, node: fx.Node, state: Tensor) -> tuple[fx.Node, fx
     result, saved_state = items
     node.replace_all_uses_with(result, lambda user: user not in items)
     target: Any = node.target
-    node.args, node.target = (target, *node.args), RUN_AND_SAVE_STATE
+    node.args, node.target = (target, *node.args), run_and_save_rng_state
     node.meta["val"] = (state, value)
     return result, saved_state
 
@@ -185,17 +179,8 @@ def _draw_by_slices(joint: Joint, graph: fx.GraphModule, paths: Sequence[str | N
         source = users_value(node)
         if _is_slice(node, slices, sliced, None if source is None else fakes.get(source), plan.mesh):
             slices.add(node)
-            if node.op == "call_function" and draws_random_numbers(node.target, node.args, node.kwargs):
+            if draws(node):
                 _draw_for_slice(joint.graph.graph, node, plan.mesh.tensor.place)
-
-
-def draws(joint: Joint) -> bool:
-    """Return whether a graph draws random numbers."""
-    return any(
-        node.op == "call_function"
-        and ("rng" in str(node.target) or draws_random_numbers(node.target, node.args, node.kwargs))
-        for node in joint.graph.graph.nodes
-    )
 
 
 def _is_slice(node: fx.Node, slices: Collection[fx.Node], sliced: Collection[int], fake: object, mesh: Mesh) -> bool:
@@ -219,7 +204,7 @@ def _draw_for_slice(graph: fx.Graph, node: fx.Node, slice_index: int) -> None:
     state.meta = {**node.meta, "val": generator_state(result)}
     state.meta.pop("from_node", None)
     target: Any = node.target
-    node.args, node.target = (state, target, *node.args), RUN_WITH_STATE
+    node.args, node.target = (state, target, *node.args), run_with_rng_state
 
 
 TRANSPOSES = (torch.ops.aten.t.default, torch.ops.aten.transpose.int)  # a second transpose undoes the first

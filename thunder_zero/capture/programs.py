@@ -52,9 +52,7 @@ class Mode:
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
-    """A compiled program of a graph."""
-
+class Executable:
     synced: bool  # True if the program reduces gradients
     computation_fn: Callable[..., Any]  # the function of forward
     traces: Callable[[], Traces]  # a function that returns the traces of the last run
@@ -67,7 +65,7 @@ class Entry:
 
 
 @dataclass(eq=False)
-class Programs:
+class Executables:
     """The programs of one graph with one choice of parameters. The last entry is the program that ran last.
 
     ``paths`` has, for each input of the graph, the path of a parameter or None.
@@ -75,19 +73,18 @@ class Programs:
 
     joint: aot.Joint
     paths: Sequence[str | None]
-    name: str  # the name of the model's class
-    executor: ZeroExecutor
-    fuses: bool
     state: State
     runtime: ModelRuntime
     transforms: Sequence[Transform]  # the user's other transforms, for finished traces
-    entries: dict[Mode, Entry] = field(default_factory=dict)
+    fuses: bool
+    entries: dict[Mode, Executable] = field(default_factory=dict)
     restored: Callable[[Sequence[Any]], Any] | None = None  # builds forward's result from the trace's outputs
     _outputs: Sequence[ref[Any] | None] = ()  # the outputs of the last call, until ``restored`` is set
 
     def __post_init__(self) -> None:
         self._parameters = [path for path in self.paths if path is not None]
-        self.draws = draws(self.joint)
+        self.draws = any(draws(node) or "rng" in str(node.target) for node in self.joint.graph.graph.nodes)
+        self.executor = ZeroExecutor(self.state.plan, self.runtime)
 
     def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """Run the program of this call's mode, compiled at its first use, and return the graph's outputs."""
@@ -122,16 +119,21 @@ class Programs:
         self.restored = restoring(rebuild(returned, marker_of), markers, self.joint.plain_outputs())
         self._outputs = ()
 
-    def _compile(self, mode: Mode) -> Entry:
+    def _compile(self, mode: Mode) -> Executable:
+        state, name = self.state, self.state.class_name
+        takes_dtensors = self.joint.returns_subclasses
+
+        def check(node: Node, tangents: Sequence[Any]) -> None:
+            refuse_wrong_backward(node, () if takes_dtensors else tangents, name, state, was_synced=mode.synced)
+
         with metered() as spent, uncollected():
             converted, program = program_of(self.joint, self.paths, self.executor, mode, fuses=self.fuses)
-            phases = TracedPhases(converted, program, self.name, self.transforms, fuses=self.fuses)
-            materialize_grads = self.state.plan.policy.materialize_grads
-            run = aot.compiled(self.joint, phases, self._check_backward(mode), materialize_grads=materialize_grads)
-        return Entry(
+            phases = TracedPhases(converted, program, name, self.transforms)
+            run = aot.compiled(self.joint, phases, check, materialize_grads=state.plan.policy.materialize_grads)
+        return Executable(
             mode.synced,
             phases.computation_fn,
-            lambda: traces_of_program(phases.ran, fuses=self.fuses, restored=self.restored),
+            lambda: traces_of_program(phases.ran, restored=self.restored),
             run,
             lambda: spent() + phases.spent,
             TraceList(lambda: [*self._joint_traces(mode), *phases.forward_traces]),
@@ -139,26 +141,14 @@ class Programs:
         )
 
     def _joint_traces(self, mode: Mode) -> list[TraceCtx]:
-        """Return the trace of the plain module, and the trace after each transform before scheduling."""
         with thunder_context():
             plain = convert(self.joint, self.paths, backward=mode.differentiates)
             return [joint.trace for joint in pipeline.shard(plain.traced(self.executor, synced=mode.synced))]
-
-    def _check_backward(self, mode: Mode) -> Callable[[Node, Sequence[Any]], None]:
-        """Return a check that runs at the start of each backward of a program."""
-        state, takes_dtensors = self.state, self.joint.returns_subclasses
-
-        def check(node: Node, tangents: Sequence[Any]) -> None:
-            plain = () if takes_dtensors else tangents
-            refuse_wrong_backward(node, plain, self.name, state, was_synced=mode.synced)
-
-        return check
 
 
 def program_of(
     joint: aot.Joint, paths: Sequence[str | None], executor: ZeroExecutor, mode: Mode, *, fuses: bool
 ) -> tuple[Converted, pipeline.Program]:
-    """Convert a joint graph to a joint trace, compile the trace for a mode, and return the trace and the program."""
     with thunder_context():
         converted = convert(joint, paths, backward=mode.differentiates)
         *_, lowered = pipeline.shard(converted.traced(executor, synced=mode.synced))
@@ -181,25 +171,17 @@ class TraceList(Sequence[TraceCtx]):
         return len(self.make())
 
 
-def program_without(program: pipeline.Program, missing: Sequence[str], *, fuses: bool) -> pipeline.Program:
-    """Return a program whose backward does not take the output gradients that ``missing`` names."""
+def program_without(program: pipeline.Program, missing: Sequence[str]) -> pipeline.Program:
     with thunder_context():
-        return pipeline.without_tangents(program, missing, fuses=fuses)
+        return pipeline.without_tangents(program, missing)
 
 
 def traces_of_program(
     program: pipeline.Program,
     *,
-    fuses: bool,
     restored: Callable[[Sequence[Any]], Any] | None,
     others: Mapping[str, str] | None = None,
 ) -> Traces:
-    """Return the traces of a program. See :class:`Traces` for the arguments."""
-
-    def without(missing: Sequence[str]) -> Traces:
-        pruned = program_without(program, missing, fuses=fuses)
-        return traces_of_program(pruned, fuses=fuses, restored=restored, others=others)
-
     facts = program.facts
     return Traces(
         program.forward,
@@ -211,23 +193,17 @@ def traces_of_program(
         facts.sizes,
         others or {},
         restored,
-        without,
+        lambda missing: traces_of_program(program_without(program, missing), restored=restored, others=others),
         program.scheduled.lifted,
     )
 
 
 def thunder_context() -> Any:
-    """Return Thunder's context of a compilation, with default options."""
-    return compile_data_and_stats(CompileData(fn=_nothing, disable_preprocessing=True), None)
-
-
-def _nothing() -> None:
-    """Do nothing: Thunder's context needs a function."""
+    """Return Thunder's context of a compilation, with default options. It needs some function."""
+    return compile_data_and_stats(CompileData(fn=lambda: None, disable_preprocessing=True), None)
 
 
 class _Backward(NamedTuple):
-    """A backward: its program, the function, and its traces."""
-
     program: pipeline.Program
     run: Callable[..., Any]
     traces: Sequence[TraceCtx]
@@ -236,14 +212,8 @@ class _Backward(NamedTuple):
 class TracedPhases:
     """The functions that AOTAutograd calls to run a program's traces (:class:`thunder_zero.compat.aot.Phases`).
 
-    Each set of missing tangents has its own backward, compiled lazily.
-
-    Attributes:
-        saved: the fakes of the values that forward saves.
-        ran: the program whose backward ran last.
-        computation_fn: the function of forward.
-        spent: the cost of compiling backwards.
-        forward_traces, backward_traces: each phase, and the phase after each of the user's transforms. The last runs.
+    Each set of missing tangents has its own backward, compiled lazily. ``forward_traces`` and ``backward_traces`` have
+    the phase, and the phase after each of the user's transforms. The last runs.
     """
 
     def __init__(
@@ -252,8 +222,6 @@ class TracedPhases:
         program: pipeline.Program,
         module: str,
         transforms: Sequence[Transform],
-        *,
-        fuses: bool,
     ) -> None:
         forward, backward = program.forward, program.backward
         result = forward.bound_symbols[-1].args
@@ -263,7 +231,8 @@ class TracedPhases:
         self._tangents, self._constants = converted.tangents, list(converted.constants.values())
         self._plain_outputs, self._gradients = converted.outputs, converted.gradients  # counts for AOTAutograd
         self._outputs = len(result[0]["output"]) if backward is not None else 0
-        self.ran, self._program, self._fuses, self._module = program, program, fuses, module
+        self.ran = program  # the program whose backward ran last
+        self._program, self._module = program, module
         self._values, self._parameters = values, converted.parameters
         forward, computed = self._compile_regions(forward, program, {})
         names = (proxy.name for part in self._saved for proxy in part)
@@ -273,7 +242,7 @@ class TracedPhases:
         self.forward_traces = traces
         self.backward_traces: list[TraceCtx] = [] if backward is None else [backward]
         self.computation_fn = function_of(transform_to_torch_types(traces[-1]))
-        self.spent = Spent()
+        self.spent = Spent()  # on backwards
         self._backward: dict[frozenset[int], _Backward] = {}  # positions of missing tangents: backward
 
     def forward(self, args: list[Any]) -> list[Any]:
@@ -302,10 +271,9 @@ class TracedPhases:
         return list(gradients[: self._gradients])
 
     def _compile_backward(self, missing: frozenset[int]) -> _Backward:
-        """Return the backward for missing tangents."""
         with metered() as spent, uncollected():
             names = [self._tangents[position][1] for position in missing]
-            program = program_without(self._program, names, fuses=self._fuses) if missing else self._program
+            program = program_without(self._program, names) if missing else self._program
             assert program.backward is not None, "it returns the remaining gradients"
             trace, _ = self._compile_regions(program.backward, program, self._saved_values)
             traces = self._transformed(trace, program)
@@ -314,7 +282,6 @@ class TracedPhases:
         return backward
 
     def _transformed(self, trace: TraceCtx, program: pipeline.Program) -> list[TraceCtx]:
-        """Return a phase, and the phase after each of the user's transforms."""
         traces, facts, timeline = [trace], program.facts, program.timeline
         for transform in self._transforms:
             with thunder_context(), pipeline.telling_all_ranks(facts, timeline):
@@ -327,7 +294,7 @@ class TracedPhases:
         self, trace: TraceCtx, program: pipeline.Program, forward_values: Mapping[str, Any]
     ) -> tuple[TraceCtx, Mapping[str, Any]]:
         """Return a phase with compiled regions, and its fake values. If nothing is fused, there are no fake values."""
-        if not self._fuses:
+        if not program.fuses:
             return trace, {}
         full = {name: self._parameters[path] for name, path in program.timeline.full_parameters.items()}
         return with_kernels(trace, Fakes(self._values, full), forward_values, self._module)

@@ -31,7 +31,8 @@ import torch
 from torch import SymFloat, Tensor, fx
 from torch.types import py_sym_types
 
-from thunder_zero.compat.aot import Joint, hint, is_backward, module_of, sequence_number, users_value, variable_of
+from thunder_zero.compat.aot import Joint
+from thunder_zero.compat.aot.nodes import hint, is_backward, module_of, users_value, variable_of
 from thunder_zero.compat.dynamo import users_line
 from thunder_zero.traces.operators import is_view
 from thunder_zero.traces.symbols import SymbolicShape, first_free, free_name
@@ -71,7 +72,6 @@ class Proxies:
         return proxy
 
     def numbers(self, args: Sequence[Any]) -> dict[str, NumberProxy]:
-        """Return a mapping from symbols to the arguments that are numbers."""
         return {str(self.values[arg.name]): arg for arg in args if isinstance(arg, NumberProxy)}
 
     def sizes(self, tensors: Sequence[str], numbers: Mapping[str, NumberProxy]) -> dict[str, tuple[int | str, ...]]:
@@ -94,15 +94,11 @@ class Proxies:
 
 
 def append(line: BoundSymbol) -> None:
-    """Append a line to the trace that is being written."""
     get_tracectx().bound_symbols.append(line)
 
 
 def fill(tree: Any, proxies: Mapping[fx.Node, Any]) -> Any:
-    """Return the arguments of a node with proxies in place of nodes.
-
-    Collections become plain Python collections, since Thunder can print no other collections.
-    """
+    """Return arguments with proxies in place of nodes, and in plain collections, since Thunder prints no others."""
     match tree:
         case fx.Node():
             return proxies[tree]
@@ -143,12 +139,13 @@ def names_of(joint: Joint) -> dict[fx.Node, str]:
     for value, name in unnumbered.items():
         names[value] = first_free(name, used)
         used.add(names[value])
-    values_by_sequence = {sequence_number(node): users_value(node) for node in nodes if not is_backward(node)}
+    # A line of forward has the number of the backward lines that compute its gradient.
+    values_by_sequence = {node.meta.get("seq_nr"): users_value(node) for node in nodes if not is_backward(node)}
     result = {node: names[value] for value, node in forward.items() if value in names}
     result |= {node: f"{names[value]}_again" for value, node in recomputed.items() if value in names}
     for node in nodes:
         if is_backward(node) and users_value(node) is None and isinstance(node.meta.get("val"), tuple | list):
-            original = values_by_sequence.get(sequence_number(node))
+            original = values_by_sequence.get(node.meta.get("seq_nr"))
             if original and (*original, None) in names:
                 result[node] = f"{names[*original, None]}_backward"
     return result
@@ -176,7 +173,6 @@ def _producers(nodes: Sequence[fx.Node]) -> dict[UsersValue, fx.Node]:
 
 
 def _unnumbered_names(joint: Joint, producers: Mapping[UsersValue, fx.Node]) -> dict[UsersValue, str]:
-    """Return a mapping from values of forward to names, before repeated names are numbered."""
     variables = {value: variable_of(node) for value, node in producers.items() if value[2] is None}
     variables |= {value: joint.parts.get(value) for value in producers if value[2] is not None}
     modules = dict(_modules(producers))
@@ -222,5 +218,4 @@ def _is_folded(node: fx.Node) -> bool:
 
 
 def is_output(node: fx.Node) -> bool:
-    """Return whether the graph returns a node."""
     return any(user.op == "output" for user in node.users)

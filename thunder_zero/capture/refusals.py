@@ -1,7 +1,6 @@
 """Refuses modules that cannot be sharded, and tools of torch that cannot read a sharded model.
 
-:func:`require_untransformed` checks a jitted module before sharding. :func:`refuse_tools` runs in calls of a sharded
-model. Both return nothing, or raise an error with the problem, its reason and an action::
+An error has the problem, its reason and an action::
 
     submodule 'emb' of Net (Embedding) has max_norm, and forward writes to the weight, which is sharded; normalise the
     rows in forward
@@ -11,9 +10,6 @@ model. Both return nothing, or raise an error with the problem, its reason and a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
-
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from thunder_zero.compat.dynamo import is_compiled
 from thunder_zero.compat.jitted import is_empty, plain_of
-from thunder_zero.compat.torch.autograd import is_inside_function_transform
+from thunder_zero.compat.private import peek_interpreter_stack
 from thunder_zero.compat.uncapturable import UNCAPTURABLE, RefusedPart, require_traceable
 from thunder_zero.plan.policy import Policy
 from thunder_zero.sharded.sharded_model import is_transformed
@@ -81,24 +77,13 @@ INSTEAD_OF_OPTIONS = {
 
 
 def require_untransformed(model: ThunderModule, transform: Transform) -> None:
-    """Raise RuntimeError if the module is already sharded, or was jitted with an option that has no meaning here."""
     module: nn.Module = plain_of(model)
     name = type(module).__name__
-    messages = chain(
-        _faults_of_transforms(model, transform, name),
-        _faults_of_wrappers(module, name),
-        _faults_of_options(model, transform, name),
-        _faults_of_tensors(module, name),
-    )
-    for message in messages:
-        raise RuntimeError(message)
+    _refuse_transforms(model, transform, name)
+    require_unwrapped(module)
+    _refuse_options(model, transform, name)
+    _refuse_tensors(module, name)
     require_traceable(module, PARTS)
-
-
-def require_unwrapped(module: nn.Module) -> None:
-    """Raise RuntimeError if the class of a module cannot be sharded."""
-    for message in _faults_of_wrappers(module, type(module).__name__):
-        raise RuntimeError(message)
 
 
 def require_for_slices(policy: Policy) -> None:
@@ -110,49 +95,48 @@ def require_for_slices(policy: Policy) -> None:
         raise ValueError(f"{name} does not work beside torch's tensor parallelism yet; leave it out")
 
 
-def _faults_of_wrappers(module: nn.Module, name: str) -> Iterator[str]:
-    """Yield error messages if the class of a module cannot be sharded."""
+def require_unwrapped(module: nn.Module) -> None:
+    """Raise RuntimeError if the class of a module cannot be sharded."""
+    name = type(module).__name__
     if isinstance(module, ThunderModule):
-        yield (
+        raise RuntimeError(
             f"{type(plain_of(module)).__name__} is already jitted, and was given to thunder.jit again; give "
             f"thunder.jit the plain module, or apply thunder_zero.zero to the jitted one"
         )
     if is_compiled(module):
-        yield (
+        raise RuntimeError(
             f"{name} is under torch.compile, which hides forward from thunder_zero; give the module from before "
             f"torch.compile, and thunder_zero.compile(module, fuse='inductor') for inductor's kernels"
         )
     if isinstance(module, DistributedDataParallel):
-        yield "DistributedDataParallel already reduces gradients; give the module inside it"
+        raise RuntimeError("DistributedDataParallel already reduces gradients; give the module inside it")
     if vars(module).get("use_ddp") or vars(module).get("use_fsdp"):
-        yield f"{name} is already sharded by thunder.distributed; build a new module for thunder_zero"
+        raise RuntimeError(f"{name} is already sharded by thunder.distributed; build a new module for thunder_zero")
     if isinstance(module, torch.fx.GraphModule) and next(module.parameters(), None) is None:
-        yield (
+        raise RuntimeError(
             "ZeroTransform was given a graph without parameters, as ThunderFX (thunder.dynamo) makes them, so there is "
             "nothing to shard; compile the module with thunder_zero.compile(module, ...)"
         )
 
 
-def _faults_of_transforms(model: ThunderModule, transform: Transform, name: str) -> Iterator[str]:
-    """Yield error messages if a jitted module has other transforms that shard it or capture collectives."""
+def _refuse_transforms(model: ThunderModule, transform: Transform, name: str) -> None:
     transforms = compile_data(model).transforms
     others = [other for other in transforms if isinstance(other, (type(transform), DDPTransform, FSDPTransform))]
     if transform in others:
         others.remove(transform)  # once only: a list that has it twice is refused
     if others:
-        yield (
+        raise RuntimeError(
             f"{name} is transformed by {type(others[0]).__name__} as well, in the same list of transforms; apply one "
             f"of them, once, to the plain module"
         )
     if any(isinstance(other, CUDAGraphTransform) for other in transforms):
-        yield (
+        raise RuntimeError(
             f"{name} is transformed by CUDAGraphTransform (the plugin 'reduce-overhead') as well, which would capture "
             f"the collectives and replay them without the code that starts and ends them; leave it out"
         )
 
 
-def _faults_of_options(model: ThunderModule, transform: Transform, name: str) -> Iterator[str]:
-    """Yield error messages if a module was jitted with transforms or options for Thunder's interpreter."""
+def _refuse_options(model: ThunderModule, transform: Transform, name: str) -> None:
     data = compile_data(model)
     for other in data.transforms:
         kind = type(other)
@@ -160,7 +144,7 @@ def _faults_of_options(model: ThunderModule, transform: Transform, name: str) ->
             continue
         for hook in EARLY_HOOKS:
             if getattr(kind, hook) is not getattr(Transform, hook):
-                yield (
+                raise RuntimeError(
                     f"{name} is transformed by {kind.__name__} as well, whose {hook} changes a module or a trace that "
                     f"Thunder's interpreter would make; leave it out, or write it as transform_trace_post_optimization,"
                     f" which gets the traces that run"
@@ -168,7 +152,7 @@ def _faults_of_options(model: ThunderModule, transform: Transform, name: str) ->
     known = {*get_default_executors(), *get_always_executors(), torch_compile_ex}
     for executor in data.executors_list:
         if executor not in known and not is_empty(executor):
-            yield (
+            raise RuntimeError(
                 f"{name} was jitted with the executor {executor.name!r}, and the lines of a sharded module call "
                 f"operators of torch, which it does not take; leave it out, or compile the operators with "
                 f"ZeroTransform(fuse='inductor')"
@@ -181,22 +165,21 @@ def _faults_of_options(model: ThunderModule, transform: Transform, name: str) ->
         **dict.fromkeys(data.compile_options, True),
     }
     for option in (option for option, is_set in options.items() if is_set):
-        yield (
+        raise RuntimeError(
             f"{name} was jitted with {option}=, an option of Thunder's interpreter, which does not run for a sharded "
             f"module; leave it out, and {INSTEAD_OF_OPTIONS.get(option, 'pass fuse= of ZeroTransform')}"
         )
 
 
-def _faults_of_tensors(module: nn.Module, name: str) -> Iterator[str]:
-    """Yield error messages if a module's parameters or buffers are already sharded or have no shape."""
+def _refuse_tensors(module: nn.Module, name: str) -> None:
     if any(map(is_transformed, module.parameters())):
-        yield (
+        raise RuntimeError(
             f"{name} is already transformed by ZeroTransform; use the model that the first transform returned, or "
             f"build a new module and a new ZeroTransform"
         )
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
-            yield (
+            raise RuntimeError(
                 f"{path!r} of {name} is a lazy module's and has no shape yet; call the module once with a batch before "
                 f"sharding"
             )
@@ -204,7 +187,7 @@ def _faults_of_tensors(module: nn.Module, name: str) -> Iterator[str]:
 
 def refuse_tools(name: str) -> None:
     """Raise RuntimeError if one of torch's tools that inspect a model or its backward is active."""
-    if is_inside_function_transform():  # its tensors have no memory that programs could read
+    if peek_interpreter_stack() is not None:  # its tensors have no memory that programs could read
         raise RuntimeError(
             f"{name} was called inside of torch.func or vmap, which cannot look into compiled programs; give it "
             f"a whole batch, and use torch.autograd.grad or torch.autograd.functional.jacobian outside of them"

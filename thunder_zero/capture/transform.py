@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NoReturn, Unpack
 
-import torch
 from torch import nn
 
 from thunder_zero.capture.arguments import Arguments, check_arguments
@@ -30,17 +29,15 @@ from thunder_zero.capture.zero_module import ZeroModule
 from thunder_zero.comm import agree
 from thunder_zero.comm.backends import device_for, memory_bytes
 from thunder_zero.comm.collective_tags import doing
-from thunder_zero.comm.group import Ranks, has_groups, ranks_of
-from thunder_zero.comm.slices import partial_of, require_planned, slices_of
-from thunder_zero.comm.split_ties import require_whole_ties
+from thunder_zero.comm.group import has_groups, ranks_of
+from thunder_zero.comm.slices import partial_of, require_planned, require_whole_ties, slices_of
 from thunder_zero.compat.jitted import plain_of
 from thunder_zero.compat.plans_of_transformers import leave_to_plan
 from thunder_zero.plan.make_plan import make_plan
-from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
 from thunder_zero.sharded import optimizers
 from thunder_zero.sharded.casts import cast_borders
-from thunder_zero.sharded.initial_values import InitialValues, Sources, initial_values
+from thunder_zero.sharded.initial_values import Sources, initial_values
 from thunder_zero.sharded.state import State
 
 import thunder
@@ -83,16 +80,13 @@ class ZeroTransform(Transform):
 
     @property
     def policy(self) -> Policy:
-        """The policy of the transform."""
         return self._arguments.policy
 
     def transform_module(self, model: ThunderModule) -> None:
-        """Shard the module, and let dynamo capture its forward."""
         with transforming(plain_of(model)):
             self._shard(model)
 
     def transform_traces_pre_prologue(self, *traces: Any, **kwargs: Any) -> NoReturn:
-        """Raise TypeError. Thunder's interpreter traces only functions, which this transform cannot shard."""
         raise TypeError(
             "ZeroTransform shards a module, and thunder.jit was given a function; jit the module alone, and call "
             "the jitted module from a function that is not jitted"
@@ -129,7 +123,11 @@ class ZeroTransform(Transform):
         self._arguments = replace(arguments, sources=Sources())
         if plan.mesh.is_sliced:
             leave_to_plan(plain)
-        state, self._used = self._take_over(model, plan, ranks, device, values), True
+        state, self._used = State(plain, plan, ranks, device, values.at_rest), True
+        optimizers.watch(state, plain)
+        place_unplanned(plain, values.unplanned, plan.by_name, arguments.device)
+        state.place()
+        place_buffers(plain, self.policy.mixed_precision, arguments.device)
         cast_borders(plain, self.policy.mixed_precision)
         data = compile_data(model)
         forward = CapturedForward(
@@ -141,17 +139,6 @@ class ZeroTransform(Transform):
             transforms=[other for other in data.transforms if other is not self],
         )
         ZeroModule.adopt(model, forward, state, progress=arguments.progress)
-
-    def _take_over(
-        self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: InitialValues
-    ) -> State:
-        """Return the model's state, and put its shards into the plain module."""
-        state = State(plain_of(model), plan, ranks, device, values.at_rest)
-        optimizers.watch(state, plain_of(model))
-        place_unplanned(model, values.unplanned, plan.by_name, self._arguments.device)
-        state.place()
-        place_buffers(model, state, self._arguments.device)
-        return state
 
 
 def compile(module: nn.Module, policy: Policy | int | None = None, **arguments: Unpack[Arguments]) -> ZeroModule:

@@ -1,7 +1,6 @@
 """ZeroModule: the sharded model that ``thunder.jit`` makes with ZeroTransform.
 
-``transform.py`` calls :meth:`ZeroModule.adopt`, which changes the class of a ThunderModule. Names, submodules and
-state dict come from the plain module, whose parameters are the shards. A call has these steps::
+``transform.py`` calls :meth:`ZeroModule.adopt`, which changes the class of a ThunderModule. A call has these steps::
 
     model(x)    _before_forward                    check that nothing was changed, cast inputs
                 State.holding                      replace shards by placeholders
@@ -14,7 +13,7 @@ an alternative. :func:`traces_of` returns the program that ran last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from itertools import chain
 from typing import Any, NoReturn, Self
@@ -24,9 +23,7 @@ from torch import Tensor, nn
 
 from thunder_zero.capture.compilations import Compilations
 from thunder_zero.capture.forward import CapturedForward
-from thunder_zero.capture.graphs import Captured
-from thunder_zero.capture.placement import Check, module_checks, require_intact
-from thunder_zero.capture.programs import Entry
+from thunder_zero.capture.placement import Placement
 from thunder_zero.capture.refusals import EXPORT, refuse_tools
 from thunder_zero.compat.jitted import forget_tensors, plain_of
 from thunder_zero.compat.torch.fully_shard import refuse_fully_shard
@@ -52,16 +49,61 @@ NEED_FULL_PARAMETERS = {  # functions of Hugging Face's models, with their repla
 }
 
 
-class ZeroModule(ShardedModel, ThunderModule):
+class Refusals(nn.Module):
+    """What pickle, torch and Accelerate ask of a model before they would copy or wrap it: an error says what to call.
+
+    The attributes are those that each reads first.
+    """
+
+    _model: nn.Module
+    _wrapper: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # set by a sharded accelerator
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"cannot pickle a {type(self._model).__name__} that thunder_zero trains: it has process groups and "
+            f"compiled programs; tz.save(path, model, optimizer) writes a checkpoint, and "
+            f"torch.save(tz.full_state_dict(model), path) the full values"
+        )
+
+    @property
+    def __jit_ignored_attributes__(self) -> NoReturn:
+        raise RuntimeError(
+            f"torch.jit cannot look into the compiled programs of {type(self._model).__name__}; give it the plain "
+            f"module inside of: with tz.full_parameters(model) as module"
+        )
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        if self._wrapper is None:
+            raise RuntimeError(
+                f"Accelerate, or a Trainer, was given a {type(self._model).__name__} that thunder_zero trains, of "
+                f"which it would save one rank's rows; make it by thunder_zero.hugging_face.sharded(Accelerator)(...) "
+                f"or sharded(Trainer)(model=model, ...) (docs/hugging-face.md)"
+            )
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, prepared: bool) -> None:
+        """Do nothing. Accelerate sets this attribute after it has prepared a model."""
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        raise RuntimeError(
+            f"DistributedDataParallel was given a {type(self._model).__name__} that thunder_zero trains: its backward "
+            f"already averages gradients, and from stage 1 on ranks hold different rows; train the model without it "
+            f"(docs/hugging-face.md has the loops of Accelerate and Trainer)"
+        )
+
+
+class ZeroModule(Refusals, ShardedModel, ThunderModule):
     """A jitted module whose parameters are sharded. ``ZeroTransform`` turns a ThunderModule into a ZeroModule.
 
     Thunder's ``no_sync`` reduces gradients once more at its end. ZeroModule's ``no_sync`` does not.
     """
 
     _forward_fn: CapturedForward
-    _checks: list[Check]
+    _placement: Placement
     _compilations: Compilations
-    _wrapper: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # set by a sharded accelerator
 
     @classmethod
     def adopt(cls, model: ThunderModule, forward: CapturedForward, state: State, *, progress: bool) -> None:
@@ -69,7 +111,7 @@ class ZeroModule(ShardedModel, ThunderModule):
         plain, reports = plain_of(model), progress and state.group.rank() == 0
         model.__class__ = cls
         model._state, model._forward_fn = state, forward
-        model._checks = module_checks(model, state)
+        model._placement = Placement(plain, state.params)
         model._compilations = Compilations(type(plain).__name__, plain.forward, reports)
         model._non_persistent_buffers_set = plain._non_persistent_buffers_set  # torch's state dicts ask the root
         forget_tensors(model)
@@ -77,74 +119,19 @@ class ZeroModule(ShardedModel, ThunderModule):
         model.register_forward_pre_hook(cls._before_forward, with_kwargs=True)
         model.register_forward_hook(lambda model, args, output: model._after_forward())
 
-    def graphs(self) -> Sequence[Sequence[Entry]]:
-        """Return the programs of each graph of the last forward. A graph's last program is the one that ran last."""
-        return self._forward_fn.ran
-
-    @property
-    def captured(self) -> Mapping[int, Captured]:
-        """The graphs that dynamo captured and that are kept, least recently used first."""
-        return self._forward_fn.graphs.captured
-
     def load_original_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load full tensors under the plain module's names. Tensors that ``state_dict`` lacks keep their values.
-
-        If a name is unknown or a shape differs, no value changes, and an error names it.
-        """
+        """Load some full tensors. If a name is unknown or a shape differs, raise, and change no value."""
         current = self.state_dict()
         if unexpected := [name for name in state_dict if name not in current]:
             raise RuntimeError(
-                f"Error(s) in loading state_dict for {type(self.plain).__name__}: Unexpected key(s) in state_dict: "
+                f"Error(s) in loading state_dict for {type(self._model).__name__}: Unexpected key(s) in state_dict: "
                 f"{', '.join(map(repr, unexpected))}; leave them out, or call torch's set_model_state_dict, which "
                 f"skips other names if strict=False"
             )
         self.load_state_dict(state_dict, strict=False)
 
     def original_state_dict(self, **options: Any) -> dict[str, Any]:
-        """Return the full state dict, as :func:`thunder_zero.full_state_dict` does."""
         return full_state_dict(self)
-
-    # Submodules, names and state dict come from the plain module, so that torch's tools see its tree.
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the shards, which are the plain module's parameters."""
-        return self._model.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the plain module's buffers."""
-        return self._model.named_buffers(*args, **kwargs)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the plain module and its submodules."""
-        modules: Iterator[tuple[str, nn.Module]] = self._model.named_modules(*args, **kwargs)
-        return modules
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the plain module's children."""
-        return self._model.named_children()
-
-    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
-        """Register a buffer of the plain module."""
-        self._model.register_buffer(*args, **kwargs)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter of the plain module. The next forward raises if it is new and trains."""
-        self._model.register_parameter(name, param)
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Add a submodule to the plain module. The next forward raises if it has parameters that train."""
-        self._model.add_module(name, module)
-
-    def train(self, mode: bool = True) -> Self:
-        """Call ``train`` of the plain module, whose class may override ``train``."""
-        self._model.train(mode)
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state dict of the plain module, with shards and buffers."""
-        return self._model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load DTensors, full tensors and buffers. This rank copies only its rows of a full tensor.
@@ -159,35 +146,17 @@ class ZeroModule(ShardedModel, ThunderModule):
         self._state.require_own_values("load a state dict")
         return load_parts(self._model, encoded_values(self._model, state_dict), self.state_dict(), strict)
 
-    @property
-    def training(self) -> bool:
-        """True if the plain module is in training mode. Traces read this flag."""
-        return self._model.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        self._model.training = mode
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Call a function with the plain module and each of its submodules."""
-        self._model.apply(fn)
-        return self
-
     def wrap_forward(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Run the programs of forward inside of a wrapper, such as an autocast, from now on."""
+        """Run forward inside of a wrapper, such as an autocast, from now on."""
         self._wrapper = wrapper
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the programs of forward, inside of the last wrapper."""
         call = self._call_programs if self._wrapper is None else self._wrapper(self._call_programs)
         return call(*args, **kwargs)
 
     def _before_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Check the model, and return the arguments of forward in the dtypes of compute.
-
-        The collectives of a failed step end here, and ranks agree on stale rows.
-        """
-        name = type(self.plain).__name__
+        """Check the model, and return the arguments of forward in the dtypes of compute."""
+        name = type(self._model).__name__
         if is_tracing():
             raise TypeError(
                 f"thunder.jit was given a function that calls {name}, which ZeroTransform "
@@ -196,36 +165,31 @@ class ZeroModule(ShardedModel, ThunderModule):
         refuse_tools(name)
         self._state.require_at_rest()
         self._state.transport.drain()  # ends the collectives of a failed step
-        require_intact(self._checks)
+        self._placement.require()
         follow_requires_grad(self._state)
         self._state.same_batch.compare(args, kwargs)
         agree_on_stale(self._state)
         return cast_inputs(name, args, kwargs, self._state.plan.policy.mixed_precision)
 
     def _after_forward(self) -> None:
-        """Count the forward, and wait for copies of offloaded shards, so that the host may write to the shards.
-
-        Backward would also wait for the copies, but a forward may have no backward.
-        """
         self._state.training_forwards += self.training and torch.is_grad_enabled()
         if self._state.plan.policy.cpu_offload:
-            self._state.copies.wait()
+            self._state.copies.wait()  # the host may now write to the shards, also without a backward
 
     def _call_programs(self, *args: Any, **kwargs: Any) -> Any:
-        graphs = self._forward_fn.graphs
-        watched = self._compilations.watched(lambda: graphs.program_count, graphs.shapes_by_kind, args, kwargs)
+        forward = self._forward_fn
+        watched = self._compilations.watched(lambda: forward.program_count, forward.shapes_by_kind, args, kwargs)
         with self._state.holding(), watched:
             try:
                 return self._forward_fn(*args, **kwargs)
             except Exception as error:
-                entries = chain.from_iterable(self.graphs())
+                entries = chain.from_iterable(self._forward_fn.ran)
                 note_failed_line(error, ((entry.computation_fn, entry.traces) for entry in entries))
                 raise
             finally:
                 self._state.labels.end()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZeroModule:
-        """Raise RuntimeError if a call such as ``to`` or ``half`` would move or cast a tensor, else do nothing."""
         ignored = ((name, param) for name, param in self.named_parameters() if name not in self.state.plan.by_name)
         rows = ((path, param.rows) for path, param in self.state.params.items())
         for name, tensor in chain(rows, ignored, self.named_buffers()):
@@ -262,26 +226,8 @@ class ZeroModule(ShardedModel, ThunderModule):
             )
         return super().__getattr__(name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the plain module, whose forward reads it, as a module of ``torch.compile`` does."""
-        if _is_own(self, name):
-            super().__setattr__(name, value)
-        else:
-            setattr(self._model, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        """Delete an attribute of the plain module, unless it is one of this model."""
-        if _is_own(self, name):
-            super().__delattr__(name)
-        else:
-            delattr(self._model, name)
-
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freeze or unfreeze all parameters. The next forward compiles a program for it.
-
-        Raises:
-            RuntimeError: a ``frozen_format`` stores a parameter that would be unfrozen. No parameter was changed.
-        """
+        """Freeze or unfreeze all parameters. The next forward compiles a program for it."""
         for param in self.state.plan.params:
             if requires_grad and param.frozen_format:
                 raise RuntimeError(
@@ -290,63 +236,20 @@ class ZeroModule(ShardedModel, ThunderModule):
                 )
         return super().requires_grad_(requires_grad)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise TypeError. ``torch.save(model)``, ``pickle`` and ``copy.copy`` call this method."""
-        raise TypeError(
-            f"cannot pickle a {type(self.plain).__name__} that thunder_zero trains: it has process groups and compiled "
-            f"programs; tz.save(path, model, optimizer) writes a checkpoint, and "
-            f"torch.save(tz.full_state_dict(model), path) the full values"
-        )
-
-    @property
-    def __jit_ignored_attributes__(self) -> NoReturn:
-        """Raise RuntimeError. ``torch.jit`` reads this attribute first, so the error can name ``torch.jit``."""
-        raise RuntimeError(
-            f"torch.jit cannot look into the compiled programs of {type(self._model).__name__}; give it the plain "
-            f"module inside of: with tz.full_parameters(model) as module"
-        )
-
-    @property
-    def _is_accelerate_prepared(self) -> bool:
-        """True in a sharded accelerator. Accelerate asks before it would wrap the model."""
-        if self._wrapper is None:
-            raise RuntimeError(
-                f"Accelerate, or a Trainer, was given a {type(self.plain).__name__} that thunder_zero trains, of which "
-                f"it would save one rank's rows; make it by thunder_zero.hugging_face.sharded(Accelerator)(...) or "
-                f"sharded(Trainer)(model=model, ...) (docs/hugging-face.md)"
-            )
-        return True
-
-    @_is_accelerate_prepared.setter
-    def _is_accelerate_prepared(self, prepared: bool) -> None:
-        """Do nothing. Accelerate sets this attribute after it has prepared a model."""
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """Raise RuntimeError. DistributedDataParallel reads this before it would send rank 0's shards to all ranks."""
-        raise RuntimeError(
-            f"DistributedDataParallel was given a {type(self._model).__name__} that thunder_zero trains: its backward "
-            f"already averages gradients, and from stage 1 on ranks hold different rows; train the model without it "
-            f"(docs/hugging-face.md has the loops of Accelerate and Trainer)"
-        )
-
-
-def _is_own(model: ZeroModule, name: str) -> bool:
-    """Return whether an attribute belongs to the sharded model itself: set on it, or defined or declared by a class."""
-    kinds = map(vars, type(model).__mro__)
-    return name in vars(model) or any(name in kind or name in kind.get("__annotations__", ()) for kind in kinds)
-
 
 def place_of(tensor: Tensor) -> tuple[torch.dtype, str, int]:
-    """Return the dtype, device type and device index (default: 0) of a tensor."""
     return tensor.dtype, tensor.device.type, tensor.device.index or 0
 
 
 def zero_module(model: object) -> ZeroModule:
-    """Return a model as a ZeroModule, or raise TypeError if it is no sharded model."""
     sharded = sharded_model(model)
     assert isinstance(sharded, ZeroModule), "all sharded models are ZeroModules"
     return sharded
+
+
+def captured_forward(model: object) -> CapturedForward:
+    """Return the captured forward of a sharded model: its graphs and programs."""
+    return zero_module(model)._forward_fn
 
 
 def traces_of(model: ThunderModule, synced: bool | None = None, graph: int | None = None) -> Traces:
@@ -363,7 +266,7 @@ def traces_of(model: ThunderModule, synced: bool | None = None, graph: int | Non
         RuntimeError: the model has not been called, or only with the other value of ``synced``.
         ValueError: ``graph`` is None and the last forward ran several graphs, or there is no such graph.
     """
-    graphs = zero_module(model).graphs()
+    graphs = captured_forward(model).ran
     if graphs and ((graph is None and len(graphs) > 1) or not 0 <= (graph or 0) < len(graphs)):
         raise ValueError(f"graph is {graph}, and the last forward ran {len(graphs)}; choose 0 to {len(graphs) - 1}")
     entries = graphs[graph or 0] if graphs else []

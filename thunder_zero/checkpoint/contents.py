@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from types import SimpleNamespace
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from torch.optim import Optimizer
 from thunder_zero.checkpoint.dcp_write import Entries, KeyPath
 from thunder_zero.optim.ema import EMA
 from thunder_zero.sharded.optimizers import parameters_of
-from thunder_zero.sharded.sharded_model import ShardedModel, owners_of
+from thunder_zero.sharded.sharded_model import ShardedModel, owner_of
 
 MODEL, OPTIM, STATE, GROUPS, EXTRA = "model", "optim", "state", "param_groups", "extra"
 EMAS = "ema"  # the root of an EMA's averages, before the EMA's name
@@ -37,21 +36,15 @@ RANK_KEY = re.compile(r"rank(\d{1,6})\.(.*)", re.DOTALL)
 class Contents:
     """One rank's values of a model, or of the averages of a model."""
 
-    # the parameters by name: DTensors, or full tensors in stage 0. Tied parameters have their first name.
-    params: Mapping[str, Tensor]
-    aliases: Mapping[str, str]  # a mapping from further names of tied parameters to first names
-    # parameters that the policy ignores, by name. Values of ignored parameters may differ between ranks.
-    ignored: Mapping[str, Tensor]
-    # a mapping from names to paths in the plain module. Only paths have the parts that torch's wrappers add.
-    paths: Mapping[str, str]
-    buffers: Mapping[str, Tensor]  # the buffers of the state dict, by name. Rank 0 saves them.
-    # the modules' extra states by name, each with an object that loads it. Rank 0 saves them.
-    states: Mapping[str, tuple[Any, Stateful]]
-    # rank, ranks: this rank's number among all ranks, and the number of ranks
+    params: Mapping[str, Tensor]  # DTensors, or full tensors in stage 0. Tied parameters have their first name.
+    aliases: Mapping[str, str]  # from further names of tied parameters to first names
+    ignored: Mapping[str, Tensor]  # parameters that the policy ignores. Their values may differ between ranks.
+    paths: Mapping[str, str]  # from names to paths in the plain module, with the parts that torch's wrappers add
+    buffers: Mapping[str, Tensor]  # of the state dict. Rank 0 saves them.
+    states: Mapping[str, tuple[Any, Stateful]]  # the modules' extra states, with objects that load them. Rank 0 saves.
     rank: int
     ranks: int
-    # replica_rank, replica_size: this rank's number among the ranks of its replica, and the number of these ranks
-    replica_rank: int
+    replica_rank: int  # this rank's number among the ranks of its replica
     replica_size: int
     is_writer: bool = True  # True if this rank's replica writes the checkpoint. Hybrid sharding has several replicas.
     root: KeyPath = (MODEL,)  # the common first parts of the keys
@@ -126,8 +119,7 @@ def contents_of(model: ShardedModel) -> Contents:
         paths=paths,
         buffers={name: value for name, value in unplanned.items() if not isinstance(value, nn.Parameter)},
         states={
-            name: (state_dict[name], _extra_state(plain.get_submodule(name.rpartition(".")[0])))
-            for name in extra_states
+            name: (state_dict[name], _ExtraState(plain.get_submodule(name.rpartition(".")[0]))) for name in extra_states
         },
         rank=state.group.rank(),
         ranks=state.group.size(),
@@ -137,9 +129,11 @@ def contents_of(model: ShardedModel) -> Contents:
     )
 
 
-def _extra_state(module: nn.Module) -> Stateful:
-    """Return an object that saves and loads a module's extra state."""
-    return cast(Stateful, SimpleNamespace(state_dict=module.get_extra_state, load_state_dict=module.set_extra_state))
+class _ExtraState:
+    """A module's extra state."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.state_dict, self.load_state_dict = module.get_extra_state, module.set_extra_state
 
 
 def extra_entries(contents: Contents, extra: Mapping[str, Any]) -> Entries:
@@ -148,7 +142,7 @@ def extra_entries(contents: Contents, extra: Mapping[str, Any]) -> Entries:
     for name, value in extra.items():
         if isinstance(value, ShardedModel):
             raise TypeError(f"the extra {name!r} is a model; save it as a checkpoint of its own")
-        if isinstance(value, Optimizer) and any(owners_of(parameters_of(value))):
+        if isinstance(value, Optimizer) and any(map(owner_of, parameters_of(value))):
             raise ValueError(
                 f"the extra {name!r} is an optimizer of a sharded model, and an extra does not record which rows its "
                 f"state is; pass it as optimizer, alone or in a list"
@@ -162,7 +156,7 @@ def extra_entries(contents: Contents, extra: Mapping[str, Any]) -> Entries:
 
 
 def as_entry(label: str, value: Any) -> Tensor | bytes:
-    """Return a tensor, or the pickled bytes of any other value. Raise ValueError if :func:`pickle_value` does."""
+    """Return a tensor, or the pickled bytes of any other value."""
     return value.detach() if isinstance(value, Tensor) else pickle_value(label, value)
 
 
@@ -186,7 +180,7 @@ def is_cut(value: object) -> TypeGuard[DTensor]:
 
 
 def split_rank_prefix(key: str) -> tuple[int, str] | None:
-    """Return the rank number at the start of a key and the remaining key; None if the key has no rank prefix."""
+    """Return the rank number at the start of a key, and the remaining key."""
     match = RANK_KEY.fullmatch(key)
     return None if match is None else (int(match[1]), match[2])
 
@@ -198,7 +192,7 @@ def name_some(names: Sequence[str]) -> str:
 
 
 def require_same_names(problem: str, saved: Iterable[str], expected: Iterable[str], action: str) -> None:
-    """Raise ValueError unless the saved names equal the expected names. The error has ``problem`` and ``action``."""
+    """Raise ValueError unless the saved names equal the expected names."""
     missing, unexpected = sorted(set(expected) - set(saved)), sorted(set(saved) - set(expected))
     if missing or unexpected:
         raise ValueError(f"{problem} (missing: {name_some(missing)}; unexpected: {name_some(unexpected)}); {action}")

@@ -7,7 +7,7 @@ read once, from start to end, and hashed during the read::
                        decoded              not needed       decoded
 
 DCP's planner decides which byte ranges to read. DCP's reader is not used, since it may run arbitrary code, casts
-tensors of other dtypes, and seeks in the file. No process group is needed.
+tensors of other dtypes, and seeks in the file.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ class MetadataUnpickler(pickle.Unpickler):
     """An unpickler that accepts only the classes of DCP's metadata, since a pickle could call any function."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class of DCP's metadata. Raise UnpicklingError for any other class or function."""
         is_in_metadata_module = module == METADATA_MODULE and "." not in name
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         is_allowed = is_in_metadata_module or is_dtype or (module, name) in ALLOWED
@@ -68,10 +67,8 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path, expected: File | None = None) -> Metadata:
-    """Read DCP's metadata of a checkpoint. Check the sizes of the other files, without reading them.
-
-    ``expected`` is the manifest's entry of the metadata file, with the SHA-256 to compare.
-    """
+    """Read DCP's metadata of a checkpoint, and compare it with its entry in the manifest. Check the sizes of the other
+    files, without reading them."""
     try:
         content = (folder / METADATA).read_bytes()
     except FileNotFoundError:
@@ -107,9 +104,8 @@ def read_entries(
 ) -> dict[str, Any]:
     """Read the values of keys into new memory on the CPU, in the file's dtype. Each file is read at most once.
 
-    Args:
-        parts: DTensors by key. For these keys only this rank's part is read.
-        files: files to read in full and to compare with their SHA-256, even if they have no value of ``keys``.
+    For the keys of ``parts``, DTensors, only this rank's part is read. ``files`` are read in full, and compared with
+    their SHA-256.
     """
     values, plan = _plan_reads(metadata, keys, parts)
     by_file: dict[str, list[ReadItem]] = {file.name: [] for file in files}
@@ -152,10 +148,7 @@ def _plan_reads(
 def _read_file(
     path: Path, metadata: Metadata, items: Iterable[ReadItem], values: dict[str, Any], expected: File | None
 ) -> tuple[str, Exception | None]:
-    """Read the items of one file in one pass. Hash the whole file if a SHA-256 is expected.
-
-    Return the fault of the file or "", and the first error while decoding items or None.
-    """
+    """Read the items of one file in one pass. Return the fault of its SHA-256, and the first error of decoding."""
     by_range: dict[tuple[int, int], list[ReadItem]] = {}
     for item in items:
         place = metadata.storage_data[item.storage_index]
@@ -207,7 +200,6 @@ def _require_part(index: MetadataIndex, value: Any, metadata: Metadata) -> None:
 
 
 def _problem_of_metadata(metadata: Any) -> str | None:
-    """Return a description of the first problem of metadata for an error, or None."""
     if not isinstance(metadata, Metadata):
         return f"it holds a {type(metadata).__name__}"
     try:
@@ -217,7 +209,6 @@ def _problem_of_metadata(metadata: Any) -> str | None:
 
 
 def _problem_of_files(folder: Path, metadata: Metadata) -> str | None:
-    """Describe the first file that is missing, or too short for its metadata; None if all files are sound."""
     ends: dict[str, int] = {}
     for place in metadata.storage_data.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -262,7 +253,6 @@ def _problems(entries: Any, places: Any) -> Iterator[str]:
 
 
 def _problems_of_tensor(key: str, stored: Any, places: Mapping[MetadataIndex, Any]) -> Iterator[str]:
-    """Yield a sentence for each problem of a tensor's metadata."""
     size, dtype = stored.size, stored.properties.dtype
     if not isinstance(dtype, torch.dtype) or dtype in QUANTIZED:
         yield f"the dtype of {key} is {dtype!r}"

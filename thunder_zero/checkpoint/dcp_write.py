@@ -42,10 +42,10 @@ Entries = dict[KeyPath, Tensor | bytes | KeyPath]
 class Part:
     """One rank's part of a checkpoint."""
 
-    plan: SavePlan  # DCP's plan of the items
-    places: Mapping[MetadataIndex, StorageInfo]  # a mapping from items to files and byte ranges
-    aliases: Mapping[str, str]  # a mapping from an alias's key to the key of the value
-    files: tuple[File, ...]  # the files that the rank wrote
+    plan: SavePlan
+    places: Mapping[MetadataIndex, StorageInfo]  # the files and byte ranges of items
+    aliases: Mapping[str, str]  # from an alias's key to the key of the value
+    files: tuple[File, ...]
 
 
 class HashedFile(io.BufferedWriter):
@@ -56,7 +56,6 @@ class HashedFile(io.BufferedWriter):
         self._digest = hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        """Write all bytes of ``data``."""
         self._digest.update(data)
         return super().write(data)
 
@@ -79,16 +78,19 @@ class WritePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Return DCP's plan for this rank, without empty parts."""
+
+        def is_empty(item: WriteItem) -> bool:
+            data = item.tensor_data
+            return data is not None and data.size.numel() > 0 and data.chunk.sizes.numel() == 0
+
         plan = super().create_local_plan()
-        return replace(plan, items=[item for item in plan.items if not _is_empty(item)])
+        return replace(plan, items=[item for item in plan.items if not is_empty(item)])
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Return the tensor or the bytes to write."""
         return object
 
 
 def key_of(path: KeyPath) -> str:
-    """Return the key of a path. As in DCP, its parts are joined by dots."""
     return ".".join(map(str, path))
 
 
@@ -121,8 +123,3 @@ def write_metadata(folder: Path, parts: Sequence[Part]) -> tuple[File, ...]:
     with explain_write_error(path.name), HashedFile(path) as stream:
         pickle.dump(metadata, stream)
         return (*(file for part in parts for file in part.files), stream.seal(path))
-
-
-def _is_empty(item: WriteItem) -> bool:
-    data = item.tensor_data
-    return data is not None and data.size.numel() > 0 and data.chunk.sizes.numel() == 0

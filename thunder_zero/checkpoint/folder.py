@@ -32,7 +32,6 @@ CHECKPOINTS_UNCHANGED = "no part of this checkpoint is visible, earlier ones are
 
 
 def staging_of(path: Path) -> Path:
-    """Return the folder in which a checkpoint is written before it becomes visible."""
     return path.parent / f".{path.name}.saving"
 
 
@@ -59,7 +58,7 @@ def is_unchanged(folder: Path, written: Manifest) -> bool:
 
 
 def list_checkpoints(parent: Path) -> dict[Path, Manifest]:
-    """Return the visible checkpoints in a folder, with their manifests. Skip a checkpoint with a damaged manifest."""
+    """Return the visible checkpoints in a folder, with their manifests."""
     manifests = {}
     for folder in parent.iterdir() if parent.is_dir() else ():
         if not folder.name.startswith(".") and not folder.is_symlink() and (folder / manifest.NAME).is_file():
@@ -86,10 +85,7 @@ def explain_write_error(name: str, unchanged: str = CHECKPOINTS_UNCHANGED) -> It
 
 @contextmanager
 def create_together() -> Iterator[Create]:
-    """Yield a function that opens a temporary file to write. Rename all files at the end of the block.
-
-    If writing a file fails, existing files are unchanged.
-    """
+    """Yield a function that opens a temporary file to write. Rename all files at the end, unless a write failed."""
     written: list[tuple[Path, Path]] = []
 
     @contextmanager
@@ -112,7 +108,7 @@ def create_together() -> Iterator[Create]:
 
 
 def prepare(path: Path) -> None:
-    """Make an empty staging folder for a checkpoint, and delete folders of saves whose process died."""
+    """Make an empty staging folder for a checkpoint."""
     if path.name in ("", LATEST) or path.name.startswith(".") or path.is_symlink():
         raise ValueError(
             f"cannot save a checkpoint at {str(path)!r}: {LATEST!r}, links and names that begin with a dot are "
@@ -153,10 +149,7 @@ def prepare(path: Path) -> None:
 
 
 def publish(path: Path, ranks: int, files: tuple[File, ...], *, latest: bool = True) -> None:
-    """Check that all files exist, add the manifest, and make the checkpoint visible in one rename.
-
-    ``ranks`` is the number of ranks that saved. By default, the link ``latest`` moves to the checkpoint.
-    """
+    """Check that all files exist, add the manifest, and make the checkpoint visible in one rename. Move ``latest``."""
     staging = staging_of(path)
     if other := owner.other(staging):
         raise OSError(f"{other} has begun to write {path} during this save; {OWN_FOLDER}")
@@ -187,10 +180,8 @@ def publish(path: Path, ranks: int, files: tuple[File, ...], *, latest: bool = T
 
 
 def prune(path: Path, max_to_keep: int) -> None:
-    """Keep the last ``max_to_keep`` checkpoints of a series, and delete older checkpoints. Warn if that fails.
-
-    Names of one series differ only in their last number. Leftover folders of the series are deleted, too.
-    """
+    """Keep the last ``max_to_keep`` checkpoints of a series, whose names differ in their last number. Delete older
+    ones, and leftovers of the series. Warn if that fails."""
     parent, series = path.parent, _series(path.name)
     _clear_dead(parent, series)
     try:
@@ -207,7 +198,6 @@ def prune(path: Path, max_to_keep: int) -> None:
 
 
 def _series(name: str) -> str:
-    """Return a name with its last number replaced by 0."""
     return re.sub(r"\d+(?=\D*$)", "0", name)
 
 
@@ -221,11 +211,8 @@ def remove(folder: Path) -> None:
 
 
 def _clear_dead(parent: Path, series: str | None = None) -> None:
-    """Delete leftover folders. This is best effort: errors are ignored.
-
-    A folder is deleted if its deletion was interrupted, if its process is dead, or if another checkpoint replaced it.
-    In ``series``, it is also deleted if it is unknown whether the process is alive.
-    """
+    """Delete a folder if its deletion was interrupted, its process is dead (in ``series``: or may be dead), or another
+    checkpoint replaced it. This is best effort."""
     for leftover in (*parent.glob(".*.removed"), *parent.glob(".*.saving")):
         alive = leftover.suffix == ".saving" and owner.is_alive(leftover)
         if alive is False or (alive is None and _series(leftover.stem[1:]) == series):

@@ -1,8 +1,7 @@
 """``tz.save_pretrained``: writes the folder that ``from_pretrained`` loads, one tensor at a time.
 
-The module's class decides the tensors in each file, their names, and the content of ``config.json``. These differ
-between versions of the libraries. So the class's own ``save_pretrained`` writes a temporary folder, with a stand-in of
-one number for each tensor. The files in that folder decide which names ``tz.save_pretrained`` writes::
+The module's class decides the tensors in each file, their names, and the content of ``config.json``. So the class's own
+``save_pretrained`` writes a temporary folder, with a stand-in of one number for each tensor::
 
     state dict             stand-ins       its own model.safetensors     ours, gathered one by one
     embed.weight           tensor([0])     embed.weight  [0]             embed.weight  embed.weight in full
@@ -15,11 +14,11 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thunder_zero.checkpoint.folder import FILES_UNCHANGED, create_together, explain_write_error
-from thunder_zero.comm.agree import all_alike_or_none, all_or_none, argument_facts
+from thunder_zero.comm.agree import all_or_none, argument_claims
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0, full_tensor
 from thunder_zero.plan.amounts import bytes_of, float_dtype, name_of
 from thunder_zero.safetensors_files import (
@@ -48,7 +47,7 @@ from thunder_zero.sharded.wire import decode_frozen
 SAVE = "to save"
 CARD = "README.md"  # an existing file belongs to the user
 WEIGHTS = f"model{SUFFIX}"
-CONFIG = "config.json"
+CONFIG = Path("config.json")
 DTYPE_KEYS = ("torch_dtype", "dtype")  # in config.json: the first key until transformers 4.55
 ALTERNATIVE = (
     "take the plain module: with tz.full_parameters(model, rank0_only=True) as module: module.save_pretrained(...)"
@@ -86,34 +85,25 @@ def save_pretrained(
         dtype: the dtype of floating-point tensors, such as ``"bfloat16"``. By default it is the shards' dtype.
 
     Raises:
-        TypeError: ``model`` has no ZeroTransform.
-        ValueError: an argument is invalid, safetensors files cannot hold a tensor's dtype, or the module's own
-            ``save_pretrained`` raises.
+        ValueError: safetensors files cannot hold a tensor's dtype, or the module's own ``save_pretrained`` raises.
         OSError: a file cannot be written. Existing files are unchanged.
         RuntimeError: another rank raised, an argument differs between ranks, or the call is inside
             ``full_parameters``.
     """
     sharded = sharded_model(model)
     state = sharded.state
-    with all_alike_or_none(state.group, SAVE) as facts:
+    with all_or_none(state.group, SAVE) as facts:
         state.require_sharded()
         dtype = float_dtype("dtype", dtype)
         folder = Path(folder)
         max_bytes = bytes_of("max_shard_size", max_shard_size)
         state_dict = sharded.plain.state_dict(keep_vars=True)
-        facts += argument_facts({"folder": folder, "max_shard_size": max_bytes, "dtype": dtype})
+        facts += argument_claims({"folder": folder, "max_shard_size": max_bytes, "dtype": dtype})
     with all_or_none(state.group, SAVE):
         is_writer = state.group.rank() == 0
         weights, other_files = (
             _plan_files(sharded.plain, state_dict, folder, max_bytes, dtype) if is_writer else ({}, {})
         )
-    _gather_and_write(state, state_dict, weights, other_files)
-
-
-def _gather_and_write(
-    state: State, state_dict: Mapping[str, Any], weights: Weights, other_files: Mapping[Path, bytes]
-) -> None:
-    """Gather the tensors that rank 0 planned, and write them on rank 0. This is a collective."""
     files = [members for planned in weights.values() for members in split_into_files(*planned)]
     keys = broadcast_object_from_rank_0([tensor.key for members in files for tensor in members], state.group)
     values = (_gather(state, state_dict[key]) for key in keys)  # lazy, so that only one tensor is held at a time
@@ -133,19 +123,21 @@ def _gather_and_write(
 def _plan_files(
     module: nn.Module, state_dict: Mapping[str, Any], folder: Path, max_bytes: int, dtype: torch.dtype | None
 ) -> tuple[Weights, dict[Path, bytes]]:
-    """Create the folder. Return the tensors to write to each safetensors file, and the contents of other files."""
+    """Create the folder. Return the tensors of each safetensors file, and the contents of other files."""
     tensors = _tensors_of(state_dict)
     names_of: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names_of.setdefault(id(tensor), []).append(name)
     present = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
-    names_by_file, other_files = _files_of_module(module, tensors, dtype_to_write(present, dtype))
+    names_by_file, other_files = _files_of_module(module, tensors, names_of, dtype_to_write(present, dtype))
     weights: dict[Path, tuple[list[TensorToWrite], int | None]] = {}
     for path, names in names_by_file.items():
-        to_write = [
-            _tensor_to_write(name, tensors[key], key, names_of[id(tensors[key])], names, dtype)
-            for name, key in names.items()
-        ]
+        to_write = []
+        for name, key in names.items():
+            tensor, tied = tensors[key], names_of[id(tensors[key])]
+            aliases = tuple(alias for alias in tied if alias not in names) if name in tied else ()
+            shape, wanted = tuple(tensor.shape), dtype_to_write(tensor.dtype, dtype)
+            to_write.append(TensorToWrite(name, shape, wanted, key, aliases))
         require_storable(to_write)
         weights[folder / path] = to_write, max_bytes if path == Path(WEIGHTS) else None
     for path in {path.parent for path in (*names_by_file, *other_files)}:
@@ -175,14 +167,6 @@ def _tensors_of(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def _tensor_to_write(
-    name: str, like: Tensor, key: str, tied: Sequence[str], names: Container[str], dtype: torch.dtype | None
-) -> TensorToWrite:
-    """Describe a tensor in a file with ``names``. Those of the names ``tied`` that it lacks become aliases."""
-    aliases = tuple(alias for alias in tied if alias not in names) if name in tied else ()
-    return TensorToWrite(name, tuple(like.shape), dtype_to_write(like.dtype, dtype), key, aliases)
-
-
 @torch.no_grad()
 def _gather(state: State, value: Tensor) -> Tensor:
     """Return a full value on rank 0's CPU, and an empty tensor on other ranks. This is a collective."""
@@ -195,7 +179,6 @@ def _gather(state: State, value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _write(weights: Weights, other_files: Mapping[Path, bytes], values: Iterator[Tensor]) -> None:
-    """Write all files under temporary names, then rename the files. This runs on rank 0 only."""
     written: dict[Path, list[Path]] = {}
 
     def read(tensor: TensorToWrite) -> Tensor:
@@ -214,30 +197,18 @@ def _write(weights: Weights, other_files: Mapping[Path, bytes], values: Iterator
 # Running the module's own save_pretrained
 
 
-@runtime_checkable
-class SavesPretrained(Protocol):
-    """A module with a ``save_pretrained`` method, from Hugging Face's libraries."""
-
-    def save_pretrained(self, folder: str, *, state_dict: Mapping[str, Tensor]) -> object:
-        """Write a state dict to a folder."""
-
-
 def _files_of_module(
-    module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype
+    module: nn.Module, tensors: Mapping[str, Tensor], names_of: Mapping[int, Sequence[str]], dtype: torch.dtype
 ) -> tuple[dict[Path, dict[str, str]], dict[Path, bytes]]:
-    """Run a module's own ``save_pretrained`` on stand-ins, and return the files that it writes.
+    """Return the files that a module's own ``save_pretrained`` writes.
 
     For each safetensors file, return a mapping from names in the file to names in the state dict. For each other file,
-    return its contents; ``config.json`` gets ``dtype``. A module without ``save_pretrained`` has one file, with each
-    tensor under its first name. A tied tensor is one object under each name of ``tensors``.
+    return its contents. A module without ``save_pretrained`` has one file, with each tensor under its first name.
     """
-    first_names: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        first_names.setdefault(id(tensor), name)
-    names = list(first_names.values())
-    if not isinstance(module, SavesPretrained):
+    names = [tied[0] for tied in names_of.values()]
+    if not hasattr(module, "save_pretrained"):
         return {Path(WEIGHTS): {name: name for name in names}}, {}
-    numbers = {key: torch.tensor([number]) for number, key in enumerate(first_names)}
+    numbers = {key: torch.tensor([number]) for number, key in enumerate(names_of)}
     stand_ins = {name: numbers[id(tensor)] for name, tensor in tensors.items()}
     with TemporaryDirectory() as folder:
         try:
@@ -246,9 +217,13 @@ def _files_of_module(
             raise ValueError(f"{type(module).__name__}.save_pretrained raised: {error}; {ALTERNATIVE}") from error
         written = {path: path.relative_to(folder) for path in sorted(Path(folder).rglob("*")) if path.is_file()}
         weights = {name: _names_in(path, names, module) for path, name in written.items() if path.suffix == SUFFIX}
-        other_files = {name: _read_contents(path, name, dtype) for path, name in written.items() if name not in weights}
+        other_files = {name: path.read_bytes() for path, name in written.items() if name not in weights}
     if not weights:
         raise ValueError(f"{type(module).__name__}.save_pretrained wrote no safetensors file; {ALTERNATIVE}")
+    if CONFIG in other_files:  # the stand-ins have the dtype of compute
+        config: dict[str, Any] = json.loads(other_files[CONFIG])
+        config |= {key: name_of(dtype) for key in DTYPE_KEYS if key in config}
+        other_files[CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
     return weights, other_files
 
 
@@ -272,13 +247,3 @@ def _names_in(path: Path, names: list[str], module: object) -> dict[str, str]:
             )
         numbers[name] = int(stand_in)
     return {name: names[number] for name, number in sorted(numbers.items(), key=lambda entry: entry[1])}
-
-
-def _read_contents(path: Path, name: Path, dtype: torch.dtype) -> bytes:
-    """Read a file. Set the weights' dtype in ``config.json``, since placeholders have the dtype of compute."""
-    contents = path.read_bytes()
-    if name != Path(CONFIG):
-        return contents
-    config: dict[str, Any] = json.loads(contents)
-    config |= {key: name_of(dtype) for key in DTYPE_KEYS if key in config}
-    return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()

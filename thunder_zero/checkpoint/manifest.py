@@ -1,6 +1,6 @@
 """``manifest.json``: the sizes and SHA-256 of all files of a checkpoint, for a later comparison.
 
-This module needs neither torch nor a process group. The manifest is written last: a folder with a manifest is complete.
+The manifest is written last: a folder with a manifest is complete.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class File:
 class Manifest:
     """The manifest of a checkpoint."""
 
-    number: int  # a number that is larger than the numbers of earlier checkpoints in the folder
-    ranks: int  # the number of ranks that saved
+    number: int  # larger than the numbers of earlier checkpoints in the folder
+    ranks: int
     files: tuple[File, ...]  # all files except the manifest
 
 
@@ -45,7 +45,6 @@ def to_text(manifest: Manifest) -> str:
 
 
 def from_text(text: str) -> Manifest:
-    """Parse a manifest. Raise ValueError if it is damaged or has another format."""
     try:
         document = json.loads(text)
         if document.pop("sha256") != _digest(document):
@@ -70,7 +69,7 @@ def read(folder: Path) -> Manifest:
 
 
 def require_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint whose files will be verified. Raise ValueError if the folder has none."""
+    """Read the manifest of a checkpoint whose files will be verified."""
     try:
         return read(folder)
     except FileNotFoundError:
@@ -83,9 +82,7 @@ def require_manifest(folder: Path) -> Manifest:
 class ForwardReader:
     """A reader of ascending ranges of an unbuffered file. It reads no byte twice.
 
-    Args:
-        hashed: True hashes the file, and therefore also reads the bytes between ranges.
-        done: a function that is called after each read, with the number of bytes.
+    With ``hashed``, it also reads the bytes between ranges. ``done`` gets the number of bytes of each read.
     """
 
     def __init__(self, file: RawIOBase, *, hashed: bool, done: Callable[[int], None] = lambda count: None) -> None:
@@ -93,7 +90,6 @@ class ForwardReader:
         self._digest = hashlib.sha256() if hashed else None
 
     def read(self, start: int, length: int) -> bytes:
-        """Return the bytes of a range. The range must not begin before the end of the last range."""
         if self._digest is None:
             self._file.seek(start)
         while (gap := start - self._file.tell()) > 0:
@@ -105,7 +101,7 @@ class ForwardReader:
         return b"".join(parts)
 
     def sha256(self) -> str:
-        """Read the remaining bytes, and return the SHA-256 of the whole file in hex digits."""
+        """Read the remaining bytes, and return the SHA-256 of the whole file."""
         assert self._digest is not None, "the reader hashes"
         while block := self._file.read(BLOCK_BYTES):
             self._digest.update(block)
@@ -123,12 +119,10 @@ class ForwardReader:
 
 
 def fault_of(file: File, sha256: str) -> str:
-    """Describe a difference between ``sha256`` and the SHA-256 in a manifest. Return "" if they are equal."""
     return "" if sha256 == file.sha256 else f"{file.name} was changed: its SHA-256 differs"
 
 
 def raise_faults(folder: Path, faults: Sequence[str]) -> None:
-    """Raise ValueError with the faults of a checkpoint's files, if there are any."""
     if faults:
         raise ValueError(f"{folder} is damaged: {'; '.join(faults)}; {USE_ANOTHER}")
 
@@ -140,18 +134,14 @@ def require_no_faults(
 
     ``contents=False`` compares sizes only, and reads no file. ``done`` gets the number of bytes of each read.
     """
-    faults = [
-        fault
-        for file in files
-        if (fault := _fault_of_size(folder / file.name, file))
-        or (contents and (fault := _fault_of_contents(folder / file.name, file, done)))
-    ]
+    faults = []
+    for file in files:
+        fault = _fault_of_size(folder / file.name, file)
+        if contents and not fault:
+            with (folder / file.name).open("rb", buffering=0) as stream:
+                fault = fault_of(file, ForwardReader(stream, hashed=True, done=done).sha256())
+        faults += [fault] if fault else []
     raise_faults(folder, faults)
-
-
-def _fault_of_contents(path: Path, file: File, done: Callable[[int], None]) -> str:
-    with path.open("rb", buffering=0) as stream:
-        return fault_of(file, ForwardReader(stream, hashed=True, done=done).sha256())
 
 
 def _fault_of_size(path: Path, file: File) -> str:

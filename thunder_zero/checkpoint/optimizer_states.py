@@ -6,10 +6,6 @@ An optimizer refers to parameters by number, a checkpoint by name. So any number
     optimizer.param_groups[0]["lr"]       optim.param_groups.0.lr        groups of all optimizers are numbered together
     optimizer.param_groups[0]["params"]   optim.param_groups.0.params    ["h.0.w", "h.0.b"]
 
-To save, :func:`optimizer_entries` takes optimizers, and returns entries by path and facts that ranks compare. To load,
-:class:`SavedOptimizers` takes a checkpoint, and returns a state dict for each optimizer's ``load_state_dict``. Saving
-and loading begin with :func:`params_by_group`. No function here is a collective.
-
 torch's ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` do not serve. Both step an optimizer that has no
 states, so AdamW would count a step. The second raises if a parameter has no state: it was never used, or another rank
 owns it.
@@ -32,8 +28,8 @@ from torch.optim import Optimizer
 from thunder_zero.checkpoint.contents import GROUPS, OPTIM, STATE, Contents, is_cut, require_same_names
 from thunder_zero.checkpoint.dcp_write import Entries
 from thunder_zero.checkpoint.manifest import USE_ANOTHER
-from thunder_zero.comm.agree import Fact
-from thunder_zero.optim.agreement import option_facts
+from thunder_zero.comm.agree import Claim
+from thunder_zero.optim.agreement import option_claims
 from thunder_zero.sharded.dtensors import dtensor_like, local
 from thunder_zero.sharded.optimizers import StepsWhole, class_name
 
@@ -43,17 +39,16 @@ SAME_OPTIONS = (
     "set it alike on every rank; give a scheduler such as ReduceLROnPlateau the mean of its metric over ranks"
 )
 Group = dict[str, Any]
-Optimizers = Optimizer | Iterable[Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
 class SteppedParam:
     """A parameter that an optimizer steps."""
 
-    name: str  # the parameter's first name in the model's state dict
+    name: str  # the first name in the model's state dict
     number: int | None  # the index among the model's parameters; None for an ignored parameter
     tensor: Tensor
-    states: Mapping[str, Any]  # the states that this rank has, by name
+    states: Mapping[str, Any]  # of this rank
     owner: int | None  # the rank of a replica that has the whole states (``tz.whole``); None if each rank has its rows
 
 
@@ -92,22 +87,22 @@ def params_by_group(contents: Contents, optimizers: Sequence[Optimizer]) -> list
 # Saving
 
 
-def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tuple[Entries, list[Fact]]:
-    """Return the entries that this rank writes for optimizers, and facts that ranks compare.
+def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tuple[Entries, list[Claim]]:
+    """Return the entries that this rank writes for optimizers, and claims that ranks compare.
 
     Ranks compare the states of each parameter, because a state that a rank lacks would not be saved in full. Ranks
     compare the options of groups, because only rank 0 saves options.
     """
-    values, facts, groups = Entries(), list[Fact](), params_by_group(contents, optimizers)
+    values, claims, groups = Entries(), list[Claim](), params_by_group(contents, optimizers)
     for member in chain(*groups):
         label, descriptions = f"the optimizer's state of parameter {member.name!r}", list[str]()
         for key, value in member.states.items():
             values |= _state_entry(contents, member, key, value)
             descriptions.append(f"{key} by rows" if is_cut(value) else str(key))
         if member.owner is not None:
-            facts.append(Fact(label, f"whole, on rank {member.owner}", "build the same optimizer on every rank"))
+            claims.append(Claim(label, f"whole, on rank {member.owner}", "build the same optimizer on every rank"))
         elif member.number is not None:
-            facts.append(Fact(label, ", ".join(descriptions) or "none", "step the optimizer on every rank"))
+            claims.append(Claim(label, ", ".join(descriptions) or "none", "step the optimizer on every rank"))
     param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for number, (group, members) in enumerate(zip(param_groups, groups, strict=True)):
         for key, value in {**group, "params": [member.name for member in members]}.items():
@@ -115,8 +110,8 @@ def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tu
             values |= contents.entries_of(label, (OPTIM, GROUPS, number, key), value, 0)
     classes = [class_name(optimizer) for optimizer in optimizers]
     for optimizer, kind in zip(optimizers, classes, strict=True):
-        facts += option_facts(kind, optimizer.param_groups, SAME_OPTIONS)
-    return values | contents.entries_of(OPTIMIZER_CLASSES, (OPTIMIZER_CLASSES,), classes, 0), facts
+        claims += option_claims(kind, optimizer.param_groups, SAME_OPTIONS)
+    return values | contents.entries_of(OPTIMIZER_CLASSES, (OPTIMIZER_CLASSES,), classes, 0), claims
 
 
 def _state_entry(contents: Contents, member: SteppedParam, key: str, value: Any) -> Entries:
@@ -147,15 +142,7 @@ def _state_entry(contents: Contents, member: SteppedParam, key: str, value: Any)
 
 
 class SavedOptimizers:
-    """The optimizer states that this rank reads from a checkpoint.
-
-    Attributes:
-        keys: the keys to read.
-        parts: a mapping from the keys of sharded states to their parameters. Other values are read in full.
-
-    Args:
-        prefix: the prefix of the keys of all optimizers.
-    """
+    """The optimizer states that this rank reads from a checkpoint, under ``prefix``."""
 
     def __init__(self, metadata: Metadata, contents: Contents, optimizers: Sequence[Optimizer], prefix: str) -> None:
         stored, self._optimizers = metadata.state_dict_metadata, optimizers
@@ -164,40 +151,36 @@ class SavedOptimizers:
         self._options = [key for key in stored if key.startswith(self._group_prefix)]
         classes = [OPTIMIZER_CLASSES] if OPTIMIZER_CLASSES in stored else []
         self.keys: list[str] = [*self._states, *self._options, *classes]
-        self.parts = _parts(self._states, stored)
+        self.parts = _parts(self._states, stored)  # the parameters of sharded states. Other values are read in full.
 
     def state_dicts(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Build a state dict for each optimizer's ``load_state_dict``, from the values of all keys."""
         names = [[member.name for member in group] for group in self._groups]
         saved = groups_of({key.removeprefix(self._group_prefix): values[key] for key in self._options}, names)
         _require_groups(saved, names)
-        by_name: dict[str, dict[str, Any]] = {}
+        states: dict[str, dict[str, Any]] = {}
         for key, (member, name) in self._states.items():
-            by_name.setdefault(member.name, {})[name] = _as_state(values[key], member, key in self.parts)
+            states.setdefault(member.name, {})[name] = _as_state(values[key], member, key in self.parts)
         for kind, optimizer in zip(values.get(OPTIMIZER_CLASSES, ()), self._optimizers, strict=False):
             if kind != class_name(optimizer):  # another class might load the state without an error
                 raise ValueError(
                     f"the checkpoint's optimizer is {kind}, this one is {class_name(optimizer)}; pass an optimizer of "
                     f"the saved class, or load without it"
                 )
-        groups = zip(saved, names, strict=True)
-        return [_numbered([next(groups) for _ in optimizer.param_groups], by_name) for optimizer in self._optimizers]
-
-
-def _numbered(groups: Sequence[tuple[Group, list[str]]], states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict that refers to parameters by number, given groups and states that use names."""
-    numbers = {name: number for number, name in enumerate(chain(*(members for _, members in groups)))}
-    numbered = [{**group, "params": [numbers[name] for name in members]} for group, members in groups]
-    return {STATE: {number: states[name] for name, number in numbers.items() if name in states}, GROUPS: numbered}
+        groups, state_dicts = zip(saved, names, strict=True), []
+        for optimizer in self._optimizers:
+            own = [next(groups) for _ in optimizer.param_groups]
+            numbers = {name: number for number, name in enumerate(chain(*(members for _, members in own)))}
+            numbered = [{**group, "params": [numbers[name] for name in members]} for group, members in own]
+            own_states = {number: states[name] for name, number in numbers.items() if name in states}
+            state_dicts.append({STATE: own_states, GROUPS: numbered})
+        return state_dicts
 
 
 def _states_of(
     contents: Contents, members: Sequence[SteppedParam], prefix: str, stored: Mapping[str, Any]
 ) -> dict[str, tuple[SteppedParam, str]]:
-    """Return a mapping from the keys of states that this rank reads to (parameter, state name) tuples.
-
-    Only the owner reads a whole state.
-    """
+    """Return the keys of states that this rank reads, with (parameter, state name) tuples. Owners read whole states."""
     by_start = {f"{prefix}{STATE}.{member.name}": member for member in members}
     ignored = [member for member in members if member.number is None]
     by_start |= {f"{contents.rank_prefix}.{OPTIM}.{STATE}.{member.name}": member for member in ignored}
@@ -213,7 +196,7 @@ def _states_of(
 
 
 def _parts(states: Mapping[str, tuple[SteppedParam, str]], stored: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a mapping from state keys to parameters, for states that are sharded like their parameter."""
+    """Return the parameters of the states that are sharded like their parameter, by state key."""
     param_shaped = {
         name for key, (member, name) in states.items() if _has_shape(stored[key], member) and member.tensor.ndim
     }
@@ -235,12 +218,10 @@ def _parts(states: Mapping[str, tuple[SteppedParam, str]], stored: Mapping[str, 
 
 
 def groups_of(values: Mapping[str, Any], names: Iterable[Sequence[str]] = ()) -> list[Group]:
-    """Build an optimizer's parameter groups from hyper-parameters.
+    """Build an optimizer's parameter groups from hyper-parameters, keyed by ``"<group>.<name>"``.
 
-    Args:
-        values: hyper-parameters, keyed by ``"<group>.<name>"``, or by ``"<parameter>.<name>"`` as with torch's option
-            ``flatten_optimizer_state_dict``.
-        names: the names of each group's parameters, needed for keys that begin with a parameter.
+    With torch's ``flatten_optimizer_state_dict``, keys are ``"<parameter>.<name>"``, which needs the ``names`` of each
+    group's parameters.
     """
     groups: dict[int, Group] = {}
     by_param: dict[str, Group] = {name: {} for name in chain(*names)}
@@ -249,7 +230,9 @@ def groups_of(values: Mapping[str, Any], names: Iterable[Sequence[str]] = ()) ->
         param, _, option = key.rpartition(".")
         if param in by_param:
             by_param[param][option] = value
-        elif number.isdecimal() and (name != "params" or _are_names(value)):
+        elif number.isdecimal() and (
+            name != "params" or (isinstance(value, list) and all(isinstance(param, str) for param in value))
+        ):
             groups.setdefault(int(number), {})[name] = value
         else:
             raise ValueError(f"the optimizer's parameter groups are damaged: {key!r} is {value!r}; {USE_ANOTHER}")
@@ -257,7 +240,7 @@ def groups_of(values: Mapping[str, Any], names: Iterable[Sequence[str]] = ()) ->
 
 
 def _merge_group(names: Sequence[str], by_param: Mapping[str, Group]) -> Group:
-    """Return the hyper-parameters of a group. Raise ValueError unless its parameters have equal hyper-parameters."""
+    """Return the hyper-parameters of a group, whose parameters must have equal hyper-parameters."""
     known = [name for name in names if by_param[name]]
     for name in known:
         expected, options = by_param[known[0]], by_param[name]
@@ -269,10 +252,6 @@ def _merge_group(names: Sequence[str], by_param: Mapping[str, Group]) -> Group:
                 f"hyper-parameters in the checkpoint; {AS_SAVED}"
             )
     return {**(by_param[known[0]] if known else {}), "params": known}
-
-
-def _are_names(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _require_groups(saved: Sequence[Mapping[str, Any]], names_of_groups: Sequence[Sequence[str]]) -> None:

@@ -20,7 +20,7 @@ ENDED = ("Z", "X")  # states of a process that is dead, but still has an entry i
 
 
 def write(folder: Path) -> None:
-    """Record this process as the owner of a folder. Do nothing if the system cannot identify processes."""
+    """Record this process as the owner of a folder, if the system can identify processes."""
     if (place := _place()) is not None:
         record = {"place": place, "pid": os.getpid(), "start": _stat(os.getpid())[START]}
         (folder / NAME).write_text(json.dumps(record))

@@ -1,41 +1,45 @@
 """``tz.save``: checks that all ranks save the same model, then writes, optionally in a thread.
 
-In: a path, a model, optimizers and extras. Out: a future with the path, and a folder that appears in one rename. This
-is a collective::
+::
 
-    check_arguments     check the arguments                                                        preamble.py
+    check_arguments     check the arguments, and the model's state
     entries_of          list the values that this rank writes: its rows, and its share of the values that all ranks have
                         compare arguments, optimizers' states and averages between ranks, in one message
     write_checkpoint    write one file per rank into a hidden folder; on rank 0 write metadata and rename the folder
 
-With ``wait=False`` the last step writes copies, in a thread (background.py).
+With ``wait=False`` a thread writes copies, with a separate process group.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thunder_zero.checkpoint import dcp_write, folder
-from thunder_zero.checkpoint.background import raise_error_of_last, save_in_thread
-from thunder_zero.checkpoint.contents import Contents, extra_entries
+from thunder_zero.checkpoint.contents import Contents, contents_of, extra_entries
 from thunder_zero.checkpoint.dcp_write import Entries, Part, WritePlanner
-from thunder_zero.checkpoint.optimizer_states import Optimizers, optimizer_entries
-from thunder_zero.checkpoint.preamble import NO_EXTRAS, check_arguments, require_at_rest
-from thunder_zero.comm.agree import Fact, all_alike_or_none, all_or_none
+from thunder_zero.checkpoint.optimizer_states import optimizer_entries
+from thunder_zero.comm.agree import Claim, all_or_none, argument_claims
+from thunder_zero.comm.group import group_like
 from thunder_zero.comm.small_collectives import gather_object_on_rank_0
 from thunder_zero.optim.ema import EMA
 from thunder_zero.plan.policy import is_count
 from thunder_zero.sharded.sharded_model import sharded_model, tagged
+from thunder_zero.sharded.state import State
+
+NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
+Optimizers = Optimizer | Iterable[Optimizer]
 
 
 @tagged("tz.save")
@@ -73,49 +77,88 @@ def save(
         If a save in the thread fails, the thread emits a warning. The future's ``result`` and the next save then raise.
 
     Raises:
-        TypeError: ``model`` has no ZeroTransform, or an extra is a model.
-        ValueError: ``path`` or ``max_to_keep`` is invalid, or an extra or an optimizer's state cannot be saved.
-        OSError: a file cannot be written.
         FileExistsError: ``path`` exists and is not a checkpoint, or another live run writes it.
         RuntimeError: another rank raised, arguments differ between ranks, the call is inside ``no_sync`` or
             ``EMA.applied``, or the previous save failed.
     """
     state = sharded_model(model).state
-    with all_alike_or_none(state.group, "to save") as facts:
+    with all_or_none(state.group, "to save") as claims:
         contents, optimizers = check_arguments(
-            facts, "save at", Path(path), model, optimizer, extra, max_to_keep=max_to_keep, wait=wait
+            claims, "save at", Path(path), model, optimizer, extra, max_to_keep=max_to_keep, wait=wait
         )
-        raise_error_of_last(state)
+        if (error := wait_for_last(state)) is not None:
+            state.saves.last = None  # an error is raised only once
+            raise RuntimeError(f"the previous asynchronous save failed: {error}; call save again") from error
         if max_to_keep is not None and (not is_count(max_to_keep) or max_to_keep == 0):
             raise ValueError(f"max_to_keep is {max_to_keep!r}; pass how many to keep, 1 or more, or None for all")
-        require_at_rest(state, "save", extra)
-        entries, entry_facts = entries_of(contents, optimizers, extra)
-        facts += entry_facts
+        entries, entry_claims = entries_of(contents, optimizers, extra)
+        claims += entry_claims
     if not wait:
-        return save_in_thread(state, entries, partial(write_checkpoint, Path(path), max_to_keep=max_to_keep))
+        return save_in_thread(state, Path(path), entries, max_to_keep)
     future: Future[Path] = Future()
     future.set_result(write_checkpoint(Path(path), entries, state.group, max_to_keep=max_to_keep))
     return future
 
 
+def check_arguments(
+    claims: list[Claim],
+    action: str,
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizers | None,
+    extra: Mapping[str, Any],
+    **options: object,
+) -> tuple[Contents, list[Optimizer]]:
+    """Check that a model can be saved or loaded now. Return this rank's values of it, and a list of the optimizers.
+
+    Append the arguments that ranks must agree on to ``claims``. ``action`` is "save at" or "load from".
+    """
+    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
+        raise TypeError(f"extra is {extra!r}; pass a mapping from names to values, such as {{'scheduler': scheduler}}")
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    claims += argument_claims(
+        {
+            f"the path to {action}": path,
+            "the list of names in extra": sorted(extra),
+            "the number of optimizers": len(optimizers),
+            **options,
+        }
+    )
+    sharded, verb = sharded_model(model), action.split()[0]
+    state = sharded.state
+    state.require_own_values(verb)
+    state.require_reduced(verb)
+    for name, ema in extra.items():
+        if isinstance(ema, EMA) and ema.state is not state:
+            raise ValueError(
+                f"the extra {name!r} is an EMA of {ema.state.name}, and the model is {state.name}; pass the model that "
+                f"it averages"
+            )
+    return contents_of(sharded), optimizers
+
+
 def entries_of(
     contents: Contents, optimizers: Sequence[Optimizer], extra: Mapping[str, Any]
-) -> tuple[Entries, list[Fact]]:
-    """Return the entries that this rank writes, and the facts that ranks must agree on."""
-    states, facts = optimizer_entries(contents, optimizers)
-    facts += [ema.fact(f"the extra {name!r}, an EMA,") for name, ema in extra.items() if isinstance(ema, EMA)]
-    return contents.entries() | extra_entries(contents, extra) | states, facts
+) -> tuple[Entries, list[Claim]]:
+    """Return the entries that this rank writes, and the claims that ranks must agree on."""
+    states, claims = optimizer_entries(contents, optimizers)
+    claims += [ema.fact(f"the extra {name!r}, an EMA,") for name, ema in extra.items() if isinstance(ema, EMA)]
+    return contents.entries() | extra_entries(contents, extra) | states, claims
 
 
 @torch.no_grad()
 def write_checkpoint(path: Path, entries: Entries, group: dist.ProcessGroup, *, max_to_keep: int | None) -> Path:
-    """Write this rank's entries. Once all ranks have written, make the checkpoint visible (a collective)."""
+    """Write this rank's entries. Once all ranks have written, rank 0 makes the checkpoint visible. A collective."""
     rank = group.rank()
     try:
         with all_or_none(group, "to save"):
             if rank == 0:
                 folder.prepare(path)
-        part, failure = _write_part(path, entries, rank)
+        part, failure = None, None
+        try:
+            part = dcp_write.write_planned(folder.staging_of(path), rank, WritePlanner(entries))
+        except Exception as error:
+            failure = error
         parts = gather_object_on_rank_0(part, group)
         with all_or_none(group, "to save"):
             if failure is not None:
@@ -130,17 +173,46 @@ def write_checkpoint(path: Path, entries: Entries, group: dist.ProcessGroup, *, 
     return path
 
 
-def _write_part(path: Path, entries: Entries, rank: int) -> tuple[Part | None, Exception | None]:
-    """Write this rank's part. Return the part and None, or None and the error."""
-    try:
-        return dcp_write.write_planned(folder.staging_of(path), rank, WritePlanner(entries)), None
-    except Exception as error:
-        return None, error
-
-
 def finish_checkpoint(path: Path, parts: Sequence[Part], max_to_keep: int | None) -> None:
-    """Write the metadata, make the checkpoint visible, and delete older checkpoints. This runs on rank 0 only."""
     files = dcp_write.write_metadata(folder.staging_of(path), parts)
     folder.publish(path, len(parts), files)
     if max_to_keep is not None:
         folder.prune(path, max_to_keep)
+
+
+# Saves in a thread
+
+
+class BackgroundSaves:
+    """The asynchronous saves of a model. Saves run one after the other, in one thread."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.last: Future[Path] | None = None
+        self.group = group_like(group, device)  # so that collectives of saves and training do not mix
+        # The current CUDA device of a new thread is device 0, where the thread would allocate memory.
+        set_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self.thread = ThreadPoolExecutor(1, "thunder_zero-save", set_device)
+
+
+def save_in_thread(state: State, path: Path, entries: Entries, max_to_keep: int | None) -> Future[Path]:
+    """Copy entries to the CPU, and start writing the copies in a thread. This is a collective."""
+    saves: BackgroundSaves = state.saves or BackgroundSaves(state.group, state.device)
+    state.saves = saves
+    with all_or_none(state.group, "to save"):
+        copies = {
+            key: value.to("cpu", copy=True) if isinstance(value, Tensor) else value for key, value in entries.items()
+        }
+    saves.last = saves.thread.submit(write_checkpoint, path, copies, saves.group, max_to_keep=max_to_keep)
+    saves.last.add_done_callback(_warn_of_error)
+    return saves.last
+
+
+def wait_for_last(state: State) -> BaseException | None:
+    """Wait for the last asynchronous save of a model; return its error, or None."""
+    last: Future[Path] | None = state.saves and state.saves.last
+    return None if last is None else last.exception()
+
+
+def _warn_of_error(future: Future[Path]) -> None:
+    if (error := future.exception()) is not None:
+        warnings.warn(f"an asynchronous save failed: {error}; the next save raises this error", stacklevel=2)

@@ -1,7 +1,6 @@
 """Compares modules, arguments and schedules between ranks; broadcasts decisions of rank 0.
 
-Ranks that disagree do not fail by themselves: they hang, or mix up messages. So a rank that raises tells all other
-ranks before anything is written, and ranks compare everything that must be equal, fact by fact.
+Ranks that disagree do not fail by themselves: they hang, or mix up messages.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import has_groups, process_group
@@ -31,7 +29,7 @@ FUNCTIONS = ("unit_of", "passes", "transport")
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class Claim:
     """A property that must be equal on all ranks. Its ``name`` in errors is, for example, ``"parameter 'w'"``."""
 
     name: str
@@ -40,25 +38,24 @@ class Fact:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return the SHA-256 of a tensor's elements in row-major order, 16 hex digits."""
+    """Return 16 hex digits of the SHA-256 of a tensor's elements."""
     return hashlib.sha256(flat_bytes(tensor.detach().cpu()).numpy().data).hexdigest()[:16]
 
 
-def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fact]:
-    """Return the facts of a module that must be equal: the policy, the mesh, each parameter and buffer in order.
+def module_claims(module: nn.Module, plan: Plan, device: torch.device) -> list[Claim]:
+    """Return the claims of a module that must be equal: the policy, the mesh, each parameter and buffer in order.
 
-    Values are not compared. If ``broadcast_from`` is None, the facts include which parameters are on the meta device,
-    since all ranks initialize these parameters together.
+    Values are not compared, but which parameters are on the meta device if all ranks initialize them together.
     """
-    facts = [
-        Fact(f"the policy's {field.name}", repr(getattr(plan.policy, field.name)), "give every rank the same policy")
+    claims = [
+        Claim(f"the policy's {field.name}", repr(getattr(plan.policy, field.name)), "give every rank the same policy")
         for field in fields(plan.policy)
         if field.name not in FUNCTIONS
     ]
-    facts.append(Fact("the device", device.type, "put the module on the same kind of device on every rank"))
+    claims.append(Claim("the device", device.type, "put the module on the same kind of device on every rank"))
     mesh = f"{plan.mesh.replicate.size} x {plan.mesh.shard.size}"
     mesh += f" x {plan.mesh.tensor.size} slices" * plan.mesh.is_sliced
-    facts.append(Fact("the mesh (copies x ranks)", mesh, "give every rank the same mesh, or the same process_group"))
+    claims.append(Claim("the mesh (copies x ranks)", mesh, "give every rank the same mesh, or the same process_group"))
     for param in plan.params:
         value = (
             f"shape {plan.whole_shape(param)}, {param.dtype}, requires_grad={param.requires_grad}, unit {param.unit!r}"
@@ -67,58 +64,49 @@ def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fa
             value += f", sliced along {param.sliced}{', its gradient in parts' * param.is_partial}"
         if plan.policy.broadcast_from is None and module.get_parameter(param.path).is_meta:
             value += ", on the meta device"
-        facts.append(Fact(f"parameter {' = '.join(map(repr, param.names))}", value))
+        claims.append(Claim(f"parameter {' = '.join(map(repr, param.names))}", value))
     for name, buffer in module.named_buffers():
-        facts.append(Fact(f"buffer {name!r}", f"shape {tuple(buffer.shape)}, {buffer.dtype}"))
-    return facts
+        claims.append(Claim(f"buffer {name!r}", f"shape {tuple(buffer.shape)}, {buffer.dtype}"))
+    return claims
 
 
 @contextmanager
-def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[None]:
+def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[list[Claim]]:
     """Raise on every rank at the end of the block if the block raises on any rank; a collective. The other ranks raise
-    "rank 1 refused ``what``" with the text of the first error."""
-    with all_alike_or_none(group, what):
-        yield
-
-
-@contextmanager
-def all_alike_or_none(group: dist.ProcessGroup, what: str) -> Iterator[list[Fact]]:
-    """Extend :func:`all_or_none`: yield a list of facts, to which the block appends, and raise if the lists differ
-    between ranks. This takes one collective, or two collectives if the lists differ."""
-    facts: list[Fact] = []
+    "rank 1 refused ``what``" with the text of the first error. Also raise if the ranks append different claims to the
+    list that this yields: a second collective finds the difference."""
+    claims: list[Claim] = []
     failure: Exception | None = None
     try:
-        yield facts
+        yield claims
     except Exception as error:
         failure = error
-    results = all_gather_object((None if failure is None else str(failure), _digest_of(facts)), group)
+    results = all_gather_object((None if failure is None else str(failure), _digest_of(claims)), group)
     if failure is not None:
         raise failure
     for rank, (refusal, _) in enumerate(results):
         if refusal is not None:
             raise RuntimeError(f"rank {rank} refused {what}, so every rank stops: {refusal}")
     if len({digest for _, digest in results}) > 1:
-        _name_difference(all_gather_object(facts, group))
+        _name_difference(all_gather_object(claims, group))
 
 
-def require_same(facts: Sequence[Fact], group: dist.ProcessGroup) -> None:
-    """Raise an error on every rank that names the first fact in which a rank differs from rank 0; a collective. Ranks
-    exchange digests, and the facts themselves only if the digests differ."""
-    if len(set(all_gather_object(_digest_of(facts), group))) > 1:
-        _name_difference(all_gather_object(facts, group))
+def require_same(claims: Sequence[Claim], group: dist.ProcessGroup) -> None:
+    """Raise an error on every rank that names the first fact in which a rank differs from rank 0; a collective."""
+    if len(set(all_gather_object(_digest_of(claims), group))) > 1:
+        _name_difference(all_gather_object(claims, group))
 
 
-def _digest_of(facts: Sequence[Fact]) -> str:
-    return hashlib.sha256("\n".join(map(repr, facts)).encode()).hexdigest()
+def _digest_of(claims: Sequence[Claim]) -> str:
+    return hashlib.sha256("\n".join(map(repr, claims)).encode()).hexdigest()
 
 
-def _name_difference(facts_of_ranks: Sequence[Sequence[Fact]]) -> NoReturn:
-    """Raise an error that names the first fact in which a rank differs from rank 0."""
-    facts_of_rank_0, *other_facts = facts_of_ranks
+def _name_difference(facts_of_ranks: Sequence[Sequence[Claim]]) -> NoReturn:
+    facts_of_rank_0, *other_claims = facts_of_ranks
     rank, expected, actual = next(
         (rank, expected, actual)
-        for rank, facts in enumerate(other_facts, 1)
-        for expected, actual in zip_longest(facts_of_rank_0, facts)
+        for rank, claims in enumerate(other_claims, 1)
+        for expected, actual in zip_longest(facts_of_rank_0, claims)
         if expected != actual
     )
     if expected and actual and expected.name != actual.name:
@@ -131,41 +119,43 @@ def _name_difference(facts_of_ranks: Sequence[Sequence[Fact]]) -> NoReturn:
     )
 
 
-def argument_facts(arguments: Mapping[str, object]) -> list[Fact]:
-    """Return a fact for each argument. ``arguments`` maps names to values."""
-    return [Fact(name, str(value), "pass the same on every rank") for name, value in arguments.items()]
+def argument_claims(arguments: Mapping[str, object]) -> list[Claim]:
+    """Return a fact for each argument, by name."""
+    return [Claim(name, str(value), "pass the same on every rank") for name, value in arguments.items()]
 
 
 def on_rank_0(what: str, decide: Callable[[Callable[[], None]], Result], every: float = 10.0) -> Result:
     """Call ``decide`` on rank 0 of the default process group; return its result, or raise its error, on every rank.
 
-    The result must be picklable. An error that cannot be pickled becomes a RuntimeError with its class and text on the
-    other ranks. ``decide`` gets a function that it must call regularly. At most once every ``every`` seconds, this
-    function tells the other ranks that rank 0 is alive, so that they wait longer than the group's timeout.
+    ``decide`` gets a function that it must call regularly. Every ``every`` seconds, this function tells the other ranks
+    that rank 0 is alive, so that they wait longer than the group's timeout.
     """
     if not has_groups():
         return decide(lambda: None)
     group = process_group(None)
-    with doing(what):
-        return _decide_on_rank_0(decide, group, every) if group.rank() == 0 else _follow_rank_0(group)
-
-
-def _decide_on_rank_0(decide: Callable[[Callable[[], None]], Result], group: ProcessGroup, every: float) -> Result:
-    """Run ``decide`` and broadcast its result or error."""
+    undecided: tuple[bool, Any, Exception | None] = (False, None, None)
     last_sign = monotonic()
 
     def show_sign_of_life() -> None:
         nonlocal last_sign
         if monotonic() - last_sign >= every:
-            broadcast_object_from_rank_0((False, None, None), group)
+            broadcast_object_from_rank_0(undecided, group)
             last_sign = monotonic()
 
-    try:
-        result = decide(show_sign_of_life)
-    except Exception as error:
-        broadcast_object_from_rank_0((True, None, _sendable(error)), group)
-        raise
-    broadcast_object_from_rank_0((True, result, None), group)
+    with doing(what):
+        if group.rank() == 0:
+            try:
+                result = decide(show_sign_of_life)
+            except Exception as error:
+                broadcast_object_from_rank_0((True, None, _sendable(error)), group)
+                raise
+            broadcast_object_from_rank_0((True, result, None), group)
+            return result
+        while not (decision := broadcast_object_from_rank_0(undecided, group))[0]:
+            pass
+    _, result, failure = decision
+    if failure is not None:
+        raise failure
     return result
 
 
@@ -177,13 +167,3 @@ def _sendable(error: Exception) -> Exception:
     except Exception:  # a user's class may raise anything
         survives = False
     return error if survives else RuntimeError(f"rank 0 raised {type(error).__name__}: {error}; see its traceback")
-
-
-def _follow_rank_0(group: ProcessGroup) -> Any:
-    """Receive broadcasts from rank 0 until it has decided; return its result or raise its error."""
-    is_decided = False
-    while not is_decided:
-        is_decided, result, failure = broadcast_object_from_rank_0((False, None, None), group)
-    if failure is not None:
-        raise failure
-    return result

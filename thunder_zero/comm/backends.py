@@ -37,10 +37,7 @@ BACKENDS: Mapping[tuple[str, str], Make] = {
 
 
 def transport_for(group: ProcessGroup, device: torch.device, role: int = 0, make: Make | None = None) -> Transport:
-    """Return the transport for tensors on ``device``: of the backend's class, or what ``make`` builds.
-
-    Transports of one model may share a group, but must have different numbers as ``role``.
-    """
+    """Return the transport for tensors on ``device``. Transports that share a group must have different roles."""
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     backend = dict(pair.split(":", 1) for pair in config.split(",")).get(device.type)
     if backend is None:
@@ -63,8 +60,7 @@ def transport_for(group: ProcessGroup, device: torch.device, role: int = 0, make
 
 
 def model_transport(ranks: Ranks, device: torch.device, model: str, make: Make | None) -> TaggedTransport:
-    """Return the tagged transports of a model, one for each axis of its mesh. ``model`` is its name in errors. Tags are
-    announced where they cost almost nothing (gloo, in host memory), or if torch's debug switch is on."""
+    """Return the tagged transports of a model, one for each axis of its mesh. ``model`` is its name in errors."""
     groups = {SHARD: ranks.shard_group}
     if ranks.replicate_group is not None:
         groups |= {REPLICATE: ranks.replicate_group, ALL: ranks.data}
@@ -72,15 +68,13 @@ def model_transport(ranks: Ranks, device: torch.device, model: str, make: Make |
         groups |= {TENSOR: ranks.tensor.get_group()}
     transports = {axis: transport_for(group, device, role, make) for role, (axis, group) in enumerate(groups.items())}
     let_gloo_wait_for_a_core()
-    announces = is_debugging() or (device == CPU and speaks_gloo(ranks.world))
+    announces = is_debugging() or (device == CPU and speaks_gloo(ranks.world))  # where tags cost almost nothing
     return TaggedTransport(transports, model, ranks.world, announces=announces)
 
 
 def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device | None) -> torch.device:
-    """Return the device of the shards: ``device``, or the device of the first parameter that is not on the meta device.
-
-    If all parameters are on the meta device, the default is the CPU, or the first device type that the group supports.
-    """
+    """Return the device of the shards: ``device``, that of the first parameter not on the meta device, or the default
+    of the group."""
     for param in plan.params:
         original = module.get_parameter(param.path)
         if isinstance(original, DTensor) and not plan.mesh.is_sliced:
@@ -103,7 +97,8 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
         )
     originals = (module.get_parameter(param.path) for param in plan.params)
     devices = (original.device for original in originals if not original.is_meta)
-    device = device or next(devices, _default_device(ranks.world))
+    supported = [pair.partition(":")[0] for pair in dist.get_backend_config(ranks.world).split(",")]
+    device = device or next(devices, torch.device("cpu" if "cpu" in supported else supported[0]))
     require_reducible(plan, transport_for(ranks.world, device, make=plan.policy.transport).averages)
     try:
         _require_current(device)
@@ -116,7 +111,6 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
 
 
 def require_reducible(plan: Plan, reducible: Container[torch.dtype]) -> None:
-    """Raise ValueError if the gradient of a trained parameter has a dtype that is not in ``reducible``."""
     for param in plan.params:
         if param.requires_grad and param.reduce_dtype not in reducible:
             raise ValueError(
@@ -134,21 +128,14 @@ def memory_bytes(device: torch.device, group: dist.ProcessGroup) -> int | None:
 
 
 def _has_behaviour(param: nn.Parameter) -> bool:
-    """Return whether the parameter's class overrides operations, like a quantised weight."""
+    """Return whether the parameter's class overrides operations."""
     function, dispatch = type(param).__torch_function__, type(param).__torch_dispatch__
     return function is not nn.Parameter.__torch_function__ or dispatch is not nn.Parameter.__torch_dispatch__
 
 
 def _require_current(device: torch.device) -> None:
-    """Raise ValueError if ``device`` is not the current GPU: NCCL and streams use the current GPU."""
     if device.type == "cuda" and device.index not in (None, current := torch.cuda.current_device()):
         raise ValueError(
             f"device is '{device}', but the current CUDA device of this process is 'cuda:{current}', where NCCL and "
             f"the streams would run; call torch.cuda.set_device({device.index}) before init_process_group"
         )
-
-
-def _default_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the CPU, or else the first device type that the group supports."""
-    supported = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
-    return torch.device("cpu" if "cpu" in supported else supported[0])

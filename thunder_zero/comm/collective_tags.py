@@ -7,11 +7,9 @@ other's gathers, and both train on garbage. So before a rank communicates, it an
     rank 0   tag "backward number 12 of model 0"   gathers, reductions    -> the first wait compares
     rank 1   tag "forward number 13 of model 0"    gathers                -> and raises on both
 
-Tags between two ranks are sent in one order for all models and groups. They use the default process group if gloo
-carries its CPU tensors, else the model's group. An announcement does not block: the first wait after it also waits for
-the peers' tags and compares them. Until then two ranks may have different tags, but their messages cannot be mixed up:
-gloo matches messages by the number of the tag (:attr:`CollectiveTag.number`). A transport that ignores numbers compares
-tags before it launches.
+Tags between two ranks are sent in one order for all models and groups. An announcement does not block: the first wait
+after it also waits for the peers' tags and compares them. Until then two ranks may have different tags, but gloo
+matches messages by the number of the tag. A transport that ignores numbers compares tags before it launches.
 
 A tag names what a rank sends, not the graph that sends it. Ranks whose data take different branches have equal tags if
 their programs launch equal collectives in one order.
@@ -43,7 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from thunder_zero.comm.handle import SENDER, Waitable, in_background
+from thunder_zero.comm.handle import SENDER, Waitable, WaitsBy, in_background
 from thunder_zero.comm.lost_ranks import CPU, LostRank, naming_lost_ranks, naming_tag, speaks_gloo
 from thunder_zero.comm.transport import PeerBuffers, Shape, Transport
 from thunder_zero.compat.torch.groups import timeout_of
@@ -62,13 +60,11 @@ class CollectiveTag:
 
     text: str  # the name in errors: ``"backward number 12 of model 0 (Net) after 12 training forwards"``
     details: str = ""  # additional text that must be equal, such as the digest of a schedule
-    models: tuple[str, ...] = ()  # the names of the models in the activity, such as ``"model 0 (Net)"``
-    # the launches of which ``details`` is the digest. Ranks exchange them only if their tags differ.
-    launches: Sequence[str] = ()
+    models: tuple[str, ...] = ()  # such as ``"model 0 (Net)"``
+    launches: Sequence[str] = ()  # of which ``details`` is the digest. Ranks exchange them only if their tags differ.
 
     @cached_property
     def digest(self) -> bytes:
-        """Bytes that differ between tags."""
         return hashlib.sha256(f"{self.text}\n{self.details}".encode()).digest()[:DIGEST_BYTES]
 
     @property
@@ -90,8 +86,7 @@ _unconfirmed: WeakKeyDictionary[ProcessGroup, AnnouncedTag] = WeakKeyDictionary(
 
 @contextmanager
 def doing(what: str, *models: str) -> Iterator[None]:
-    """Tag small collectives inside the block with this activity on models. In nested blocks, the outermost activity is
-    the tag."""
+    """Tag small collectives inside the block with this activity on models, unless an outer block has tagged them."""
     token = _activity.set(_activity.get() or CollectiveTag(" of ".join((what, *models)), models=models))
     try:
         yield
@@ -100,22 +95,17 @@ def doing(what: str, *models: str) -> Iterator[None]:
 
 
 def current_activity() -> str:
-    """Return the text of the outermost block of :func:`doing`; "" outside."""
     activity = _activity.get()
     return "" if activity is None else activity.text
 
 
 def without_tags(group: ProcessGroup) -> None:
-    """Disable tags for a group. A group that another thread uses needs this, since the order of its collectives
-    relative to other groups is not fixed."""
+    """Disable tags for a group that another thread uses: its collectives have no order relative to other groups'."""
     _without_tags.add(group)
 
 
 def announce(tag: CollectiveTag, group: ProcessGroup) -> AnnouncedTag | None:
-    """Send this rank's tag to all ranks of the group. Return the announcement, or None if no comparison is pending.
-
-    On backends other than gloo, ranks compare tags immediately, and only under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
-    """
+    """Send this rank's tag to all ranks of the group. Return the announcement, or None if no comparison is pending."""
     if group.size() == 1 or group in _without_tags:
         return None
     channel = channel_of(group)
@@ -144,8 +134,7 @@ def is_debugging() -> bool:
 
 
 def channel_of(group: ProcessGroup) -> ProcessGroup | None:
-    """Return the group that carries the tags of these ranks as messages: the default group if possible, or None without
-    gloo."""
+    """Return the group that carries the tags of these ranks as messages: the default group if possible."""
     world = dist.group.WORLD
     if world is not None and speaks_gloo(world):
         return world
@@ -153,7 +142,7 @@ def channel_of(group: ProcessGroup) -> ProcessGroup | None:
 
 
 def require_same_so_far(models: Iterable[str], group: ProcessGroup) -> None:
-    """Raise the earlier error again if ranks have differed before in what they do with one of these models."""
+    """Raise the earlier error again if ranks have differed before in one of these models."""
     differences = _differences.get(channel_of(group) or group, {})
     for model in models:
         if model in differences:
@@ -200,7 +189,6 @@ class AnnouncedTag:
             raise RuntimeError(self._difference)
 
     def _compare(self, end_of_post: Callable[[], None]) -> str | None:
-        """Wait for the peers' tags. Return the error about a difference, or None if all tags are equal."""
         _unconfirmed.pop(self._channel, None)
         tags, differing = {dist.get_rank(): self._tag}, {}
         with naming_tag(self._tag.text):
@@ -218,14 +206,13 @@ class AnnouncedTag:
         return _remember(tags, self._channel)
 
     def _exchange(self, peers: Sequence[int]) -> list[bytes]:
-        """Send the whole tag to peers, with its launches; return the whole tags of the peers, pickled."""
+        """Trade whole tags with peers, including launches; return those of the peers, pickled."""
         whole = torch.frombuffer(bytearray(pickle.dumps(self._tag)), dtype=torch.uint8)
         sizes = self._trade(peers, torch.tensor([len(whole)]), [torch.empty(1, dtype=torch.int64) for _ in peers])
         slots = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
         return [tag.numpy().tobytes() for tag in self._trade(peers, whole, slots)]
 
     def _trade(self, peers: Sequence[int], message: Tensor, slots: list[Tensor]) -> list[Tensor]:
-        """Send a message to peers, and receive one from each of them into ``slots``."""
         works = [(peer, self._channel.recv([slot], peer, TAG)) for peer, slot in zip(peers, slots, strict=True)]
         works += [(peer, self._channel.send([message], peer, TAG)) for peer in peers]
         for peer, work in works:
@@ -238,7 +225,6 @@ class AnnouncedTag:
 
 
 def _compare_now(tag: CollectiveTag, group: ProcessGroup) -> None:
-    """Announce and compare a tag with a collective that blocks the host."""
     tags = [tag] * group.size()
     with naming_tag(tag.text), naming_lost_ranks(group):
         dist.all_gather_object(tags, tag, group=group)
@@ -248,8 +234,7 @@ def _compare_now(tag: CollectiveTag, group: ProcessGroup) -> None:
 
 
 def _remember(tags: Mapping[int, CollectiveTag], channel: ProcessGroup) -> str:
-    """Make all later collectives of the models of different tags raise; return the error. ``tags`` has the tags of all
-    ranks."""
+    """Make all later collectives of the models of different tags raise; return the error."""
     difference = difference_of(tags)
     models = (model for tag in tags.values() for model in tag.models)
     _differences[channel] = dict.fromkeys(models, difference) | _differences.get(channel, {})
@@ -278,8 +263,7 @@ def difference_of(tags: Mapping[int, CollectiveTag]) -> str:
 
 
 def _first_difference(tag: CollectiveTag, other: CollectiveTag, ranks: tuple[int, int]) -> str:
-    """Return the first launch that differs between two tags, such as ``(launch 2: all_gather w on rank 0, nothing on
-    rank 1)``; "" if the launches of the tags are unknown."""
+    """Return the first launch that differs, or "": ``(launch 2: all_gather w on rank 0, nothing on rank 1)``."""
     pairs = enumerate(zip_longest(tag.launches, other.launches, fillvalue="nothing"), 1)
     number, pair = next(((number, pair) for number, pair in pairs if pair[0] != pair[1]), (0, ()))
     launches = ", ".join(f"{launch} on rank {rank}" for launch, rank in zip(pair, ranks, strict=False))
@@ -289,17 +273,8 @@ def _first_difference(tag: CollectiveTag, other: CollectiveTag, ranks: tuple[int
 class TaggedTransport:
     """The transports of a model, keyed by the axes of its mesh.
 
-    The first launch after ``enter`` or ``enter_phase`` announces the tag. Launches are as in
+    The first launch after ``enter`` or ``enter_phase`` announces the tag, to all ranks of ``group``. Launches are as in
     :class:`thunder_zero.comm.transport.Transport`, with the axis as an additional argument.
-
-    Args:
-        transports: the transport of each axis.
-        model: the model's name in tags, such as ``"model 0 (Net)"``.
-        group: all ranks that train the model.
-        announces: True to announce tags.
-
-    Attributes:
-        announces: the argument.
     """
 
     def __init__(
@@ -315,7 +290,6 @@ class TaggedTransport:
         self._launches = 0
 
     def enter(self, tag: CollectiveTag) -> None:
-        """Set the tag of later launches. The first launch announces the tag."""
         self._next_tag = lambda: tag
 
     def enter_phase(
@@ -323,9 +297,7 @@ class TaggedTransport:
     ) -> None:
         """Set the tag of a phase, such as ``"backward"``. ``schedule`` is the digest of the phase's launches.
 
-        The tag contains the number of phases of this kind that launched collectives, and the number of training
-        forwards so far. The second number differs between ranks if a rank has skipped a backward. The text ends with
-        ``note``.
+        The number of training forwards so far differs between ranks if a rank has skipped a backward.
         """
 
         def tag() -> CollectiveTag:
@@ -339,19 +311,15 @@ class TaggedTransport:
     def all_gather(
         self, shards: Sequence[Tensor], shapes: Sequence[Shape], into: Sequence[Tensor] | None = None
     ) -> Waitable:
-        """Gather among the ranks that share a replica."""
         return self._confirmed(self._announced(SHARD).all_gather(shards, shapes, into))
 
     def reduce_scatter(self, grads: Sequence[Tensor]) -> Waitable:
-        """Average among the ranks that share a replica; scatter the means."""
         return self._confirmed(self._announced(SHARD).reduce_scatter(grads))
 
     def all_reduce(self, grads: Sequence[Tensor], over: str = SHARD) -> Waitable:
-        """Average over an axis."""
         return self._confirmed(self._announced(over).all_reduce(grads))
 
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers, over: str = SHARD) -> Waitable:
-        """Send to other ranks of an axis, and receive from them."""
         return self._confirmed(self._announced(over).trade(outgoing, incoming))
 
     def in_two(
@@ -360,17 +328,14 @@ class TaggedTransport:
         second: Callable[[Transport, tuple[Tensor, ...]], Waitable],
         over: str = SHARD,
     ) -> Waitable:
-        """Launch twice over an axis, the second time with the results of the first launch."""
         return self._confirmed(self._announced(over).in_two(first, second))
 
     @property
     def averages(self) -> frozenset[torch.dtype]:
-        """The dtypes of gradients that can be averaged."""
         return frozenset.intersection(*(transport.averages for transport in self._transports.values()))
 
     @property
     def in_flight(self) -> bool:
-        """True if a handle was launched and has not ended."""
         return any(transport.in_flight for transport in self._transports.values())
 
     def drain(self) -> None:
@@ -404,22 +369,14 @@ class TaggedTransport:
         """Return a handle that compares tags before it waits."""
         if not self.announces:
             return handle
-        return _Confirmed(handle, self._tag, self._announced_tag)
+        tag, announced = self._tag, self._announced_tag
 
+        def wait() -> tuple[Tensor, ...]:
+            if announced is not None:
+                announced.confirm()
+            try:
+                return handle.wait()
+            except LostRank as lost:  # cheaper than naming_tag, for every wait
+                raise lost.at(tag.text) from lost.__cause__
 
-class _Confirmed:
-    """A handle that compares tags before it waits for another handle."""
-
-    __slots__ = "_announced", "_handle", "_tag"
-
-    def __init__(self, handle: Waitable, tag: CollectiveTag, announced: AnnouncedTag | None) -> None:
-        self._handle, self._tag, self._announced = handle, tag, announced
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """Compare tags, raise if a peer's tag differs, and then wait for the handle."""
-        if self._announced is not None:
-            self._announced.confirm()
-        try:
-            return self._handle.wait()
-        except LostRank as lost:  # cheaper than naming_tag, for every wait
-            raise lost.at(self._tag.text) from lost.__cause__
+        return WaitsBy(wait)

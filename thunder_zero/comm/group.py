@@ -1,14 +1,11 @@
 """Finds the process groups of a model; destroys process groups after an error.
 
-In: the arguments ``process_group`` and ``mesh``. Out: :class:`Ranks`, once for each model. On rank 2 of four::
+On rank 2 of four::
 
     argument                                            process groups
     process_group, or neither argument                  shard_group {0 1 2 3}
     mesh [[0, 1], [2, 3]] of (dp_replicate, dp_shard)   shard_group {2 3}, replicate_group {0 2}
     mesh [[0, 1], [2, 3]] of (dp, tp)                   shard_group {0 2}, tensor {2 3}
-
-:func:`group_like` creates a second group of the same ranks, for the thread of an asynchronous save.
-:func:`tell_launcher` and :func:`destroy_groups_after_error` run at exit.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 
 import torch
@@ -32,7 +30,8 @@ from torch.distributed.fsdp import DataParallelMeshDims
 
 from thunder_zero.comm.collective_tags import without_tags
 from thunder_zero.comm.lost_ranks import naming_lost_ranks
-from thunder_zero.compat.torch.groups import all_groups, restarts_on_one_store, set_timeout, timeout_of
+from thunder_zero.compat.private import c10d_world, set_pg_timeout
+from thunder_zero.compat.torch.groups import restarts_on_one_store, timeout_of
 from thunder_zero.plan.mesh import Mesh
 
 DATA_DIMS = (("dp_replicate", "dp_shard"), ("dp_shard",), ("dp",))  # names of the dimensions for data parallelism
@@ -47,39 +46,29 @@ class Ranks:
     world: dist.ProcessGroup  # all ranks that train the model
     data: dist.ProcessGroup  # the ranks that hold this rank's slices; ``world`` without tensor parallelism
     shard_group: dist.ProcessGroup  # the ranks that share this rank's replica
-    # the ranks that hold this rank's rows, one rank in each replica; None for a single replica
-    replicate_group: dist.ProcessGroup | None
-    # the ranks of ``world`` that share the first replica, in the order of their rows; equal on all ranks. They need not
-    # be the first ranks: a mesh [[0, 2], [1, 3]] gives 0 and 2.
-    first_copy: tuple[int, ...]
-    # the user's mesh of all ranks, or None. Its last dimension is ``shard_group``, in ascending order, or ``tensor``.
-    mesh: DeviceMesh | None = None
-    # the mesh of the ranks among which torch slices parameters; None without tensor parallelism
-    tensor: DeviceMesh | None = None
+    replicate_group: dist.ProcessGroup | None  # the ranks that hold this rank's rows, one in each replica
+    first_copy: tuple[int, ...]  # the ranks of ``world`` that share the first replica, in the order of their rows
+    mesh: DeviceMesh | None = None  # the user's mesh of all ranks. Its last dimension is ``shard_group`` or ``tensor``.
+    tensor: DeviceMesh | None = None  # the ranks among which torch slices parameters
 
     @property
     def planned(self) -> Mesh:
-        """The mesh for a plan: the size of each group, and this rank's index in the group."""
         replicas, copy = (1, 0) if (copies := self.replicate_group) is None else (copies.size(), copies.rank())
         slices, part = (None, 0) if self.tensor is None else (self.tensor.size(), self.tensor.get_local_rank())
         mesh = Mesh.of(self.shard_group.size(), self.shard_group.rank(), replicas, copy=copy, slices=slices, part=part)
-        return mesh if self.tensor is None else replace(mesh, slice_groups=_names_of(self.tensor.get_group()))
-
-
-def _names_of(group: dist.ProcessGroup) -> frozenset[str]:
-    """Return the names of all groups with the ranks of ``group``, since a DTensor's mesh may have another group of
-    these ranks."""
-    ranks = dist.get_process_group_ranks(group)
-    equal_groups = (candidate for candidate in all_groups() if dist.get_process_group_ranks(candidate) == ranks)
-    return frozenset(equal_group.group_name for equal_group in equal_groups)
+        if self.tensor is None:
+            return mesh
+        ranks = dist.get_process_group_ranks(self.tensor.get_group())
+        # A DTensor's mesh may have another group of these ranks.
+        groups = (group for group in c10d_world.pg_map if dist.get_process_group_ranks(group) == ranks)
+        return replace(mesh, slice_groups=frozenset(group.group_name for group in groups))
 
 
 def ranks_of(group: object, mesh: object, dims: object = None) -> Ranks:
     """Return the process groups of a model, from the mesh, the process group, or the default group.
 
-    A mesh (shard) or (replicate, shard) shards over its last dimension. ``dims`` (FSDP2's ``dp_mesh_dims``) or
-    :data:`DATA_DIMS` name the data dimensions; any other dimension is for tensor parallelism. If the mesh leaves out
-    ranks, this is a collective of the mesh's ranks.
+    ``dims`` (FSDP2's ``dp_mesh_dims``) or :data:`DATA_DIMS` name the data dimensions; any other dimension is for tensor
+    parallelism. If the mesh leaves out ranks, this is a collective of the mesh's ranks.
     """
     if (restarts := restarts_on_one_store()) and os.environ.get("RANK") == "0":
         warnings.warn(
@@ -99,27 +88,40 @@ def ranks_of(group: object, mesh: object, dims: object = None) -> Ranks:
         )
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh is {mesh!r}, a {type(mesh).__name__}; give a torch.distributed.device_mesh.DeviceMesh")
-    data = _data_dims(mesh.mesh_dim_names or (), dims)
-    if data and data != mesh.mesh_dim_names:
-        return _with_slices(mesh, data)
-    if mesh.ndim > 2:
+    names = mesh.mesh_dim_names or ()
+    data = _data_dims(names, dims)
+    is_sliced = data not in ((), names)
+    if is_sliced and names[:-1] != data:
+        raise ValueError(
+            f"mesh has the dimensions {names}, of which {' and '.join(map(repr, data))} are data parallel; give those "
+            f"first, the one that shards last among them, and behind them one dimension for tensor parallelism"
+        )
+    if mesh.ndim > 2 and not is_sliced:
         raise ValueError(
             f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or tuple(mesh.mesh.shape)}; give one dimension "
             f"(shard) or two (replicate, shard), such as mesh['replicate', 'shard']"
         )
-    _require_in(mesh)
-    copies = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1)).tolist()
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.flatten().tolist()}; transform the module "
+            f"only on the ranks of the mesh"
+        )
+    shard_dim = mesh.ndim - 1 - is_sliced
+    copies = mesh.mesh.view(-1, prod(mesh.mesh.shape[shard_dim:])).tolist()
+    if is_sliced and (ranks := mesh.mesh.flatten().tolist()) != sorted(ranks):
+        raise ValueError(f"mesh is {mesh.mesh.tolist()}; give its ranks in ascending order")
     _require_matching_rows(copies)
     world = _all_of(mesh)
     first_copy = tuple(dist.get_group_rank(world, rank) for rank in sorted(copies[0]))
-    replicate_group = mesh.get_group(0) if len(copies) > 1 else None
-    return Ranks(world, world, mesh.get_group(mesh.ndim - 1), replicate_group, first_copy, _with_sorted_rows(mesh))
+    shard_group, replicate_group = mesh.get_group(shard_dim), mesh.get_group(0) if len(copies) > 1 else None
+    if not is_sliced:
+        return Ranks(world, world, shard_group, replicate_group, first_copy, _with_sorted_rows(mesh))
+    data_group = _all_of(mesh[data]) if len(data) > 1 else shard_group
+    return Ranks(world, data_group, shard_group, replicate_group, first_copy, mesh, mesh[names[-1]])
 
 
 def _data_dims(names: tuple[str, ...], dims: object) -> tuple[str, ...]:
-    """Return the names of a mesh's data dimensions, with the sharding dimension last. Return an empty tuple if neither
-    ``dims`` nor :data:`DATA_DIMS` names a dimension of the mesh.
-    """
+    """Return the names of a mesh's data dimensions, with the sharding dimension last; empty if none is known."""
     if dims is None:
         return next((candidate for candidate in DATA_DIMS if {*candidate} <= {*names}), ())
     if not isinstance(dims, DataParallelMeshDims):
@@ -134,40 +136,6 @@ def _data_dims(names: tuple[str, ...], dims: object) -> tuple[str, ...]:
     return data
 
 
-def _with_slices(mesh: DeviceMesh, data: tuple[str, ...]) -> Ranks:
-    """Return the process groups of a mesh whose last dimension is for tensor parallelism."""
-    names = mesh.mesh_dim_names or ()
-    if names[:-1] != data:
-        raise ValueError(
-            f"mesh has the dimensions {names}, of which {' and '.join(map(repr, data))} are data parallel; give those "
-            f"first, the one that shards last among them, and behind them one dimension for tensor parallelism"
-        )
-    _require_in(mesh)
-    ranks = mesh.mesh.flatten().tolist()
-    if ranks != sorted(ranks):
-        raise ValueError(f"mesh is {mesh.mesh.tolist()}; give its ranks in ascending order")
-    copies = mesh.mesh.view(-1, mesh.size(mesh.ndim - 2) * mesh.size(mesh.ndim - 1)).tolist()
-    world, data_mesh = _all_of(mesh), mesh[data]
-    return Ranks(
-        world=world,
-        data=data_mesh.get_group() if data_mesh.ndim == 1 else _all_of(data_mesh),
-        shard_group=mesh.get_group(data[-1]),
-        replicate_group=mesh.get_group(data[0]) if len(copies) > 1 else None,
-        first_copy=tuple(dist.get_group_rank(world, rank) for rank in copies[0]),
-        mesh=mesh,
-        tensor=mesh[names[-1]],
-    )
-
-
-def _require_in(mesh: DeviceMesh) -> None:
-    """Raise ValueError if this rank is not in the mesh."""
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.flatten().tolist()}; transform the module "
-            f"only on the ranks of the mesh"
-        )
-
-
 def _with_sorted_rows(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh with the ranks of each row in ascending order, the order of process groups."""
     rows = mesh.mesh.sort(dim=-1).values
@@ -179,8 +147,7 @@ def _with_sorted_rows(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _require_matching_rows(copies: list[list[int]]) -> None:
-    """Raise ValueError if a column of the mesh joins ranks that store different rows of parameters. A process group
-    numbers its ranks in ascending order, whatever their order in the mesh."""
+    """Raise ValueError if a column of the mesh joins ranks that store different rows of parameters."""
     columns = {frozenset(column) for column in zip(*copies, strict=True)}
     sorted_columns = {frozenset(column) for column in zip(*map(sorted, copies), strict=True)}
     if columns != sorted_columns:
@@ -196,23 +163,21 @@ def hybrid_mesh(shape: tuple[int, int], device: torch.device) -> DeviceMesh:
 
 
 def group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Create a gloo group with the ranks of ``group``, and with its timeout for tensors on ``device``; a collective.
+    """Create a gloo group for another thread, without tags; a collective of the ranks of ``group``.
 
-    Another thread may use the new group, which has no tags. Call this function right after another collective, since it
-    raises if a rank calls it more than a minute after another rank does.
+    Call it right after another collective: it raises if a rank calls it more than a minute after another rank does.
     """
     ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
     creation_timeout = min(timeout / GLOO_CONNECT_FACTOR, LONGEST_WAIT_FOR_ADDRESS)
     with naming_lost_ranks(group):
         new_group = process_group(dist.new_group(ranks, creation_timeout, "gloo", use_local_synchronization=True))
-    set_timeout(new_group, timeout)
+    set_pg_timeout(timeout, new_group)
     without_tags(new_group)
     return new_group
 
 
 def _all_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return a group of the mesh's ranks. This is the default group if it has exactly these ranks, so that ranks with
-    different meshes can compare meshes."""
+    """Return a group of the mesh's ranks: if possible the default, in which ranks can compare different meshes."""
     ranks = sorted(mesh.mesh.flatten().tolist())
     if ranks == list(range(dist.get_world_size())):
         return process_group(None)
@@ -220,21 +185,16 @@ def _all_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def has_groups() -> bool:
-    """Return whether torch has process groups that were created and not destroyed."""
     return dist.is_available() and dist.is_initialized()
 
 
 def uncaught() -> BaseException | None:
-    """Return the uncaught exception that ended the script, or None."""
     error: BaseException | None = vars(sys).get("last_value")
     return error
 
 
 def tell_launcher() -> None:
-    """Write the message and time of an uncaught exception to the file ``TORCHELASTIC_ERROR_FILE``; called at exit.
-
-    Torchrun's summary of the failure then ends with the message, below all frames.
-    """
+    """Let torchrun's summary of the failure end with the message of an uncaught exception; called at exit."""
     error = uncaught()
     file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if error is None or not file.name or file.exists():  # torch's own `record` has written it
@@ -252,7 +212,7 @@ def destroy_groups_after_error() -> None:
     abort instead of ending with the exception's exit code. The traceback's frames refer to the group, too.
     """
     error = uncaught()
-    configs = ",".join(map(dist.get_backend_config, all_groups())) if has_groups() else ""
+    configs = ",".join(map(dist.get_backend_config, c10d_world.pg_map)) if has_groups() else ""
     if error is None or {pair.partition(":")[2] for pair in configs.split(",")} != {"gloo"}:
         return
     dist.destroy_process_group()
@@ -263,7 +223,7 @@ def destroy_groups_after_error() -> None:
 
 
 def process_group(group: object) -> dist.ProcessGroup:
-    """Return the given group, or the default group if it is None. Raise if this rank is in no such group."""
+    """Return the given group, or the default group if it is None."""
     if group is not None:
         if group == dist.GroupMember.NON_GROUP_MEMBER:  # an int, which new_group returns on the other ranks
             raise ValueError(
@@ -284,8 +244,3 @@ def process_group(group: object) -> dist.ProcessGroup:
     default = dist.group.WORLD
     assert default is not None, "it is initialised"
     return default
-
-
-def ranks_of_default_group() -> int | None:
-    """Return the number of ranks of the default process group, or None if there is none."""
-    return process_group(None).size() if has_groups() else None

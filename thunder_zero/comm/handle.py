@@ -1,6 +1,6 @@
 """Defines handles of launched buckets, and two threads: one posts messages, one averages.
 
-A handle is waited for once, and keeps its tensors alive until then. A thread runs its tasks in order::
+::
 
     launch     Handle(parts, results)     each part: messages in flight, then local work, such as a mean
     wait()     finishes parts in order    -> results, one tensor for each parameter of the bucket
@@ -46,7 +46,6 @@ class BucketPart:
     then: Callable[[], object] | None = None  # a function that does local work on the received data
 
     def finish(self) -> None:
-        """Wait for all messages, then do the local work."""
         for wait in self.waits:
             wait()
         if self.then is not None:
@@ -67,8 +66,7 @@ class Handle:
         pending.add(self)
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Return the results, one for each parameter of the bucket, in order. Raise if the backend failed, or on a
-        second call."""
+        """Return the results, one for each parameter of the bucket, in order. A second call raises."""
         if self._results is None:
             raise RuntimeError("this handle was already waited for; call wait once per launch")
         self.settle()
@@ -99,24 +97,16 @@ class Task(Generic[Result]):
         self._lock.acquire()
 
     def run(self) -> None:
-        """Run the task, on the background thread, and drop its references."""
+        """Run the task, on the background thread, drop its references, and wake the threads that wait."""
         call, self._call = self._call, None
         assert call is not None, "a task runs once"
         try:
             self._result = call()
         except BaseException as error:
             self._error = error
-        finally:
-            del call, self  # otherwise the error's traceback would keep them alive
-
-    def end(self) -> None:
-        """Wake the threads that wait for the task."""
-        self._lock.release()
-
-    def wait(self, timeout: float) -> None:
-        """Wait until the task has ended, at most ``timeout`` seconds."""
-        if self._lock.acquire(timeout=timeout):
-            self._lock.release()
+        lock = self._lock
+        del call, self  # otherwise the error's traceback would keep them alive
+        lock.release()
 
     def result(self) -> Result:
         """Wait until the task has ended; return its result, or raise its error."""
@@ -133,39 +123,31 @@ class Task(Generic[Result]):
 def in_background(thread: str, call: Callable[[], Result]) -> Task[Result]:
     """Run a task on the named thread, after all earlier tasks of the thread."""
     task = Task(call)
-    _thread_of(thread).give(task)
+    _tasks_of(thread).put(task)
     return task
 
 
-class _Background:
-    """A background thread that all transports share, since messages must be sent in the same order on all ranks.
-
-    The thread is a daemon, so that a failed rank can exit while the thread waits for peers.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._tasks: SimpleQueue[Task[Any]] = SimpleQueue()
-        threading.Thread(target=self._serve, name=f"thunder_zero {name}", daemon=True).start()
-
-    def give(self, task: Task[Any]) -> None:
-        """Run a task after all earlier tasks."""
-        self._tasks.put(task)
-
-    def _serve(self) -> None:
-        wait_for_a_core(threading.get_native_id())  # otherwise each bucket would interrupt a computing thread
-        while True:
-            task = self._tasks.get()
-            task.run()
-            task.end()
-            del task
-
-
 @cache
-def _thread_of(name: str) -> _Background:
-    at_exit(_let_end, name)
-    return _Background(name)
+def _tasks_of(thread: str) -> SimpleQueue[Task[Any]]:
+    """Start a thread, and return the queue of its tasks.
+
+    All transports share the thread, since messages must be sent in the same order on all ranks. It is a daemon, so that
+    a failed rank can exit while the thread waits for peers.
+    """
+    at_exit(_let_end, thread)
+    tasks: SimpleQueue[Task[Any]] = SimpleQueue()
+    threading.Thread(target=_serve, args=(tasks,), name=f"thunder_zero {thread}", daemon=True).start()
+    return tasks
+
+
+def _serve(tasks: SimpleQueue[Task[Any]]) -> None:
+    wait_for_a_core(threading.get_native_id())  # otherwise each bucket would interrupt a computing thread
+    while True:
+        tasks.get().run()
 
 
 def _let_end(thread: str) -> None:
     """Give the thread time to notice lost peers; called at exit. Stopping it later would not be clean."""
-    in_background(thread, lambda: None).wait(EXIT_SECONDS)
+    ended = threading.Event()
+    in_background(thread, ended.set)
+    ended.wait(EXIT_SECONDS)

@@ -1,8 +1,7 @@
 """Makes errors of collectives name the rank that died or does not answer.
 
 A backend's error about a lost rank has the rank's address at best. Gloo has one connection for each pair of ranks, and
-a closed connection rejects the next message immediately. So sending one message to each rank shows which ranks are
-lost. Other errors, such as a CUDA error, stay unchanged.
+a closed connection rejects the next message immediately. So one message to each rank shows which ranks are lost.
 """
 
 from __future__ import annotations
@@ -52,14 +51,7 @@ _LOST = re.compile("|".join(LOST_WORDS))
 
 
 class LostRank(DistNetworkError):
-    """A rank died or does not answer.
-
-    Args:
-        rank: this rank.
-        who: the ranks that may be lost, such as ``"one of ranks [1, 2]"``.
-        reason: the text of the backend's error.
-        tag: the collective tag of this rank; empty if unknown.
-    """
+    """A rank died or does not answer. ``who`` is, for example, ``"one of ranks [1, 2]"``."""
 
     def __init__(self, rank: int, who: str, reason: str, tag: str = "") -> None:
         suffix = f" in {tag}" * bool(tag)
@@ -72,7 +64,6 @@ class LostRank(DistNetworkError):
         self.tag = tag
 
     def at(self, tag: str) -> LostRank:
-        """Return a copy of this error with a tag, or the error itself if it already has a tag."""
         return self if self.tag else LostRank(*self._facts, tag)
 
     def __reduce__(self) -> tuple[type[LostRank], tuple[int, str, str, str]]:
@@ -89,7 +80,6 @@ def naming_tag(tag: str) -> Iterator[None]:
 
 
 def is_about_lost_rank(error: RuntimeError) -> bool:
-    """Return whether the backend's error may be due to a rank that died or does not answer."""
     return isinstance(error, LOST_TYPES) or _LOST.search(str(error)) is not None
 
 
@@ -122,10 +112,8 @@ def raise_named(
 
 
 def find_possibly_lost(group: ProcessGroup, rank: int | None, seconds: float, timeout: timedelta | None) -> list[int]:
-    """Return the ranks of the group that may be lost after ``seconds`` of waiting (see :func:`naming_lost_ranks`).
-
-    Gloo knows which connections are closed, except after a timeout, when it closes all connections itself.
-    """
+    """Return the ranks of the group that may be lost after ``seconds`` of waiting. After a timeout, gloo itself closes
+    all connections."""
     peers = [peer for peer in range(group.size()) if peer != group.rank()]
     waited_for = peers if rank is None else [rank]
     if not speaks_gloo(group) or seconds >= (timeout or timeout_of(group, CPU)).total_seconds():
@@ -139,7 +127,6 @@ def speaks_gloo(group: ProcessGroup) -> bool:
 
 
 def _is_closed(peer: int, group: ProcessGroup) -> bool:
-    """Return whether the connection to a rank of the group is closed."""
     try:
         dist.isend(torch.empty(1), group=group, group_dst=peer, tag=PROBE_TAG)
     except RuntimeError:

@@ -1,7 +1,7 @@
 """Implements transports with the backend's own collectives: one launch per bucket on NCCL.
 
-Tensors are sent without copies, with one exception. The collectives send chunks of equal size, so a gradient is copied
-and padded with zeros if the number of ranks does not divide its rows.
+The collectives send chunks of equal size, so a gradient is copied and padded with zeros if the number of ranks does not
+divide its rows. Nothing else is copied.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, all_gather_single, reduce_scatter_single
 
 from thunder_zero.comm.handle import BucketPart, Handle
-from thunder_zero.comm.transport import FLOATS, Launching, PeerBuffers, Shape, outside_autograd
+from thunder_zero.comm.transport import FLOATS, PeerBuffers, Shape, Transport, outside_autograd
+from thunder_zero.compat.private import foreach_div_
 from thunder_zero.compat.torch.groups import one_launch
-from thunder_zero.compat.torch.tensors import divide_all
 from thunder_zero.plan import layout
 
 
-class _Native(Launching):
-    """The base class of :class:`CoalescedNccl` and :class:`PerTensor`: buffers, padding and handles."""
+class _Native(Transport):
+    """The buffers, padding and handles of both transports."""
 
     averages = FLOATS  # NCCL and MPI have no sum of complex numbers
     means: frozenset[torch.dtype] = frozenset()  # dtypes for which the collective itself averages
@@ -91,7 +91,6 @@ class _Native(Launching):
         raise NotImplementedError
 
     def _options(self, means: Sequence[Tensor]) -> dict[str, Any]:
-        """Return the options of a bucket's reductions. The tensors of a bucket have one dtype."""
         return {"op": dist.ReduceOp.AVG if means[0].dtype in self.means else dist.ReduceOp.SUM}
 
     def _divisors(self, dtype: torch.dtype) -> tuple[float, float]:
@@ -101,13 +100,11 @@ class _Native(Launching):
         return float16_divisors(self.world_size) if dtype is torch.float16 else (self.world_size, 1)
 
     def _division(self, means: tuple[Tensor, ...]) -> BucketPart:
-        """Return the bucket part that divides the received sums."""
         _, after = self._divisors(means[0].dtype)
-        return BucketPart((), None if after == 1 else lambda: divide_all(means, after))
+        return BucketPart((), None if after == 1 else lambda: foreach_div_(means, after))
 
     def _input(self, grad: Tensor, padded_shape: tuple[int, ...]) -> Tensor:
-        """Return this rank's contiguous input of the reduction, padded with zero rows: the gradient itself if possible,
-        else a copy."""
+        """Return this rank's contiguous input of the reduction, padded with zero rows; a copy only if needed."""
         if grad.shape == padded_shape and grad.is_contiguous() and self._divisors(grad.dtype)[0] == 1:
             return grad
         padded = grad.new_empty(padded_shape)
@@ -116,7 +113,6 @@ class _Native(Launching):
         return padded
 
     def _write_input(self, out: Tensor, grad: Tensor) -> None:
-        """Write this rank's input of the reduction into ``out``."""
         before, _ = self._divisors(grad.dtype)
         if before == 1:
             out.copy_(grad)
@@ -129,10 +125,9 @@ class _Native(Launching):
 
 
 class CoalescedNccl(_Native):
-    """The transport for NCCL: one launch for all calls of a bucket. The collective itself averages.
+    """The transport for NCCL: one launch for all calls of a bucket. ``wait`` blocks the current stream, not the host.
 
-    ``wait`` blocks the current stream, not the host. NCCL averages by dividing each rank's gradient by W before the
-    sum, which loses small float16 numbers. So NCCL only sums float16 gradients, and this class divides them.
+    NCCL averages by dividing by W before the sum, which loses small float16 numbers, so this class divides them.
     """
 
     means = FLOATS - {torch.float16}
@@ -156,10 +151,8 @@ class PerTensor(_Native):
 
 
 def float16_divisors(world_size: int) -> tuple[float, float]:
-    """Return the divisor of float16 gradients before the sum, a power of 2, and the divisor of the sum.
-
-    Each is about the square root of W, as in FSDP2: dividing by W before the sum could lose small gradients, and
-    dividing by W after the sum could overflow.
+    """Return the divisors of float16 gradients before and after the sum, as in FSDP2: W before it could lose small
+    gradients, W after it could overflow.
 
     >>> float16_divisors(8)
     (4, 2.0)

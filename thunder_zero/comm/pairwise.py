@@ -1,8 +1,7 @@
 """Implements the transport for gloo: each rank sends a peer only the rows that the peer needs.
 
 Gloo's reduce-scatter is an all-reduce that discards most of its result, and it sums in the dtype of the messages.
-Messages between pairs of ranks send the fewest bytes possible. They are sent in the background, directly from and into
-the tensors' own memory (rows of dim 0 are contiguous)::
+Messages between pairs of ranks send the fewest bytes possible, directly from and into the tensors' own memory::
 
     all_gather       local rows -> every peer                            (W - 1) / W of the bytes
     reduce_scatter   every peer's rows -> that peer, which sums          (W - 1) / W
@@ -13,14 +12,12 @@ the tensors' own memory (rows of dim 0 are contiguous)::
 Padding is never sent, and an empty range needs no message. Sender and receiver derive the messages from shapes and
 dtypes alone. Sums run in rank order, half precision is summed in float32, and the division comes last.
 
-Two background threads mostly sleep. SENDER posts receives and sends to gloo. A large send takes milliseconds, until
-gloo has copied as much as the socket accepts. Posting a receive sends an announcement, which would wait for earlier
-sends. So a bucket's receives are posted before its sends. AVERAGER starts the second part of an all-reduce, or of
-:meth:`PairwiseGloo.in_two`, when the first part has ended, so that no call of ``wait`` is needed.
+SENDER posts receives and sends to gloo. A large send takes milliseconds, until gloo has copied as much as the socket
+accepts. Posting a receive sends an announcement, which would wait for earlier sends. So a bucket's receives are posted
+before its sends. AVERAGER starts the second part of an all-reduce, or of ``in_two``, when the first part has ended.
 
 Gloo matches messages by tag: between two ranks, the n-th send of a tag matches the n-th receive. Messages that AVERAGER
-starts have tags of their own. Every phase of a step also has tags of its own (:meth:`PairwiseGloo.with_tag`), so that
-messages of different phases never match (``collective_tags.py``). Gloo keeps no state for used tags.
+starts have tags of their own, and so has every phase of a step (``collective_tags.py``).
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ from torch.distributed import ProcessGroup
 
 from thunder_zero.comm.handle import AVERAGER, SENDER, BucketPart, Handle, Result, Waitable, in_background
 from thunder_zero.comm.lost_ranks import raise_named
-from thunder_zero.comm.transport import COMPLEX, FLOATS, Launching, PeerBuffers, Shape, Transport, outside_autograd
+from thunder_zero.comm.transport import COMPLEX, FLOATS, PeerBuffers, Shape, Transport, outside_autograd
 from thunder_zero.compat.private import chunk_cat, flatten
 from thunder_zero.plan import layout
 
@@ -53,7 +50,7 @@ TAG = 0x7A000000  # "z", the first of 2 ** 26 tags that users are unlikely to se
 BLOCK = 1 << 16  # elements of half precision summed at a time, so that their float32 sums stay in the cache
 
 
-class PairwiseGloo(Launching):
+class PairwiseGloo(Transport):
     """The transport for gloo."""
 
     averages = FLOATS | COMPLEX  # torch sums, not the backend
@@ -89,10 +86,8 @@ class PairwiseGloo(Launching):
     def _gather_even(
         self, bucket: GlooBucket, shards: Sequence[Tensor], message: PackedMessage, fulls: list[Any]
     ) -> BucketPart:
-        """Gather parameters that share a message. The number of ranks must divide the rows of each parameter.
-
-        One call of torch packs the rows of all parameters, and one call splits the received rows into full parameters.
-        """
+        """Gather parameters that share a message, if the number of ranks divides the rows of each: one call of torch
+        packs all rows, and one call splits the received rows."""
         local_rows = flatten(shards)
         packed = local_rows.new_empty((self.world_size, message.elements))
         rows_of_ranks = packed.unbind()
@@ -104,8 +99,7 @@ class PairwiseGloo(Launching):
     def _gather(
         self, bucket: GlooBucket, shards: Sequence[Tensor], fulls: Sequence[Tensor], *, copies: bool
     ) -> BucketPart:
-        """Gather a parameter, or several parameters that share a message. If ``copies``, also copy this rank's rows
-        into the full parameters."""
+        """Gather parameters that share a message. If ``copies``, also copy this rank's rows."""
         parts_of_members = [self._cut_rows(full) for full in fulls]  # [member][rank] -> flat rows of that rank
         local_rows = [
             shard.view(-1)[: parts[self.rank].numel()] for shard, parts in zip(shards, parts_of_members, strict=True)
@@ -139,10 +133,10 @@ class PairwiseGloo(Launching):
                     _pack([rows_of_ranks[rank] for rows_of_ranks in rows_of_members]) for rank in range(self.world_size)
                 )
                 flat = [means[index].view(-1) for index in members]
-                unpadded = [
-                    _without_padding(bucket, rows, rows_of_ranks[self.rank].numel())
-                    for rows, rows_of_ranks in zip(flat, rows_of_members, strict=True)
-                ]
+                sizes = [rows_of_ranks[self.rank].numel() for rows_of_ranks in rows_of_members]
+                for rows, size in zip(flat, sizes, strict=True):
+                    bucket.meanwhile(rows[size:].zero_)  # the padding
+                unpadded = [rows[:size] for rows, size in zip(flat, sizes, strict=True)]
                 mean = _one_buffer(unpadded)
                 unpack = _unpacking([(mean, unpadded)]) if len(members) > 1 else None
             bucket_parts.append(self._reduce(bucket, parts, mean, unpack))
@@ -174,9 +168,13 @@ class PairwiseGloo(Launching):
 
     @outside_autograd
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Handle:
-        bucket = self._bucket()
-        bucket_parts = [part for rank in self._peers for part in _receive_all(bucket, rank, incoming.get(rank, ()))]
+        bucket, bucket_parts = self._bucket(), list[BucketPart]()
         for rank in self._peers:
+            for members in messages(incoming.get(rank, ())):
+                column = [incoming[rank][index] for index in members]
+                buffer = _one_buffer(column)
+                unpack = _unpacking([(buffer, column)]) if len(members) > 1 else None
+                bucket_parts.append(bucket.receive({rank: buffer}, unpack))
             for members in messages(outgoing.get(rank, ())):
                 bucket.send({rank: _pack([outgoing[rank][index] for index in members])})
         return Handle(bucket.post(bucket_parts), (), self._pending)
@@ -207,8 +205,8 @@ class PairwiseGloo(Launching):
     def _reduce(
         self, bucket: GlooBucket, parts: Sequence[Tensor], mean: Tensor, then: Callable[[], None] | None
     ) -> BucketPart:
-        """Receive a part of the gradient from each peer; write their mean, this rank's part included, into ``mean``;
-        call ``then``. The caller sends ``parts[r]`` to rank r."""
+        """Receive a part from each peer, and write their mean, with this rank's part, into ``mean``. The caller sends
+        ``parts[r]`` to rank r."""
         lowest = min(self._peers)  # its part is summed first or second, so it may be received into ``mean``
         arrived = {rank: mean if rank == lowest else torch.empty_like(mean) for rank in self._peers}
         in_rank_order = [arrived.get(rank, parts[self.rank]) for rank in range(self.world_size)]
@@ -253,12 +251,6 @@ class PairwiseGloo(Launching):
         return list(torch.split_with_sizes(tensor.view(-1), sizes))
 
 
-def _without_padding(bucket: GlooBucket, mean: Tensor, rows: int) -> Tensor:
-    """Return the first rows of a flat mean. The padding behind them is zeroed while messages are in flight."""
-    bucket.meanwhile(mean[rows:].zero_)
-    return mean[:rows]
-
-
 class GlooBucket:
     """The messages of one launch. One task of the sender thread posts all receives, then all sends."""
 
@@ -276,7 +268,6 @@ class GlooBucket:
         return BucketPart(received, then)
 
     def send(self, messages: dict[int, Tensor]) -> None:
-        """Send messages, keyed by rank."""
         self._sends.append(messages)
 
     def meanwhile(self, work: Callable[[], object]) -> None:
@@ -284,8 +275,7 @@ class GlooBucket:
         self._meanwhile.append(work)
 
     def post(self, parts: Sequence[BucketPart]) -> list[BucketPart]:
-        """Start the messages without blocking the caller. Return the parts of a handle: a part that waits for posting,
-        the given parts, and a part that waits for the sends."""
+        """Start the messages without blocking the caller. Return the parts of a handle, posting first, sends last."""
         posted = self.run(self._post)
         for work in self._meanwhile:
             work()
@@ -296,8 +286,7 @@ class GlooBucket:
         return in_background(SENDER, post).result
 
     def start_all(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[AwaitMessage]:
-        """Start messages, keyed by rank. Return a list of functions, each of which waits until one message is complete.
-        Empty tensors need no message."""
+        """Start messages, keyed by rank. Return a wait for each. Empty tensors need no message."""
         return [start(tensor, rank, self._group, tag) for rank, tensor in tensors.items() if tensor.numel()]
 
     def _post(self) -> None:
@@ -307,50 +296,30 @@ class GlooBucket:
             self._sent += self.start_all(send, messages, self._tag)
 
 
-def _receive_all(bucket: GlooBucket, rank: int, slots: Sequence[Tensor]) -> Iterable[BucketPart]:
-    """Receive the messages that a peer sends with ``trade``."""
-    for members in messages(slots):
-        column = [slots[index] for index in members]
-        buffer = _one_buffer(column)
-        yield bucket.receive({rank: buffer}, _unpacking([(buffer, column)]) if len(members) > 1 else None)
-
-
 def tags_of(role: int, tag: int) -> tuple[int, int, int]:
-    """Return three tags: for a transport's launches, for the means of an all-reduce, for the second launch of
-    ``in_two``.
-
-    AVERAGER uses the second and the third tag. Transports of a model (roles 0 to 2) may share a group.
-    """
+    """Return the tags of launches, of the means of an all-reduce, and of the second launch of ``in_two``."""
     first = TAG + 16 * tag + 4 * role
     return first, first + 1, first + 2
 
 
 def send(message: Tensor, rank: int, group: ProcessGroup, tag: int) -> AwaitMessage:
     """Start sending to a rank of the group."""
-    start = monotonic()
-    try:
-        work = group.send([_real(message)], rank, tag)
-    except RuntimeError as error:
-        raise_named(error, group, start, rank)
-    return partial(_end, work, group, rank)
+    return _start(group.send, message, rank, group, tag)
 
 
 def receive(slot: Tensor, rank: int, group: ProcessGroup, tag: int) -> AwaitMessage:
     """Start receiving from a rank of the group into ``slot``."""
+    return _start(group.recv, slot, rank, group, tag)
+
+
+def _start(post: Callable[..., dist.Work], tensor: Tensor, rank: int, group: ProcessGroup, tag: int) -> AwaitMessage:
     start = monotonic()
     try:
-        work = group.recv([_real(slot)], rank, tag)
+        # gloo does not send complex numbers. ``dist.isend`` would convert them as well, but its checks are slow.
+        work = post([torch.view_as_real(tensor) if tensor.is_complex() else tensor], rank, tag)
     except RuntimeError as error:
         raise_named(error, group, start, rank)
     return partial(_end, work, group, rank)
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a real view if it is complex: gloo does not send complex numbers.
-
-    ``dist.isend`` would convert it as well, but its checks are slow: :func:`send` and :func:`receive` call the group.
-    """
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _end(work: dist.Work, group: ProcessGroup, rank: int) -> None:
@@ -367,17 +336,16 @@ class PackedMessage:
     """Parameters that share a message."""
 
     members: tuple[int, ...]  # the indices of the parameters in the bucket
-    shapes: tuple[Shape, ...]  # the shapes of the parameters
-    shard_shapes: tuple[Shape, ...]  # the shapes of the message's tensors: a rank's rows with padding, or all rows
-    sizes: tuple[int, ...]  # the number of elements of each shape in ``shard_shapes``
+    shapes: tuple[Shape, ...]
+    shard_shapes: tuple[Shape, ...]  # of the message's tensors: a rank's rows with padding, or all rows
+    sizes: tuple[int, ...]  # the number of elements of each shard
     elements: int  # the sum of the sizes
     is_even: bool  # True if there are several members, and the number of ranks divides the rows of each member
 
 
 @cache
 def packed_messages(shapes: tuple[Shape, ...], itemsize: int, world_size: int, limit: int) -> tuple[PackedMessage, ...]:
-    """Return the messages of a bucket of parameters with these shapes. Parameters below ``limit`` bytes share a
-    message."""
+    """Return the messages of a bucket. Parameters below ``limit`` bytes share a message."""
     shards = [layout.shard_shape(shape, world_size) for shape in shapes]
     packed = []
     for members in group_by_size([prod(shape) * itemsize for shape in shards], limit):
@@ -390,26 +358,19 @@ def packed_messages(shapes: tuple[Shape, ...], itemsize: int, world_size: int, l
 
 @cache
 def _elements_of_ranks(shape: tuple[int, ...], world_size: int) -> list[int]:
-    """Return how many elements of a tensor each rank owns."""
     ranges = [layout.row_range(shape[0], world_size, rank) for rank in range(world_size)]
     return [(stop - start) * prod(shape[1:]) for start, stop in ranges]
 
 
 def group_by_size(nbytes: Sequence[int], limit: int) -> list[list[int]]:
     """Return, for each message, the indices of its tensors. Tensors below ``limit`` bytes share a message."""
-    small: list[int] = []
-    large: list[list[int]] = []
-    for index, size in enumerate(nbytes):
-        if size < limit:
-            small.append(index)
-        else:
-            large.append([index])
+    small = [index for index, size in enumerate(nbytes) if size < limit]
+    large = [[index] for index, size in enumerate(nbytes) if size >= limit]
     return [small, *large] if small else large
 
 
 def mean_into(out: Tensor, parts: Sequence[Tensor]) -> None:
-    """Sum two or more 1-D ``parts`` in order, half precision in float32, and write the mean into ``out``. ``out`` may
-    be the first or the second part."""
+    """Sum 1-D ``parts`` in order, half precision in float32. ``out`` may be the first or the second part."""
     first, second, *remaining = parts
     if out.itemsize >= 4:
         torch.add(first, second, out=out)
@@ -425,18 +386,15 @@ def mean_into(out: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a 1-D message: the concatenated tensors, or a single tensor itself."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def messages(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return, for each message, the indices of its tensors. All small tensors share a message. The order depends on
-    shapes and dtypes only."""
+    """Return, for each message of a trade, the indices of its tensors, given their shapes and dtypes."""
     return group_by_size([tensor.nbytes for tensor in tensors], PACK_BELOW_BYTES)
 
 
 def _one_buffer(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a 1-D buffer for a packed message: new memory, or a single tensor itself."""
     return tensors[0] if len(tensors) == 1 else tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
 
 
@@ -449,7 +407,7 @@ def _cut(
     sizes: Sequence[int],
     dim: int,
 ) -> None:
-    """Split a packed message into new tensors, and write the tensors into ``results`` at the indices ``members``."""
+    """Split a packed message into new tensors: ``results`` at the indices ``members``."""
     split: Any = torch.split_with_sizes_copy  # torch's stubs lack its return type
     for index, piece, shape in zip(members, split(packed, sizes, dim), shapes, strict=True):
         # Resized in place: a view would hold one more tensor. Most biases need no resize.
@@ -457,7 +415,6 @@ def _cut(
 
 
 def _unpacking(arrived: Iterable[tuple[Tensor, Sequence[Tensor]]]) -> Callable[[], None]:
-    """Return a function that copies each packed message into its tensors."""
     pairs = list(arrived)
 
     def unpack() -> None:

@@ -1,4 +1,4 @@
-"""Finds the parameters that torch's tensor parallelism has sliced; raises for other DTensors.
+"""Finds parameters that tensor parallelism has sliced; raises for other DTensors and split ties.
 
 ::
 
@@ -6,14 +6,20 @@
 
     up.weight    DTensor (16, 8), Shard(0)     {"up.weight": 0, "up.bias": 0, "down.weight": 1}
     down.bias    DTensor (8,), Replicate()     sliced along no dimension: each rank has all of it
+
+    head.weight = embed.weight     one parameter
+    parallelize_module             head.weight: a DTensor, Shard(0); embed.weight: unchanged    -> ValueError
+    head.weight = embed.weight     one parameter again, if both were sliced
 """
 
 from __future__ import annotations
 
+import sys
 from itertools import product
 from typing import Any, TypeGuard
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -21,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from thunder_zero.comm.group import Ranks, ranks_of
 from thunder_zero.compat.plans_of_transformers import meshes_of_sums
 from thunder_zero.plan.mesh import Mesh
-from thunder_zero.plan.params import Plan
+from thunder_zero.plan.params import Param, Plan
 
 
 def mesh_and_slices(
@@ -92,8 +98,7 @@ def _dimension_of(name: str, param: DTensor) -> int | None:
 
 
 def require_planned(module: nn.Module, plan: Plan) -> None:
-    """Raise ValueError if a parameter has hooks on its gradient, or adapters (LoRA) have the size of a slice without
-    being placed as slices. Also raise it if :func:`require_in_plan` raises."""
+    """Raise ValueError if a parameter has hooks on its gradient, or an adapter of the size of a slice is whole."""
     require_in_plan(module, plan)
     for path, part in module.named_modules():
         if "base_layer" in dict(part.named_children()):
@@ -129,8 +134,7 @@ def _require_placed_adapters(path: str, layer: nn.Module) -> None:
 
 
 def require_in_plan(module: nn.Module, plan: Plan) -> None:
-    """Raise ValueError if the policy ignores a DTensor, or has a ``reduce_format`` for a gradient that is a sum of
-    parts."""
+    """Raise ValueError if the policy ignores a DTensor, or has a ``reduce_format`` for a sum of parts."""
     for planned in plan.params:
         if planned.is_partial and planned.reduce_format:
             raise ValueError(
@@ -143,3 +147,60 @@ def require_in_plan(module: nn.Module, plan: Plan) -> None:
                 f"parameter {name!r} is a DTensor and the policy ignores it, so nothing would reduce its gradient; "
                 f"leave it out of ignored"
             )
+
+
+def require_whole_ties(module: nn.Module, plan: Plan) -> None:
+    """Raise ValueError if slicing has separated two tied parameters, which would diverge.
+
+    A Hugging Face configuration tells which parameters are tied. In other models, an embedding and another parameter
+    are taken as tied if their values are equal.
+    """
+    owners = {param.path: module.get_submodule(param.path.rpartition(".")[0]) for param in plan.params}
+    embeddings = {path for path, owner in owners.items() if isinstance(owner, nn.Embedding)}
+    non_embeddings = [param for param in plan.params if param.path not in embeddings]
+    for embedding, param in product((plan.by_name[path] for path in sorted(embeddings)), non_embeddings):
+        if _was_tied(module, plan, embedding, param):
+            raise ValueError(_split_error(embedding.path, param.path))
+    names = {id(tensor): name for name, tensor in module.named_parameters()}
+    if (pair := _tied_by_hugging_face(module)) is not None and pair[0] is not pair[1]:
+        raise ValueError(_split_error(*(names[id(tensor)] for tensor in pair)))
+
+
+def _split_error(first: str, second: str) -> str:
+    return (
+        f"parameters {first!r} and {second!r} were tied, and parallelize_module has made two of them, which would "
+        f"train apart; slice both modules alike and tie them again afterwards, or untie them before, with values of "
+        f"their own"
+    )
+
+
+def _was_tied(module: nn.Module, plan: Plan, first: Param, second: Param) -> bool:
+    """Return whether two parameters have equal values in the elements that this rank has of both."""
+    tensors = [module.get_parameter(param.path) for param in (first, second)]
+    fits = plan.whole_shape(first) == plan.whole_shape(second) and first.dtype == second.dtype
+    if not fits or not any(isinstance(tensor, DTensor) for tensor in tensors) or any(t.is_meta for t in tensors):
+        return False
+    first_values = _common(tensors[0], first, second, plan)
+    second_values = _common(tensors[1], second, first, plan)
+    return first_values.equal(second_values) and bool((first_values != first_values.flatten()[:1]).any())
+
+
+@torch.no_grad()
+def _common(tensor: Tensor, param: Param, other: Param, plan: Plan) -> Tensor:
+    """Return the elements of ``param`` on this rank that it also has of ``other``."""
+    part, dim = tensor.to_local() if isinstance(tensor, DTensor) else tensor, other.sliced
+    if dim is not None and dim != param.sliced:
+        start, stop = plan.geometry(other).part
+        part = part.narrow(dim, start, stop - start)
+    return part.detach()
+
+
+def _tied_by_hugging_face(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """Return the two weights that a Hugging Face model's configuration ties, or None."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(module, transformers.PreTrainedModel):
+        return None
+    first, last = module.get_input_embeddings(), module.get_output_embeddings()
+    if first is None or last is None or not module.config.get_text_config().tie_word_embeddings:
+        return None
+    return first.weight, last.weight

@@ -1,7 +1,7 @@
 """Runs small, tagged collectives of numbers, objects and DTensors; errors name the lost rank.
 
-The values are not part of a program's schedule: agreements, counts, flags, a full tensor for a state dict. In: this
-rank's value. Out: the values of all ranks. Ranks first announce and compare tags, so that a mismatch raises::
+The values are not part of a program's schedule: agreements, counts, flags, a full tensor for a state dict. Ranks first
+announce and compare tags, so that a mismatch raises::
 
     rank 0    all_gather_object, in tz.save of model 0 (Net)             -> RuntimeError
     rank 1    all_gather_tensor, in clip_grad_norm_ of model 0 (Net)     -> RuntimeError
@@ -28,8 +28,7 @@ _next_number = 0
 
 @contextmanager
 def small_collective(step: str, group: ProcessGroup) -> Iterator[None]:
-    """Tag the small collective in the block. The block starts after all ranks of the group have reached it. Errors that
-    the block raises name lost ranks."""
+    """Tag the small collective in the block, which starts after all ranks of the group have reached it."""
     with naming_tag(compare_tags(step, group)), naming_lost_ranks(group):
         yield
 
@@ -44,8 +43,7 @@ def all_gather_object(value: T, group: ProcessGroup) -> list[T]:
 
 
 def gather_object_on_rank_0(value: T, group: ProcessGroup) -> list[T]:
-    """Return the value of each rank, in rank order, on rank 0 of the group, and an empty list on other ranks. A small
-    collective."""
+    """Return the value of each rank on rank 0 of the group, and [] on other ranks; a small collective."""
     values = [value] * group.size() if group.rank() == 0 else None
     if group.size() > 1:
         with small_collective("gather_object", group):
@@ -70,6 +68,8 @@ def all_reduce_max(flags: Tensor, group: ProcessGroup) -> None:
 
 def all_reduce_sum(numbers: Sequence[int], group: ProcessGroup, device: torch.device) -> list[int]:
     """Return the sum of each number over ranks; a small collective."""
+    if group.size() == 1:
+        return list(numbers)
     totals = to_device(numbers, torch.int64, device)
     with small_collective("sum", group):
         dist.all_reduce(totals, group=group)
@@ -83,7 +83,7 @@ def to_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) 
 
 
 def all_gather_tensor(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """Return the tensor of each rank, in rank order. All tensors must have one shape and dtype. A small collective."""
+    """Return the tensor of each rank, all of one shape and dtype; a small collective."""
     tensors = [torch.empty_like(tensor) for _ in range(group.size())]
     with small_collective("all_gather_tensor", group):
         dist.all_gather(tensors, tensor, group=group)
@@ -92,14 +92,11 @@ def all_gather_tensor(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
 
 @torch.no_grad()
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Overwrite a tensor on every rank with its values on rank ``source`` of the group; a small collective.
-
-    The values are sent as bytes on ``device``, since no backend supports every dtype.
-    """
+    """Overwrite a tensor on every rank with its values on rank ``source`` of the group; a small collective."""
     staged = tensor.detach().to(device).contiguous()
     if staged.numel():
         with small_collective("broadcast", group):
-            dist.broadcast(flat_bytes(staged), group=group, group_src=source)
+            dist.broadcast(flat_bytes(staged), group=group, group_src=source)  # no backend supports every dtype
         tensor.copy_(staged)
 
 

@@ -1,4 +1,4 @@
-"""Defines the interface and base class of transports, and the transport of a single rank.
+"""Defines the base class of transports, and the transport of a single rank.
 
 In: tensors of a bucket, one dtype. Out: a handle, whose ``wait`` gives the results::
 
@@ -27,8 +27,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def outside_autograd(function: Function) -> Function:
-    """Hide a function from autograd. Its results are normal tensors even under inference mode, so that autograd may
-    save them."""
+    """Hide a function from autograd, which may save its results even if they are computed under inference mode."""
     outside = torch.inference_mode(False)(torch.no_grad()(function))
 
     @wraps(function)
@@ -51,20 +50,17 @@ class Transport(ABC):
     world_size: int  # the number of ranks of the transport
     rank: int  # this rank's index among them
 
+    def __init__(self) -> None:
+        self._pending: set[Handle] = set()  # handles in flight, which add and remove themselves
+
     @abstractmethod
     def all_gather(
         self, shards: Sequence[Tensor], shapes: Sequence[Shape], into: Sequence[Tensor] | None = None
     ) -> Waitable:
-        """Gather sharded tensors.
+        """Gather contiguous tensors of shape ``layout.shard_shape(shape, W)``; ``shapes`` have no padding.
 
-        Args:
-            shards: contiguous tensors of shape ``layout.shard_shape(shape, W)``.
-            shapes: the shapes of the full tensors, without padding.
-            into: buffers of shape ``layout.padded_shape(shape, W)`` that already contain this rank's shards. All other
-                rows are overwritten.
-
-        Returns:
-            A handle whose results are the full, unpadded, contiguous tensors: views of ``into`` if it is given.
+        The handle returns the full, unpadded, contiguous tensors: views of ``into`` if it is given. Its buffers have
+        the shape ``layout.padded_shape(shape, W)``, and already contain this rank's shards.
         """
 
     @abstractmethod
@@ -108,32 +104,20 @@ class Transport(ABC):
         return self
 
     @property
-    @abstractmethod
     def in_flight(self) -> bool:
         """True if a handle was launched and has not ended."""
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Wait for all launches of a failed step. Every rank must have failed after the same number of launches."""
-
-
-class Launching(Transport):
-    """A base class of transports that keeps track of handles in flight."""
-
-    def __init__(self) -> None:
-        self._pending: set[Handle] = set()
-
-    @property
-    def in_flight(self) -> bool:
         return bool(self._pending)
 
     def drain(self) -> None:
-        """Wait for all launches of a failed step. If the backend raises, the remaining handles stay pending."""
+        """Wait for all launches of a failed step. Every rank must have failed after the same number of launches.
+
+        If the backend raises, the remaining handles stay pending.
+        """
         while self._pending:
             next(iter(self._pending)).settle()
 
 
-class SingleRank(Launching):
+class SingleRank(Transport):
     """The transport of a single rank: it sends nothing."""
 
     averages = FLOATS | COMPLEX
@@ -142,18 +126,14 @@ class SingleRank(Launching):
     def all_gather(
         self, shards: Sequence[Tensor], shapes: Sequence[Shape], into: Sequence[Tensor] | None = None
     ) -> Handle:
-        """Return the shards as the parameters, since this rank has all rows."""
         fulls = tuple(shard.detach() for shard in (shards if into is None else into))
         return Handle((), fulls, self._pending)
 
     def reduce_scatter(self, grads: Sequence[Tensor]) -> Handle:
-        """Return the gradients as the means."""
-        means = tuple(grad.contiguous() for grad in grads)
-        return Handle((), means, self._pending)
+        return Handle((), tuple(grad.contiguous() for grad in grads), self._pending)
 
     all_reduce = reduce_scatter
 
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Handle:
-        """Do nothing: there are no peers."""
         assert len(outgoing) + len(incoming) == 0, "one rank alone has no peers"
         return Handle((), (), self._pending)

@@ -50,12 +50,10 @@ def torch_optimizer(optimizer: Any) -> Any:
 
 
 def models_of(accelerator: Any) -> list[Any]:
-    """Return the models that an accelerator has prepared."""
     return list(accelerator._models)
 
 
 def optimizers_of(accelerator: Any) -> list[Any]:
-    """Return torch's optimizers that an accelerator has prepared."""
     return [torch_optimizer(optimizer) for optimizer in accelerator._optimizers]
 
 

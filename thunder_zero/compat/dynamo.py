@@ -1,8 +1,4 @@
-"""needed while: dynamo has no public API to lift its limits, or to tell why a graph ended.
-
-In: a module, and a backend for its graphs. Out: a function that calls the captured module. For each graph, functions
-return the user's line where the graph ended, and why it was compiled again.
-"""
+"""needed while: dynamo has no public API to lift its limits, or to tell why a graph ended."""
 
 from __future__ import annotations
 
@@ -45,6 +41,7 @@ from thunder_zero.compat.private import (
     get_compilation_metrics,
     graph_break_reasons,
     innermost_fn,
+    replaced,
 )
 
 ANY_NUMBER = 1 << 30
@@ -80,21 +77,15 @@ def capture(
     for mark in ("_is_torch_compile", "_compile_kwargs"):
         vars(module).pop(mark, None)
     callback = captured.dynamo_ctx.callback  # dynamo calls it for each function that it has not compiled
-    callback._torchdynamo_orig_backend = _inside(make_context, callback._torchdynamo_orig_backend)
-    return captured  # type: ignore[no-any-return]
-
-
-def _inside(
-    make_context: Callable[[], AbstractContextManager[None]], convert: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return ``convert``, dynamo's compiler of functions, wrapped so that it runs in a context."""
+    convert = callback._torchdynamo_orig_backend  # its compiler of functions
 
     def converted(*args: Any, **kwargs: Any) -> Any:
         with make_context():
             return convert(*args, **kwargs)
 
-    converted._torchdynamo_orig_backend = convert._torchdynamo_orig_backend  # type: ignore[attr-defined]
-    return converted
+    vars(converted)["_torchdynamo_orig_backend"] = convert._torchdynamo_orig_backend
+    callback._torchdynamo_orig_backend = converted
+    return captured  # type: ignore[no-any-return]
 
 
 def users_error(error: Exception) -> tuple[Exception, list[FrameSummary]]:
@@ -142,6 +133,8 @@ def capturing(breaks: list[str], kinds: tuple[type[Tensor], ...]) -> Iterator[No
     """
     earlier = len(graph_break_reasons)  # dynamo keeps the reasons of all graphs of the process
     FAKES.addFilter(_is_no_error)
+    # methods whose calls would end a graph, also of transformers
+    logging_methods = {method for name, method in vars(logging.Logger).items() if LOGGING.fullmatch(name)}
     with (
         _plain_parameters(kinds),
         _parameters_of_fixed_sizes(),
@@ -156,7 +149,7 @@ def capturing(breaks: list[str], kinds: tuple[type[Tensor], ...]) -> Iterator[No
             use_numpy_random_stream=True,  # draws the numbers that the plain module draws
             recompile_limit=ANY_NUMBER,  # a limit for one function: our caller drops the oldest program
             accumulated_recompile_limit=ANY_NUMBER,  # a limit for all models together
-            ignore_logging_functions=dynamo_config.ignore_logging_functions | _logging(),
+            ignore_logging_functions=dynamo_config.ignore_logging_functions | logging_methods,
             reorderable_logging_functions=dynamo_config.reorderable_logging_functions | {print, warnings.warn},
         ),
     ):
@@ -165,20 +158,6 @@ def capturing(breaks: list[str], kinds: tuple[type[Tensor], ...]) -> Iterator[No
         finally:
             FAKES.removeFilter(_is_no_error)
             breaks += map(_sentence, graph_break_reasons[earlier:])
-
-
-@contextmanager
-def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a module or class of dynamo inside the block. A class may have inherited it."""
-    before = vars(holder).get(name)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(holder, name)
-        else:
-            setattr(holder, name, before)
 
 
 def _plain_parameters(kinds: tuple[type[Tensor], ...]) -> AbstractContextManager[None]:
@@ -287,7 +266,6 @@ def _slices_written() -> AbstractContextManager[None]:
 
 
 def _example(variable: Any) -> Tensor:
-    """Return the fake value of a tensor that dynamo traces."""
     example: Tensor = variable.as_proxy().node.meta["example_value"]
     return example
 
@@ -317,13 +295,7 @@ def _steps_counted() -> AbstractContextManager[None]:
     return replaced(BuiltinVariable, "call_function", call_function)
 
 
-def floats_constant() -> Any:
-    """Make dynamo specialise on floats, such as the epsilon of a norm, inside the block."""
-    return dynamo_config.patch(specialize_float=True)
-
-
 def _is_no_error(record: logging.LogRecord) -> bool:
-    """Return whether a log record is below the level ERROR. Torch raises the errors that it logs."""
     return record.levelno < logging.ERROR
 
 
@@ -336,7 +308,6 @@ class CompiledFrame(NamedTuple):
 
     @staticmethod
     def now() -> CompiledFrame:
-        """Return the compilation that is running."""
         number, codes = CompileContext.current_compile_id(), TracingContext.get_traced_code()
         return CompiledFrame(number.frame_id, codes[0], number)
 
@@ -358,11 +329,5 @@ class CompiledFrame(NamedTuple):
 
 
 def _sentence(ended: GraphCompileReason) -> str:
-    """Return a sentence that says where and why dynamo ended a graph."""
     where = f" at {ended.user_stack[-1].filename}:{ended.user_stack[-1].lineno}" if ended.user_stack else ""
     return f"dynamo ended a graph{where}: {ended.reason.strip().splitlines()[0]}"
-
-
-def _logging() -> set[Any]:
-    """Return the logging methods whose calls would end a graph, also of transformers. Dynamo drops these calls."""
-    return {method for name, method in vars(logging.Logger).items() if LOGGING.fullmatch(name)}

@@ -35,12 +35,10 @@ def known(package: str) -> bool:
 
 
 def half_imported(modules: dict[str, Any]) -> bool:
-    """Return whether an ``import thunder`` failed before: Python keeps the submodules, but not the package."""
     return "thunder" not in modules and any(name.startswith("thunder.") for name in modules)
 
 
 def untested(package: str, installed: str) -> str | None:
-    """Return a warning about an untested version, or None."""
     first, end = TESTED[package]
     base = installed.partition("+")[0]
     if LooseVersion(first) <= LooseVersion(base) < LooseVersion(end):
@@ -49,19 +47,6 @@ def untested(package: str, installed: str) -> str | None:
         f"thunder_zero is tested with {package} >= {first}, < {end}, and this is {installed}; if something fails, "
         f"install a tested version"
     )
-
-
-@contextmanager
-def _dropped_methods() -> Iterator[None]:
-    """Add the methods that torch dropped to tensors inside the block."""
-    missing = DROPPED_METHODS - set(dir(torch.Tensor))
-    for name in missing:
-        setattr(torch.Tensor, name, _stand_in(name))
-    try:
-        yield
-    finally:
-        for name in missing:
-            delattr(torch.Tensor, name)
 
 
 def _stand_in(name: str) -> Callable[..., None]:
@@ -76,21 +61,21 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return super(torch.autograd.Function, cls).apply(*args, **kwargs)
 
 
-# Thunder recognises autograd functions by a method in Python. Since torch 2.14 dynamo cannot trace such a method.
-_IS_IN_C = isinstance(torch.autograd.Function.apply, BuiltinFunctionType)
-PYTHON_APPLY: tuple[Any, ...] = (classmethod(_apply),) if _IS_IN_C else ()  # empty if ``apply`` is a Python method
-
-
 @contextmanager
-def _apply_in_python() -> Iterator[None]:
-    """Make ``torch.autograd.Function.apply`` a method in Python inside the block."""
-    for apply in PYTHON_APPLY:
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+def _stand_ins() -> Iterator[None]:
+    """Add what Thunder's import reads to torch inside the block."""
+    missing = DROPPED_METHODS - set(dir(torch.Tensor))
+    added: list[tuple[Any, str, Any]] = [(torch.Tensor, name, _stand_in(name)) for name in missing]
+    if isinstance(torch.autograd.Function.apply, BuiltinFunctionType):
+        # Thunder recognises autograd functions by a method in Python, which dynamo cannot trace since torch 2.14.
+        added.append((torch.autograd.Function, "apply", classmethod(_apply)))
+    for holder, name, value in added:
+        setattr(holder, name, value)
     try:
         yield
     finally:
-        for _ in PYTHON_APPLY:
-            del torch.autograd.Function.apply
+        for holder, name, _ in added:
+            delattr(holder, name)
 
 
 def let_thunder_import(on_import: Callable[[], None]) -> None:
@@ -134,7 +119,7 @@ def _import_with_parts(
     import_into: Callable[[ModuleType], None], on_import: Callable[[], None], thunder: ModuleType
 ) -> None:
     """Import Thunder with the stand-ins in place, and remove our finder."""
-    with _apply_in_python(), _dropped_methods(), warnings.catch_warnings():
+    with _stand_ins(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "transformer_engine module not found")  # on every machine without it
         import_into(thunder)
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]

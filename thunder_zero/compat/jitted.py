@@ -1,7 +1,4 @@
-"""needed while: Thunder has no public API for the contents of a jitted module.
-
-In: a module that ``thunder.jit`` made. Out: the plain module, and the tables in which Thunder keeps its tensors.
-"""
+"""needed while: Thunder has no public API for the contents of a jitted module."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from thunder.extend import Executor, TemporaryExecutor
 
 
 def plain_of(model: ThunderModule) -> nn.Module:
-    """Return the module that was jitted."""
     plain: nn.Module = model._model
     return plain
 

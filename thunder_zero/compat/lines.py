@@ -1,6 +1,6 @@
 """needed while: Thunder has no public API for the functions of lines and the signature of a trace.
 
-In: lines and traces of Thunder. Out: a line that calls a function of ours, or a trace with another signature::
+::
 
     y = zero_all_gather(w)      this name is bound to a function of the model
 """

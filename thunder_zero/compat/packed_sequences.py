@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from thunder_zero.compat.dynamo import replaced
+from thunder_zero.compat.private import replaced
 
 LAYER, BACKWARD = "thunder_zero::packed_layer", "thunder_zero::packed_layer_backward"
 ARGS = "Tensor data, Tensor batch_sizes, Tensor[] states, Tensor[] weights, str mode, bool bias, bool bidirectional"
@@ -48,7 +48,6 @@ def _shapes(data: Tensor, _: Tensor, states: Sequence[Tensor], *args: Any) -> li
 
 @torch.library.impl(BACKWARD, "CompositeExplicitAutograd")
 def _gradients(grads: Sequence[Tensor], *args: Any) -> list[Tensor]:
-    """Return the gradients of the data, the states and the weights."""
     data, batch_sizes, states, weights, *rest = args
     inputs = [tensor.detach().requires_grad_() for tensor in (data, *states, *weights)]
     data, parts = inputs[0], inputs[1:]
@@ -81,7 +80,6 @@ torch.library.register_autograd(LAYER, _backward, setup_context=_keep)
 
 
 def _forward(layers: Any, packed: PackedSequence, hx: Any) -> tuple[PackedSequence, Any]:
-    """Return what a recurrent layer's forward returns for a packed sequence."""
     data, batch_sizes, order, inverse = packed
     layers.check_input(data, batch_sizes)
     is_lstm, directions = layers.mode == "LSTM", 2 if layers.bidirectional else 1
@@ -112,7 +110,6 @@ def _forward(layers: Any, packed: PackedSequence, hx: Any) -> tuple[PackedSequen
 
 @torch.compiler.disable
 def _count(batch_sizes: Tensor) -> int:
-    """Return the number of sequences."""
     return int(batch_sizes[0])
 
 

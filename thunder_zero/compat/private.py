@@ -11,6 +11,8 @@ that torch's documentation uses, ``torch.utils._pytree`` and ``torch.utils._pyth
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,6 +52,8 @@ ATTRIBUTES = {  # attributes of objects of torch or Lightning, with their purpos
     **dict.fromkeys(("_schema", "_op"), "an operator's arguments, writes and inner operator"),
     "_optimizer_load_state_dict_post_hooks": "whether an optimizer has hooks of its own",
     "_is_profiler_enabled": "whether a profiler runs; read at each launch",
+    "_backward_cls": "the nodes that an autograd function puts into graphs",
+    "_pg_registry": "a mesh's references to process groups, which destroyed groups must lose",
     "_layer_sync": "Lightning's plugin for synchronised layers",
 }
 
@@ -166,9 +170,9 @@ NAMES = {name: Private(*row) for name, row in {
     "peek_interpreter_stack": ("torch._C._functorch:peek_interpreter_stack", "whether torch.func or vmap is active",
         "a public question"),
     "will_engine_execute_node": ("torch._C:_will_engine_execute_node", "whether a backward adds to .grad", AUTOGRAD),
-    "current_graph_task_id": ("torch._C:_current_graph_task_id", "the number of the backward that runs", AUTOGRAD),
-    "queue_callback": ("torch.autograd:Variable._execution_engine.queue_callback", "calls a function after a backward",
-        "a public hook there"),
+    "running_backward": ("torch._C:_current_graph_task_id", "the number of the backward that runs, or -1", AUTOGRAD),
+    "at_end_of_backward": ("torch.autograd:Variable._execution_engine.queue_callback",
+        "calls a function when the running backward ends", "a public hook there"),
     "foreach_div_": ("torch:_foreach_div_", "divides many tensors in one call", "public foreach functions"),
     "chunk_cat": ("torch:_chunk_cat",
         "cuts many gradients into the rows of ranks in one call", "the function made public"),
@@ -215,3 +219,17 @@ def __getattr__(name: str) -> Any:
     home = import_module(module)
     globals()[name] = attrgetter(path)(home) if path else home
     return globals()[name]
+
+
+@contextmanager
+def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a module or class of torch inside the block. A class may have inherited it."""
+    before = vars(holder).get(name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, before)

@@ -1,7 +1,6 @@
 """needed while: torch draws numbers for slices only on DTensors, and only on GPUs.
 
-In: the number of a slice. Out: the state of a random generator, returned by an operator that a trace can call
-(``capture/joint.py``)::
+::
 
     state = generator_of_slice(1, device)        a new state for each slice and each step
 """

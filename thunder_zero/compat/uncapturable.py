@@ -1,7 +1,6 @@
 """needed while: dynamo captures neither ScriptModules, FSDP1 nor hooks of composable checkpoints.
 
-In: a module that is about to be sharded, or compiled. Out: nothing, or an error that names the submodule and an
-alternative (:func:`require_traceable`)::
+::
 
     submodule 'a' of Net (RecursiveScriptModule) is a ScriptModule, and dynamo cannot capture it; use the module ...
 """
@@ -18,8 +17,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 @dataclass(frozen=True, slots=True)
 class RefusedPart:
-    """A kind of submodule that is refused."""
-
     matches: Callable[[nn.Module], bool]  # a predicate that is True for modules of this kind
     fault: str  # the reason in an error message, behind the module's name
     action: str  # the alternative to use

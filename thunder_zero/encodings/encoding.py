@@ -57,11 +57,7 @@ class Encoding:
         return nbytes if not self.block else SCALE_BYTES * self.blocks(numel) + -(-nbytes // SCALE_BYTES) * SCALE_BYTES
 
     def encode(self, x: Tensor, *, piece: int | None = None) -> Tensor:
-        """Return the payload of a tensor: ``x`` in the dtype of this encoding, or ``x`` itself if it has that dtype.
-
-        Args:
-            piece: the number of elements to encode at a time (default: by the device).
-        """
+        """Return the payload: ``x`` in the dtype of this encoding. ``piece`` elements are encoded at a time."""
         return x.to(self.dtype)
 
     def decode(self, payload: Tensor, out: Tensor, *, piece: int | None = None) -> Tensor:

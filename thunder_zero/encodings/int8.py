@@ -55,18 +55,11 @@ class Int8(Blocks):
     largest = 127.0
 
     def error(self, rounds: str) -> str:
-        """Describe the largest error of an element. ``rounds`` is "to nearest" or "at random"."""
         steps, percent = ("a whole step", "0.8%") if rounds == "at random" else ("half a step", "0.4%")
         return f"{steps}, {percent} of the largest in its block, or {steps} of 2 ** -126"
 
     def encode(self, x: Tensor, *, out: Tensor | None = None, key: str = "", piece: int | None = None) -> Tensor:
-        """Return the payload of a floating-point tensor of n elements, a uint8 tensor of ``nbytes(n)`` bytes.
-
-        Args:
-            out: the payload to write to (default: a new tensor).
-            key: the text whose hash seeds stochastic rounding; empty: round to nearest.
-            piece: the number of elements to encode at a time (default: by the device).
-        """
+        """Return the payload, written to ``out`` if given. The hash of ``key`` seeds rounding; "" rounds to nearest."""
         x, piece = x.detach().reshape(-1), piece or piece_on(x.device)
         payload = x.new_empty(self.nbytes(len(x)), dtype=torch.uint8) if out is None else out
         scales, elements = self._parts(payload, len(x))
@@ -89,12 +82,7 @@ class Int8(Blocks):
         return payload
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool = False, piece: int | None = None) -> Tensor:
-        """Decode a payload into ``out``, a contiguous floating-point tensor, and return ``out``.
-
-        Args:
-            add: True to add the decoded values to ``out``, which must be float32.
-            piece: the number of elements to decode at a time (default: by the device).
-        """
+        """Decode a payload into ``out``, or ``add`` its values to ``out``, which then must be float32."""
         flat, piece = out.view(-1), piece or piece_on(out.device)
         scales, elements = self._parts(payload, len(flat))
         buffer = flat.new_empty(min(len(flat), max(piece, self.block)), dtype=torch.float32)
@@ -110,7 +98,6 @@ class Int8(Blocks):
         return out
 
     def _parts(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Return the scales and the elements of a payload, as views."""
         end = SCALE_BYTES * self.blocks(numel)
         return payload[:end].view(torch.float32), payload[end : end + numel].view(self.dtype)
 

@@ -66,16 +66,11 @@ class NF4(Blocks):
         return SCALE_BYTES * self.blocks(numel) + -(-numel // (2 * SCALE_BYTES)) * SCALE_BYTES
 
     def error(self, rounds: str) -> str:
-        """Describe the largest error of an element."""
         return "15.2% of the largest in its block"
 
     @torch.no_grad()
     def encode(self, x: Tensor, *, piece: int | None = None) -> Tensor:
-        """Encode floating-point rows of shape (rows, ...) as a uint8 tensor of shape (rows, bytes of a row).
-
-        Args:
-            piece: the number of elements to encode at a time (default: by the device).
-        """
+        """Encode floating-point rows of shape (rows, ...) as a uint8 tensor of shape (rows, bytes of a row)."""
         width = prod(x.shape[1:])
         flat, blocks = x.detach().reshape(len(x), width), self.blocks(width)
         payload = torch.zeros(len(flat), self.nbytes(width), dtype=torch.uint8, device=flat.device)
@@ -113,7 +108,6 @@ class NF4(Blocks):
         return out
 
     def _codes(self, payload: Tensor, width: int) -> Tensor:
-        """Return a view of the elements' bytes, without the scales."""
         begin = SCALE_BYTES * self.blocks(width)
         return payload[:, begin : begin + -(-width // 2)]
 
@@ -127,9 +121,6 @@ def _pieces(flat: Tensor, piece: int | None) -> Iterator[tuple[int, int]]:
 
 @cache
 def pairs_on(device: torch.device) -> Tensor:
-    """Return the two float32 levels of each byte, as an int64 tensor of shape (256,).
-
-    The tensor is cached for the life of the process.
-    """
+    """Return the two float32 levels of each byte, as an int64 tensor of shape (256,)."""
     levels = torch.tensor(LEVELS)
     return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], 1).view(torch.int64).view(-1).to(device)

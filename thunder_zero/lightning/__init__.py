@@ -21,8 +21,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 from thunder_zero.lightning.fabric import ZeroStrategy as ZeroStrategy
+from thunder_zero.lightning.fabric import full_model_state_dict as full_model_state_dict
 from thunder_zero.lightning.fabric import zero_module as zero_module
-from thunder_zero.lightning.sharding import full_model_state_dict as full_model_state_dict
 from thunder_zero.lightning.trainer import ZeroTrainerStrategy as ZeroTrainerStrategy
 
 __all__ = ["ZeroStrategy", "ZeroTrainerStrategy", "full_model_state_dict", "zero_module"]

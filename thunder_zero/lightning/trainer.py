@@ -20,7 +20,7 @@ from torch import nn
 
 from thunder_zero.capture.arguments import Arguments
 from thunder_zero.capture.zero_module import ZeroModule
-from thunder_zero.lightning.sharding import TIMEOUT, check_sharding, full_model_state_dict, require_supported
+from thunder_zero.lightning.fabric import TIMEOUT, Sharding, full_model_state_dict, require_supported
 from thunder_zero.plan.policy import Policy
 from thunder_zero.sharded.dtensors import load_parts
 from thunder_zero.sharded.frozen import encoded_values
@@ -56,16 +56,12 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
         **arguments: Unpack[Arguments],
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        self._sharding = check_sharding(policy, mesh_shape, jit_options, arguments)
+        self._sharding = Sharding(policy, mesh_shape, jit_options, arguments)
         self._sharded: ZeroModule | None = None
 
     @property
     def sharded(self) -> ZeroModule:
-        """The sharded model, for functions such as ``tz.print_trace``.
-
-        Raises:
-            RuntimeError: the Trainer has not sharded a model yet.
-        """
+        """The sharded model, for functions such as ``tz.print_trace``."""
         if self._sharded is None:
             raise RuntimeError("the Trainer has not sharded a model yet; call trainer.fit first")
         return self._sharded

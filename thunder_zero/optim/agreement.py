@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
-from thunder_zero.comm.agree import Fact, all_or_none, require_same
+from thunder_zero.comm.agree import Claim, all_or_none, require_same
 from thunder_zero.comm.small_collectives import all_reduce_sum
 from thunder_zero.optim.options import describe_values, hyper_parameters
 from thunder_zero.optim.owners import Member
@@ -25,19 +25,19 @@ def agree_on_step(
 ) -> tuple[frozenset[str], frozenset[str]]:
     """Compare the next step between ranks, in one small collective if all agree. All ranks raise if they differ.
 
-    Return the paths of the parameters with a gradient, and of those that every rank has in full. Each set is equal on
-    all ranks. With ``known``, an earlier step compared members and groups.
+    Return the paths of the parameters with a gradient, and of those that every rank has in full. With ``known``, an
+    earlier step compared members and groups.
     """
-    facts = _facts(kind, () if known else members, groups, LATER if known else FIRST)
+    claims = _facts(kind, () if known else members, groups, LATER if known else FIRST)
     if not known:
-        require_same(facts, state.group)
+        require_same(claims, state.group)
     paths = [member.param.path for member in members]
     has_grad = [member.shard.grad is not None for member in members]
-    digest = _digest(facts)
+    digest = _digest(claims)
     numbers = [digest, digest**2, *map(int, (*has_grad, *out_of_date(state, paths)))]
-    total, squares, *sums = _sum_over_ranks(numbers, state)
+    total, squares, *sums = all_reduce_sum(numbers, state.group, state.device)
     if state.plan.ranks * squares != total**2:  # equal if and only if all digests are equal
-        require_same(facts, state.group)
+        require_same(claims, state.group)
     counts, stale_counts = sums[: len(paths)], sums[len(paths) :]
     for path, count in zip(paths, counts, strict=True):
         if 0 < count < state.plan.ranks:
@@ -49,38 +49,31 @@ def agree_on_step(
     return with_grad, frozenset(path for path, count in zip(paths, stale_counts, strict=True) if count == 0)
 
 
-def _facts(kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], remedy: str) -> list[Fact]:
-    """List the optimizer's properties that must be equal on all ranks."""
-    facts = [Fact("the optimizer's class", kind, remedy)]
-    facts += [
-        Fact(f"parameter {number} of {kind}", f"{member.param.path!r}, owned by rank {member.owner}", remedy)
+def _facts(kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], remedy: str) -> list[Claim]:
+    claims = [Claim("the optimizer's class", kind, remedy)]
+    claims += [
+        Claim(f"parameter {number} of {kind}", f"{member.param.path!r}, owned by rank {member.owner}", remedy)
         for number, member in enumerate(members)
     ]
-    return facts + option_facts(kind, groups, remedy)
+    return claims + option_claims(kind, groups, remedy)
 
 
-def option_facts(kind: str, groups: Sequence[Mapping[str, Any]], remedy: str) -> list[Fact]:
-    """List the options of an optimizer's groups, which must be equal on all ranks."""
+def option_claims(kind: str, groups: Sequence[Mapping[str, Any]], remedy: str) -> list[Claim]:
     return [
-        Fact(f"{key!r} of group {number} of {kind}", text, remedy)
+        Claim(f"{key!r} of group {number} of {kind}", text, remedy)
         for number, group in enumerate(groups)
         for key, text in describe_values(hyper_parameters(group)).items()
     ]
 
 
-def _digest(facts: Sequence[Fact]) -> int:
-    """Return a 24-bit digest of facts."""
-    # Digests have 24 bits, so that sums of squares fit into int64 on 32,768 ranks.
-    return int.from_bytes(sha256(repr(facts).encode()).digest()[:3], "big")
+def _digest(claims: Sequence[Claim]) -> int:
+    """Return a digest of 24 bits, so that sums of squares fit into int64 on 32,768 ranks."""
+    return int.from_bytes(sha256(repr(claims).encode()).digest()[:3], "big")
 
 
 def raise_on_all(failure: Exception | None, kind: str, state: State) -> None:
     """Raise on every rank if a step failed on any rank. This is one small collective."""
-    if _sum_over_ranks([int(failure is not None)], state)[0]:
+    if all_reduce_sum([int(failure is not None)], state.group, state.device)[0]:
         with all_or_none(state.group, f"its part of a step of {kind}"):
             if failure is not None:
                 raise failure
-
-
-def _sum_over_ranks(numbers: Sequence[int], state: State) -> list[int]:
-    return all_reduce_sum(numbers, state.group, state.device) if state.plan.ranks > 1 else list(numbers)

@@ -1,7 +1,6 @@
 """``tz.EMA``: moving averages of sharded parameters, and a block in which the model uses them.
 
-In: a sharded model, after each step. Out: averages with the placements of the parameters. A checkpoint saves
-averages by rows::
+::
 
     update     average = decay * average + (1 - decay) * parameter     each rank updates its rows, without communication
     applied    swap parameters and averages, and swap them back        first, all ranks agree that each rank can swap
@@ -16,7 +15,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
-from thunder_zero.comm.agree import Fact, all_or_none, require_same
+from thunder_zero.comm.agree import Claim, all_or_none
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.plan.policy import is_count
 from thunder_zero.sharded.dtensors import local
@@ -31,11 +30,9 @@ class Counts:
     averaged: int = 0  # the number of these calls that changed the averages
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counts by name."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore the counts from the dict that :meth:`state_dict` returned."""
         self.calls, self.averaged = state["calls"], state["averaged"]
 
 
@@ -62,20 +59,8 @@ class EMA:
     BatchNorm statistics inside the block. An average has the parameter's dtype. Averages of 16-bit parameters have
     float32, since 16 bits would lose small updates.
 
-    Args:
-        model: a model with ZeroTransform.
-        decay: the weight of the old average, 0 or more and less than 1.
-        every: the number of ``update`` calls for each change of the averages, 1 or more.
-
-    Attributes:
-        averages: the averages by parameter name.
-        counts: the counts of updates.
-        state: the model's state.
-
-    Raises:
-        TypeError: ``model`` has no ZeroTransform.
-        ValueError: ``decay`` or ``every`` is out of its range, or no parameter requires gradients.
-        RuntimeError: the model is inside ``applied`` of an EMA.
+    ``decay`` is the weight of the old average. The averages change in each call of ``update`` whose number ``every``
+    divides. ``averages`` has them by parameter name.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999, *, every: int = 1) -> None:
@@ -93,7 +78,6 @@ class EMA:
             )
 
     def __repr__(self) -> str:
-        """Describe the settings, and the number of updates of the averages."""
         return (
             f"EMA(decay={self.decay}, every={self.every}) of {self.state.name}, {self.counts.averaged} times averaged"
         )
@@ -111,12 +95,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the averages with the current parameters. Call it on every rank after each step of the optimizer.
-
-        Raises:
-            RuntimeError: the call is inside ``applied``, or a parameter was frozen when the EMA was built and is
-                trained now.
-        """
+        """Update the averages with the current parameters. Call it on every rank after each step of the optimizer."""
         self.state.require_own_values("update an EMA")
         for name, param in self._params.items():
             if param.requires_grad and name not in self.averages:
@@ -146,14 +125,12 @@ class EMA:
         Inside the block, state dicts and ``full_parameters`` return averages. Steps of an optimizer, updates of an EMA,
         ``tz.save``, ``tz.load`` and other loads raise.
 
-        Raises:
-            RuntimeError: the EMA has no average yet, ranks have different counts of updates, or the call is inside
-                ``applied``, ``full_parameters`` or an accumulation. All ranks raise.
+        All ranks raise if the EMA has no average yet, if ranks have different counts of updates, or inside ``applied``,
+        ``full_parameters`` or an accumulation.
         """
-        with doing("EMA.applied", self.state.name):
-            with all_or_none(self.state.group, "EMA.applied"):
-                self._require_applicable()
-            require_same([self.fact("the EMA")], self.state.group)
+        with doing("EMA.applied", self.state.name), all_or_none(self.state.group, "EMA.applied") as claims:
+            self._require_applicable()
+            claims.append(self.fact("the EMA"))
         originals: dict[str, Tensor] = {}
         self._swap(originals)
         self.state.averaged = frozenset(id(self._params[name]) for name in self.averages)
@@ -163,10 +140,10 @@ class EMA:
             self.state.averaged = frozenset()
             self._swap(originals)
 
-    def fact(self, name: str) -> Fact:
+    def fact(self, name: str) -> Claim:
         """Return the settings and counts that ranks must agree on. An error begins with ``name``."""
         value = f"decay {self.decay}, every {self.every}, {self.counts.calls} updates"
-        return Fact(f"{name} of {self.state.name}", value, "make the same EMA and update it on every rank")
+        return Claim(f"{name} of {self.state.name}", value, "make the same EMA and update it on every rank")
 
     def _require_applicable(self) -> None:
         self.state.require_own_values("enter EMA.applied")
@@ -180,11 +157,7 @@ class EMA:
 
     @torch.no_grad()
     def _swap(self, originals: dict[str, Tensor]) -> None:
-        """Swap the values of parameters and averages.
-
-        The first call fills ``originals`` with the parameters whose average has another dtype. The second call restores
-        them.
-        """
+        """Swap parameters and averages. ``originals`` keeps the parameters whose average has another dtype."""
         for name, average in self.averages.items():
             param = self._params[name]
             old_value = param.detach().clone()

@@ -6,9 +6,8 @@
     rank 1: rows 2 3                                                                                 rows 2 3
     rank 2: row  4                                                                                   row  4
 
-In ZeRO-1 every rank has the parameter in full, so only the gradient's rows are sent to the owner. If a parameter is
-replicated, every rank also has its gradient in full. Then only the stepped parameter is sent, from the owner to all
-ranks.
+In ZeRO-1 every rank has the parameter in full, so only the gradient's rows are sent to the owner. Every rank has the
+gradient of a replicated parameter in full, so only the stepped parameter is sent.
 """
 
 from __future__ import annotations
@@ -30,12 +29,7 @@ ByPeer = defaultdict[int, list[Tensor]]  # lists of messages, keyed by peer
 
 
 class ToOwners:
-    """A bucket's rows of parameters and gradients, in flight to the owners.
-
-    Args:
-        paths: the paths of the parameters that have a gradient.
-        full_paths: the paths of the parameters that every rank has in full (ZeRO-1). Only their gradients are sent.
-    """
+    """A bucket's rows, in flight to the owners: gradients of ``paths``, and parameters unless in ``full_paths``."""
 
     def __init__(
         self, state: State, members: Sequence[Member], paths: Collection[str], full_paths: Collection[str]
@@ -45,7 +39,10 @@ class ToOwners:
         outgoing, incoming = ByPeer(list), ByPeer(list)
         for member in members:
             param, values = member.param, local(member.shard).detach()
-            grad = _gradient(member) if param.path in paths else None
+            grad = None
+            if param.path in paths:
+                assert member.shard.grad is not None, "the member has a gradient on all ranks"
+                grad = local(member.shard.grad).detach()
             if not (geometry := plan.geometry(param)).is_spread:
                 if member.owner == shard.place:
                     self._owned[param.path] = (param, values, grad)
@@ -68,20 +65,16 @@ class ToOwners:
     def wait(self) -> dict[str, ParamAndGrad]:
         """Wait for the messages; return the whole parameters that this rank owns, by path."""
         self._handle.wait()
-        arrived = {}
+        arrived: dict[str, ParamAndGrad] = {}
         for path, (param, full, grad) in self._owned.items():
             device = rest_device(param, self._state.plan, self._state.device)
-            arrived[path] = ParamAndGrad(full.to(device), None if grad is None else grad.to(device))
+            arrived[path] = (full.to(device), None if grad is None else grad.to(device))
         self._owned.clear()
         return arrived
 
 
 class FromOwners:
-    """A bucket's updated rows, in flight to all ranks.
-
-    Args:
-        updated: the parameters that this rank has stepped, by path.
-    """
+    """A bucket's updated rows, in flight to all ranks. ``updated`` has the parameters that this rank has stepped."""
 
     def __init__(self, state: State, members: Sequence[Member], updated: Mapping[str, Tensor]) -> None:
         plan, shard = state.plan, state.plan.mesh.shard
@@ -106,12 +99,6 @@ class FromOwners:
         for member, rows in self._rows:
             local(member.shard).detach().copy_(rows)
         self._rows.clear()
-
-
-def _gradient(member: Member) -> Tensor:
-    grad = member.shard.grad
-    assert grad is not None, "the member has a gradient on all ranks"
-    return local(grad).detach()
 
 
 def _launch(state: State, outgoing: ByPeer, incoming: ByPeer) -> Waitable:

@@ -1,7 +1,6 @@
 """Clips gradients by their norm over all ranks. Computes a loss in which all items weigh the same.
 
-In: a model with gradients, or a rank's loss and its number of items. Out: a norm that is equal on all ranks, or a loss
-scaled for the mean over the items of all ranks. Each rank sends one small message::
+Each rank sends one small message::
 
     clip_grad_norm_    norm of this rank's rows     -> all ranks' norms -> one norm -> gradients scaled in place
     global_mean        number of this rank's items  -> their sum        -> total * ranks / sum
@@ -37,19 +36,10 @@ def clip_grad_norm_(
 
     >>> norm = tz.clip_grad_norm_(model, max_norm=1.0)
 
-    Args:
-        model: a model with ZeroTransform.
-        max_norm: the maximum norm. Gradients with a larger norm are scaled down.
-        norm_type: the p of the p-norm, above 0; ``math.inf`` selects the largest absolute value.
-        error_if_nonfinite: True raises if the norm is NaN or Inf. False scales the gradients to NaN or 0, as torch
-            does.
-
-    Returns:
-        The norm before clipping: 0-dim, equal on all ranks.
+    ``norm_type`` is the p of the p-norm; ``math.inf`` selects the largest absolute value. Return the norm before
+    clipping, equal on all ranks.
 
     Raises:
-        TypeError: ``model`` has no ZeroTransform.
-        ValueError: ``max_norm`` or ``norm_type`` is out of its range.
         RuntimeError: a rank has no gradient, ``no_sync`` holds unreduced gradients, or the norm is NaN or Inf and
             ``error_if_nonfinite`` is True.
     """
@@ -62,10 +52,7 @@ def clip_grad_norm_(
 
 
 def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    """Scale all gradients in place so that their global norm is at most ``max_norm``; return the norm before scaling.
-
-    If a rank raises, all ranks do.
-    """
+    """Clip as :func:`clip_grad_norm_` does. If a rank raises, all ranks do."""
     if state.plan.mesh.is_sliced:
         require_equal_gradients_once(state, {id(param.shard) for param in state.params.values()})
     norm, statuses = total_norm(state, norm_type)
@@ -83,27 +70,21 @@ def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bo
             f"the norm of the gradients is {norm.item()}; lower the learning rate, scale the loss, or pass "
             f"error_if_nonfinite=False to go on"
         )
-    clip_grads_with_norm_(_local_parts(state), max_norm, norm)
-    return norm
-
-
-def _local_parts(state: State) -> list[Tensor]:
-    """Return the local tensor of each shard that has a gradient, with the local gradient as its ``grad``."""
     parts = []
     for param in state.params.values():
         if param.shard.grad is not None:
             part = local(param.shard).detach()
             part.grad = local(param.shard.grad)
             parts.append(part)
-    return parts
+    clip_grads_with_norm_(parts, max_norm, norm)
+    return norm
 
 
 def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     """Return the norm of all gradients as one vector, and each rank's status. This is one small collective.
 
-    The norm has equal bits on every rank. Each element is counted once: rows of a sharded parameter on their rank, a
-    replicated parameter on the first rank of a replica. A parameter that is not tensor-parallel is counted on the first
-    rank of the ``tensor`` axis.
+    The norm has equal bits on every rank. Each element is counted once: a replicated parameter on the first rank of a
+    replica, a parameter that is not tensor-parallel on the first rank of the ``tensor`` axis.
     """
     # torch's function on DTensors hangs for an infinite norm_type if a rank has no rows.
     grads = {param.plan: param.shard.grad for param in state.params.values()}
@@ -138,17 +119,8 @@ def global_mean(model: nn.Module, total: Tensor, count: int) -> Tensor:
     >>> losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
     >>> tz.global_mean(model, losses, int((targets != -100).sum())).backward()
 
-    Args:
-        model: a model with ZeroTransform.
-        total: the sum of the losses of this rank's items, 0-dim.
-        count: the number of this rank's items in all micro-batches of the step, 0 or more.
-
-    Returns:
-        The loss to call ``backward`` on.
-
-    Raises:
-        TypeError: ``model`` has no ZeroTransform.
-        ValueError: a rank's ``count`` is not an int or is negative, or no rank has an item. All ranks raise.
+    ``total`` is the sum of the losses of this rank's items, ``count`` their number in all micro-batches of the step.
+    All ranks raise if no rank has an item.
     """
     state = sharded_model(model).state
     is_valid = is_count(count)

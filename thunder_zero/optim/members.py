@@ -1,14 +1,10 @@
 """Finds the model and the parameters of ``tz.whole``. Builds and probes the ordinary optimizer.
 
-In: the arguments of ``tz.whole``. Out: the model's state, the ordinary optimizer, and parameters with owners, in
-buckets; or an error::
+::
 
     params -> groups_of_params -> model_of       the state of the parameters' model
                                -> make_ordinary  an optimizer of parameters without memory, and the result of probe.py
                                -> members_of     [[Member, Member], [Member]], a list for each bucket
-
-All functions run when an optimizer is built, and when a group is added. :func:`make_ordinary` also runs in a step,
-after options or groups have changed.
 """
 
 from __future__ import annotations
@@ -36,15 +32,6 @@ from thunder_zero.optim.stepper import (
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.sharded_model import owner_of, owner_of_replaced
 from thunder_zero.sharded.state import State
-
-
-def require_maker(make: object) -> None:
-    """Raise TypeError unless ``make`` is an optimizer class or a function."""
-    if isinstance(make, Optimizer) or not callable(make):
-        raise TypeError(
-            f"tz.whole was given a {type(make).__name__} to make optimizers with; give the class itself and then the "
-            f"parameters, as in tz.whole(torch.optim.Muon, params, lr=1e-3)"
-        )
 
 
 def groups_of_params(params: Iterable[Any]) -> Groups:
@@ -88,16 +75,9 @@ def make_ordinary(
     *,
     trusted: bool,
 ) -> tuple[Optimizer, ProbeResult]:
-    """Build the ordinary optimizer, and probe it. All ranks get equal results or raise equal errors.
+    """Build the ordinary optimizer over parameters without memory, and probe it. All ranks get equal results.
 
-    Args:
-        user_options: for each group, the names of the options that the user set.
-        moving: the names of options that steps have changed. The new optimizer has default values for these options,
-            unless the user set them.
-        trusted: True accepts the optimizer even if the probe finds coupled parameters.
-
-    Returns:
-        An optimizer over parameters with full shapes and no memory, and the result of the probe.
+    The options that steps have changed (``moving``) have default values, unless the user set them.
     """
     kept_options = [
         {key: value for key, value in hyper_parameters(group).items() if key in keys or key not in moving}
@@ -128,7 +108,6 @@ def _planned_shards(groups: Groups) -> list[tuple[Param, Tensor, int, str | None
 
 
 def _require_steppable(optimizer: Optimizer) -> None:
-    """Raise ValueError if a step of the optimizer needs an argument."""
     kind = type(optimizer).__name__
     for argument in signature(optimizer.step).parameters.values():
         if argument.default is not Parameter.empty or argument.kind is not Parameter.POSITIONAL_OR_KEYWORD:
@@ -140,10 +119,7 @@ def _require_steppable(optimizer: Optimizer) -> None:
 
 
 def _require_separable(kind: str, result: ProbeResult, state: State, trusted: bool) -> None:
-    """Raise unless the optimizer can step a subset of the parameters.
-
-    A rank may own no parameter of a group, so the optimizer must also step groups without parameters.
-    """
+    """Raise unless the optimizer can step a subset of the parameters, and groups without parameters."""
     plan = state.plan
     if result.couples and plan.mesh.shard.size > 1 and not trusted:
         raise RuntimeError(
@@ -183,7 +159,7 @@ def members_of(groups: Groups, offset: int, state: State, loads: Sequence[int]) 
     """Return the parameters of groups, in buckets and with owners. ``offset`` is the number of the first group.
 
     Frozen parameters follow in buckets of their own, since they may be unfrozen. Parameters in a ``frozen_format`` are
-    left out. ``loads`` is the work of each rank for the parameters that it already owns.
+    left out. ``loads`` is the work that each rank already has.
     """
     chosen = [
         (param, shard, offset + number, name)

@@ -1,7 +1,6 @@
 """``tz.whole``: an ordinary optimizer on whole parameters, over the shards of a model.
 
-In: an optimizer's class, and parameters of a sharded model. Out: a ``torch.optim.Optimizer`` over the shards, whose
-``step`` has the result of one process. In this step of two buckets, time runs down, and entries of a row overlap::
+In this step of two buckets, time runs down, and entries of a row overlap::
 
     agree_on_step: ranks compare groups and gradients                        agreement.py
     bucket 0 to its owners                                                   exchange.ToOwners
@@ -9,8 +8,6 @@ In: an optimizer's class, and parameters of a sharded model. Out: a ``torch.opti
     bucket 0 back to all ranks      this rank steps its members of 1         exchange.FromOwners
     bucket 1 back to all ranks
     raise_on_all: did a rank fail?                                           agreement.py
-
-This file handles groups, ownership and the order of a step. ``members.py`` builds and probes the ordinary optimizer.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ from thunder_zero.optim.members import (
     make_ordinary,
     members_of,
     model_of,
-    require_maker,
 )
 from thunder_zero.optim.options import OF_BASE, changed_names, describe_for_probe, describe_values, hyper_parameters
 from thunder_zero.optim.owners import Member, work_of_shape
@@ -65,21 +61,18 @@ def whole(
         optimizer: an optimizer's class, or a function that takes parameter groups and options and returns an optimizer.
         params: parameters, named parameters or parameter groups of one sharded model.
         trust_optimizer: True promises that the optimizer steps each parameter independently, and draws equal random
-            numbers in all replicas.
-        options: options of the optimizer.
+            numbers in all replicas. False raises if it does not, or cannot be probed.
 
     Returns:
         A ``torch.optim.Optimizer`` over the shards: schedulers, ``add_param_group``, ``zero_grad``, gradient scalers
         and ``tz.clip_grad_norm_`` work as usual. The optimizer's ``state`` has only the states of parameters that this
         rank owns. Its ``repr`` names the owners.
-
-    Raises:
-        TypeError: ``optimizer`` does not return a ``torch.optim.Optimizer``.
-        ValueError: a parameter belongs to no sharded model or to a second model, or the optimizer needs a closure.
-        RuntimeError: ``trust_optimizer`` is False, and the optimizer couples parameters, cannot be probed, or draws
-            random numbers and the model has several replicas.
-        Exception: the ordinary optimizer raised it, for example because a parameter is not a matrix.
     """
+    if isinstance(optimizer, Optimizer) or not callable(optimizer):
+        raise TypeError(
+            f"tz.whole was given a {type(optimizer).__name__} to make optimizers with; give the class itself and then "
+            f"the parameters, as in tz.whole(torch.optim.Muon, params, lr=1e-3)"
+        )
     return Whole(optimizer, params, options, trust_optimizer)
 
 
@@ -94,10 +87,7 @@ def update_options(groups: Sequence[dict[str, Any]], new_options: Sequence[Mappi
 
 
 def require_own_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raise ValueError if a state dict has the state of a parameter that another rank owns.
-
-    :class:`Whole` registers this hook, which runs before a state dict is loaded.
-    """
+    """Raise ValueError if a state dict has the state of a parameter that another rank owns; a hook before loads."""
     assert isinstance(optimizer, Whole)
     rank, shards = optimizer.model.plan.mesh.shard.place, parameters_of(optimizer)
     for number, values in state_dict["state"].items():
@@ -124,7 +114,6 @@ class GuardedOptimizer(StepsWhole):
     _foreign: frozenset[str] = frozenset()  # attributes that only the ordinary optimizer has
 
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError. Python calls this for an attribute that the optimizer does not have."""
         raise AttributeError(
             f"tz.whole({self.kind}) has no {name!r}: it has what torch.optim.Optimizer has, as each rank steps "
             f"{self.kind} on a part of the parameters; put {self.kind} on model.parameters() itself if torch steps it "
@@ -132,7 +121,6 @@ class GuardedOptimizer(StepsWhole):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. Raise AttributeError for an attribute of the ordinary optimizer."""
         if name in self._foreign:
             raise AttributeError(
                 f"tz.whole({self.kind}) cannot set {name!r}, which {self.kind} has: each rank steps {self.kind} on a "
@@ -142,7 +130,6 @@ class GuardedOptimizer(StepsWhole):
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Raise TypeError, since the optimizer can be neither copied nor pickled."""
         raise TypeError(
             f"tz.whole({self.kind}) cannot be copied or pickled, as it belongs to a model; save it with tz.save, or "
             f"its state_dict()"
@@ -150,22 +137,15 @@ class GuardedOptimizer(StepsWhole):
 
 
 class Whole(GuardedOptimizer):
-    """An optimizer over shards that steps whole parameters: see :func:`whole`.
-
-    Attributes:
-        kind: the name of the ordinary optimizer's class.
-        members: the trained parameters, in the order in which they are sent.
-        model: the state of the parameters' model.
-    """
+    """An optimizer over shards that steps whole parameters: see :func:`whole`. ``kind`` names the ordinary one."""
 
     def __init__(self, make: MakeOptimizer, params: Iterable[Any], options: Mapping[str, Any], trusted: bool) -> None:
-        require_maker(make)
         self._make, self._options, self._trusted = make, dict(options), trusted
         self._buckets: list[BucketStepper] = []
         self._steps = 0
         self._is_compared = False
         self._stepped: frozenset[BucketStepper] = frozenset()  # buckets whose ordinary optimizers exist on all owners
-        self.members: list[Member] = []
+        self.members: list[Member] = []  # in the order in which they are sent
         self._owners: dict[int, int] = {}  # owners, keyed by the shard's id
         groups = groups_of_params(params)
         self.model: State = model_of([shard for group in groups for shard in group["params"]])
@@ -181,11 +161,7 @@ class Whole(GuardedOptimizer):
         self.register_load_state_dict_pre_hook(require_own_states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, and assign owners to its parameters. Other parameters keep their owners.
-
-        Raises:
-            RuntimeError: steps have changed an attribute of the ordinary optimizer, such as a count of steps.
-        """
+        """Add a group, and assign owners to its parameters. Other parameters keep their owners."""
         if not self._buckets:  # torch's constructor calls this
             super().add_param_group(param_group)
             return
@@ -230,12 +206,7 @@ class Whole(GuardedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step all parameters that have a gradient. This is a collective.
-
-        Raises:
-            RuntimeError: ``closure`` is not None, the parameters of groups were changed by hand, or ranks differ.
-            Exception: the ordinary optimizer raised it on a rank. All ranks raise.
-        """
+        """Step all parameters that have a gradient. This is a collective: if one rank raises, all ranks do."""
         if closure is not None:
             raise RuntimeError(
                 f"tz.whole({self.kind}).step was given a closure, and evaluates no loss; call backward, then step()"
@@ -285,7 +256,7 @@ class Whole(GuardedOptimizer):
             values = to_owners.wait()
             if index + 1 < len(buckets):
                 to_owners = send(buckets[index + 1])
-            updated = {path: value.param for path, value in values.items()}
+            updated = {path: param for path, (param, _) in values.items()}
             if failure is None:
                 try:
                     updated, new_options = bucket.step(values, copy_values(groups), self._user_options, self.state)
@@ -305,7 +276,6 @@ class Whole(GuardedOptimizer):
         return failure
 
     def __repr__(self) -> str:
-        """Describe the groups, then each rank's share of the work and its parameters, for the first ranks."""
         lines = [super().__repr__(), f"{self.kind} of whole parameters of {self.model.name}"]
         works = {member.param.path: work_of_shape(member.param.shape) for member in self.members}
         for rank in range(ranks := self.model.plan.mesh.shard.size)[:SHOWN]:

@@ -22,31 +22,24 @@ MANY = 1000  # elements; a larger tensor is described by its shape only
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group: all entries except its parameters."""
     return {key: value for key, value in group.items() if key not in PARAMETERS}
 
 
 def names_of(group: Mapping[str, Any]) -> Sequence[str | None]:
-    """Return the names of a group's parameters, or a list of None if the group has no names."""
     names: Sequence[str | None] = group.get("param_names", [None] * len(group["params"]))
     return names
 
 
 def describe_values(values: Mapping[str, Any], *, amounts: bool = True) -> dict[str, str]:
-    """Return a mapping from names of options or attributes to descriptions.
+    """Describe options or attributes by value: functions and classes by name, other objects by class.
 
-    Numbers, strings, small tensors, and their collections are described by value. Functions and classes are described
-    by name, other objects by class. With ``amounts=False``, a float is described only as zero or not zero.
+    With ``amounts=False``, a float is described only as zero or not zero.
     """
     return {name: repr(tree_map(partial(_describe, amounts), value)) for name, value in values.items()}
 
 
 def describe_for_probe(groups: Sequence[Mapping[str, Any]], moving: Collection[str]) -> list[dict[str, str]]:
-    """Describe, for each group, the options that a probe's result depends on.
-
-    Floats are described only as zero or not zero, since schedulers change them. Options that steps change (``moving``)
-    are left out.
-    """
+    """Describe the options that a probe's result depends on, but not those that schedulers and steps change."""
     options = ({key: group[key] for key in group.keys() - {"params", *moving}} for group in groups)
     return [describe_values(group, amounts=False) for group in options]
 
@@ -57,7 +50,6 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def changed_names(before: Sequence[Mapping[str, str]], after: Sequence[Mapping[str, str]]) -> set[str]:
-    """Return the names whose values differ, or are missing on one side, in any pair of mappings."""
     pairs = zip(before, after, strict=True)
     return {name for old, new in pairs for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
 

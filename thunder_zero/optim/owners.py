@@ -23,8 +23,8 @@ class Piece:
     """A parameter to be stepped whole."""
 
     number: int  # the index among the optimizer's parameters
-    work: int  # the owner's work in a step, relative to other pieces
-    nbytes: int  # the size of the whole parameter
+    work: int
+    nbytes: int
     kind: Hashable = None  # a bucket has pieces of one kind
 
 
@@ -39,19 +39,13 @@ class Member:
     owner: int  # the rank that steps the parameter, as an index among the ranks of a replica
 
 
-@dataclass(frozen=True, eq=False)
-class ParamAndGrad:
-    """A whole parameter and its gradient (or None), on the device of the shards."""
-
-    param: Tensor
-    grad: Tensor | None
+ParamAndGrad = tuple[Tensor, Tensor | None]  # a whole parameter and its gradient, on the device of the shards
 
 
 def work_of_shape(shape: tuple[int, ...]) -> int:
-    """Return the work of stepping a parameter: its elements times the smaller side of its matrix.
+    """Return the work of stepping a parameter: its elements times the smaller side of its matrix, as for Muon.
 
-    This is the work of an optimizer that multiplies matrices, such as Muon. The first dimension is one side, and the
-    product of all others is the other side. Elementwise optimizers are balanced, too, if most smaller sides are equal.
+    Elementwise optimizers are balanced, too, if most smaller sides are equal.
     """
     elements = prod(shape)
     return elements * max(1, min(shape[0], elements // shape[0])) if len(shape) > 1 and elements else elements
@@ -60,10 +54,8 @@ def work_of_shape(shape: tuple[int, ...]) -> int:
 def assign(pieces: Sequence[Piece], ranks: int, bucket_bytes: int, loads: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Group pieces into buckets, in sending order, and assign an owner: lists of (number of a piece, rank) pairs.
 
-    A bucket holds pieces of similar work, so that its owners finish together. Pieces are sorted by work. A bucket has
-    at most ``bucket_bytes``, or the size of its first piece times the number of ranks if that is more. Each piece is
-    assigned to the rank with the least work in the bucket. Ties go to the rank with the least work in all buckets and
-    ``loads``.
+    A bucket holds pieces of similar work, so that its owners finish together. It has at most ``bucket_bytes``, or the
+    size of its first piece times the number of ranks if that is more.
     """
     totals, buckets = list(loads), list[list[tuple[int, int]]]()
     for members in _fill_buckets(pieces, ranks, bucket_bytes):

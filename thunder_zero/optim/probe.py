@@ -40,32 +40,28 @@ MakeOn = Callable[[Sequence[Mapping[str, Any]], GroupedParams], Optimizer]  # ta
 class ProbeResult:
     """The result of a probe."""
 
-    couples: str = ""  # a difference between stepping a parameter alone and with others; "" if there is no difference
-    draws: str = ""  # the names of the generators that a step draws from; "" if it draws no random numbers
-    unknown: str = ""  # the reason why the optimizer cannot be probed; "" if it can
-    fails_empty: str = ""  # the error of a step of groups without parameters; "" if it succeeds
+    couples: str = ""  # a difference between stepping a parameter alone and with others
+    draws: str = ""  # the names of the generators that a step draws from
+    unknown: str = ""  # the reason why the optimizer cannot be probed
+    fails_empty: str = ""  # the error of a step of groups without parameters
     moving: frozenset[str] = frozenset()  # the options of groups that steps change
-    # the options in ``moving`` that steps change only in groups with parameters
-    moving_if_any: frozenset[str] = frozenset()
+    moving_if_any: frozenset[str] = frozenset()  # those that steps change only in groups with parameters
     moves_all: bool = False  # True if a step also updates parameters whose gradient is None
 
 
 @dataclass(frozen=True, eq=False)
 class _ProbeParameter:
-    """A small parameter that stands for a parameter of the model. ``number`` seeds its values."""
+    """A small parameter that stands for a parameter of the model."""
 
-    number: int
+    number: int  # seeds its values
     group: int
     shape: tuple[int, ...]
     name: str | None
-    attributes: Mapping[str, Any]  # the attributes of the model's parameter
+    attributes: Mapping[str, Any]
 
 
 def probe_optimizer(make_on: MakeOn, like: Optimizer, device: torch.device) -> ProbeResult:
-    """Probe an optimizer like ``like``, which is not stepped. Ranks with equal options get equal results.
-
-    Random states are restored.
-    """
+    """Probe an optimizer like ``like``, which is not stepped. Ranks with equal options get equal results."""
     groups, kinds = [_with_rate(hyper_parameters(group)) for group in like.param_groups], _kinds(like)
 
     def run(probed: Sequence[_ProbeParameter]) -> _ProbeRun:
@@ -90,22 +86,13 @@ def probe_optimizer(make_on: MakeOn, like: Optimizer, device: torch.device) -> P
 
 
 class _ProbeRun:
-    """Probe parameters that an optimizer has stepped together.
-
-    Attributes:
-        kinds: the probe parameters.
-        moves: for each step, the change of each probe parameter.
-        draws: the names of the generators that the steps drew from.
-        moved: the options of groups that the steps changed.
-
-    Raises:
-        ValueError: a probe parameter does not move, or becomes NaN or Inf.
-    """
+    """Probe parameters that an optimizer has stepped together."""
 
     def __init__(
         self, make: Callable[[GroupedParams], Optimizer], kinds: Sequence[_ProbeParameter], device: torch.device
     ) -> None:
-        self.kinds, self.draws, self.moves = kinds, "", list[list[Tensor]]()
+        self.kinds, self.draws = kinds, ""
+        self.moves: list[list[Tensor]] = []  # for each step, the change of each probe parameter
         _seed(device, 0)
         self._params = [nn.Parameter(0.1 * _noise(-1, kind.number, kind.shape, device)) for kind in kinds]
         for kind, param in zip(kinds, self._params, strict=True):
@@ -148,7 +135,6 @@ class _ProbeRun:
             return False
 
     def size(self, index: int) -> float:
-        """Return the largest absolute value of a probe parameter."""
         return float(self._params[index].detach().abs().max())
 
     def state_after(self, index: int) -> dict[str, Any]:
@@ -170,10 +156,7 @@ def _first_difference(run: Callable[[Sequence[_ProbeParameter]], _ProbeRun], joi
 
 
 def _differences(joint: _ProbeRun, index: int, single: _ProbeRun) -> Iterator[tuple[int, str]]:
-    """Yield the differences of a probe parameter between a run with all parameters and a run with this parameter only.
-
-    Each difference is a (step, text) tuple. Moves are compared in each step, states and options after the last step.
-    """
+    """Yield (step, text) tuples for the differences of a probe parameter between a run with all, and a run alone."""
     rounding = ROUNDING * joint.size(index)
     for step, (moves, (move,)) in enumerate(zip(joint.moves, single.moves, strict=True)):
         size = float(torch.maximum(moves[index].abs(), move.abs()).max())
@@ -195,10 +178,9 @@ def _is_close(first: Any, second: Any) -> bool:
 
 
 def _kinds(like: Optimizer) -> list[_ProbeParameter]:
-    """Return a probe parameter for each kind of parameter that an optimizer has.
+    """Return a probe parameter for each kind of parameter: equal options, shapes, attributes, and names but for digits.
 
-    Parameters of one kind have equal options, shapes and attributes, and names that differ only in digits. If any kind
-    has several parameters, add a second probe parameter of the first kind, since parameters of one kind may be coupled.
+    If any kind has several, add a second probe parameter of the first kind, since they may be coupled.
     """
     by_description: dict[object, _ProbeParameter] = {}
     has_several = False
@@ -226,10 +208,9 @@ def _with_rate(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gradient(step: int, number: int, param: Tensor, previous: Tensor) -> Tensor:
-    """Return the gradient of a probe parameter in a step; ``previous`` is the gradient of the step before.
+    """Return the gradient of a probe parameter in a step.
 
-    Each scale has four steps: noise, equal noise, its negative, and a step towards zero. All gradients of the last
-    steps point towards zero. The order of the scales depends on ``number``.
+    Each scale has four steps: noise, equal noise, its negative, and a step towards zero, as all of the last steps are.
     """
     size = SCALES[(step // 4 + number) % len(SCALES)]
     if step % 4 == 3 or step >= STEPS - DOWNHILL:
@@ -258,7 +239,7 @@ class NoCollectives(TorchDispatchMode):
 
 @contextmanager
 def _preserved_random_state(device: torch.device) -> Iterator[None]:
-    """Restore all random states at the end of the block, and ignore warnings inside it."""
+    """Restore all random states at the end of the block, which emits no warnings."""
     numpy = sys.modules.get("numpy")
     state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
@@ -272,7 +253,7 @@ def _preserved_random_state(device: torch.device) -> Iterator[None]:
 
 
 def _generators() -> dict[str, Any]:
-    """Return the random generators outside of torch, keyed by their owner's name in error messages."""
+    """Return the random generators outside of torch, by their name in errors."""
     numpy = sys.modules.get("numpy")
     return {"Python's": random} if numpy is None else {"Python's": random, "numpy's": numpy.random}
 

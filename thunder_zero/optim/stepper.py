@@ -1,7 +1,7 @@
 """Steps an ordinary optimizer on the whole parameters that this rank owns in one bucket.
 
 Between steps, the ordinary optimizer's parameters have shapes and no memory. Its states are aliases of the states of
-the optimizer over the shards. Before each step, hyper-parameters are copied from the optimizer over the shards.
+the optimizer over the shards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def copy_values(value: Any) -> Any:
 
 
 def params_entry(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's parameters as a dict for a constructor, with names if the parameters have names."""
+    """Return a group's parameters for a constructor, with names if the parameters have names."""
     params = group["params"]
     return {"params": list(zip(group["param_names"], params, strict=True)) if "param_names" in group else list(params)}
 
@@ -40,10 +40,7 @@ def params_entry(group: Mapping[str, Any]) -> dict[str, Any]:
 def group_to_construct(
     group: Mapping[str, Any], user_options: Collection[str], number: int, params: GroupedParams, *, named: bool
 ) -> dict[str, Any]:
-    """Build a group for a constructor: its parameters, and the current values of the options that the user set.
-
-    Other options are left out, since a constructor may not accept them.
-    """
+    """Build a group with the options that the user set, since a constructor may not accept others."""
     members = [(name, param) for group_number, name, param in params if group_number == number]
     names = {"param_names": [name for name, _ in members]} if named else {}
     options = {key: group[key] for key in user_options if key in group}
@@ -87,10 +84,7 @@ def blank_param(param: Param, shard: Tensor) -> nn.Parameter:
 
 
 class BucketStepper:
-    """The parameters of one bucket, and the ordinary optimizer that steps this rank's share of the bucket.
-
-    The first step builds the optimizer, since a constructor may read the parameters' values.
-    """
+    """The parameters of one bucket, and the ordinary optimizer that steps this rank's share of the bucket."""
 
     def __init__(
         self, make: MakeOptimizer, options: Mapping[str, Any], members: Sequence[Member], rank: int, *, named: bool
@@ -101,7 +95,6 @@ class BucketStepper:
         self._attributes: dict[str, str] = {}
 
     def members_at(self, paths: Collection[str]) -> list[Member]:
-        """Return the members whose parameters have one of these paths."""
         return [member for member in self.members if member.param.path in paths]
 
     def step(
@@ -111,19 +104,22 @@ class BucketStepper:
         user_options: UserOptions,
         states: MutableMapping[Any, Any],
     ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-        """Step the parameters that have values. Return the stepped parameters by path, and the groups' options.
-
-        ``states`` are keyed by shard, or by another key of the ordinary optimizer, and are updated in place.
-        """
+        """Step the parameters that have values. Update ``states``. Return the stepped parameters and the options."""
         for member, param in self._owned:
             if (arrived := values.get(member.param.path)) is not None:
-                param.data, param.grad = arrived.param, arrived.grad
+                param.data, param.grad = arrived
             with_attributes_of(param, member.shard)
         try:
             optimizer = self._with_groups(groups, user_options, states)
-            self._give_states(optimizer, states)
+            for member, param in self._owned:
+                if member.shard in states:
+                    optimizer.state[param] = states[member.shard]
+                else:
+                    optimizer.state.pop(param, None)
             step_alone(optimizer)  # without global hooks, which already run for the optimizer over the shards
-            self._take_states(optimizer, states)
+            shards: dict[Any, Tensor] = {param: member.shard for member, param in self._owned}
+            for key, state in optimizer.state.items():
+                states[shards.get(key, key)] = state
             updated = {member.param.path: param.data for member, param in self._owned if member.param.path in values}
             return updated, [hyper_parameters(group) for group in optimizer.param_groups]
         finally:
@@ -137,7 +133,7 @@ class BucketStepper:
         return sorted(name for name, value in current.items() if self._attributes.get(name, value) != value)
 
     def _with_groups(self, groups: Groups, user_options: UserOptions, states: MutableMapping[Any, Any]) -> Optimizer:
-        """Return the ordinary optimizer with the current groups. The first step builds the optimizer."""
+        """Return the ordinary optimizer with the current groups. The first step builds it, since it may read values."""
         params = [(member.group, member.name, param) for member, param in self._owned]
         if self._optimizer is None:
             self._optimizer = make_optimizer(self._make, self._options, groups, user_options, params, named=self._named)
@@ -152,15 +148,3 @@ class BucketStepper:
         for ordinary_group, group in zip(self._optimizer.param_groups, groups, strict=True):
             ordinary_group.update(group)
         return self._optimizer
-
-    def _give_states(self, optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
-        for member, param in self._owned:
-            if member.shard in states:
-                optimizer.state[param] = states[member.shard]
-            else:
-                optimizer.state.pop(param, None)
-
-    def _take_states(self, optimizer: Optimizer, states: MutableMapping[Any, Any]) -> None:
-        shards: dict[Any, Tensor] = {param: member.shard for member, param in self._owned}
-        for key, state in optimizer.state.items():
-            states[shards.get(key, key)] = state

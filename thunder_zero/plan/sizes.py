@@ -16,19 +16,12 @@ FRACTION = 4  # gathers in flight, or reductions, take at most 1 / FRACTION of t
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The bytes of a bucket, and the bounds of the bytes in flight.
+    """The bytes of a bucket, and the bounds of the bytes in flight."""
 
-    Attributes:
-        bucket_bytes: bytes of full parameters in one bucket.
-        prefetch: number of units whose gathers may be in flight while an earlier unit computes.
-        in_flight_bytes: bound on the full gradients that are being reduced, or computed for the next reduction.
-        ahead_bytes: bound on the full parameters gathered ahead of their use.
-    """
-
-    bucket_bytes: int
-    prefetch: int
-    in_flight_bytes: int
-    ahead_bytes: int
+    bucket_bytes: int  # bytes of full parameters in one bucket
+    prefetch: int  # number of units whose gathers may be in flight while an earlier unit computes
+    in_flight_bytes: int  # bound on the full gradients that are being reduced, or computed for the next reduction
+    ahead_bytes: int  # bound on the full parameters gathered ahead of their use
 
 
 def choose(policy: Policy, defaults: Sizes) -> Sizes:

@@ -46,7 +46,7 @@ def _check_ahead(timeline: Timeline) -> None:
     if timeline.plan.policy.times is not None:
         return
     prefetch = timeline.plan.sizes.prefetch
-    unit_of: dict[str, str] = {}  # value that is computed from gathered parameters alone -> its unit
+    units_of: dict[str, tuple[str, ...]] = {}  # value that is computed from gathered parameters alone -> their units
     in_flight: Counter[str] = Counter()  # number of gathers, by unit
     begun: set[str] = set()  # units that compute, or have computed
     latest, launched = "", None
@@ -60,7 +60,7 @@ def _check_ahead(timeline: Timeline) -> None:
             in_flight[unit] += 1
             continue
         is_end = ends(op, Gather) and timeline.traffic(op).full > 0
-        units_of_reads = (unit_of[read] for read in op.reads if read in unit_of)
+        units_of_reads = (unit for read in op.reads for unit in units_of.get(read, ()))
         units = dict.fromkeys([timeline.params_of(op)[0].unit] if is_end else units_of_reads)
         if launched is not None:
             is_awaited = op.reads == timeline.ops[launched].writes
@@ -68,10 +68,10 @@ def _check_ahead(timeline: Timeline) -> None:
             if len(ahead) > max(prefetch, 1):
                 raise fault(timeline, launched, f"gathers {len(ahead)} units ahead; prefetch is {prefetch}")
         launched = None
+        units_of |= {name: tuple(units) for name in op.writes if units and name in timeline.derived}
         for unit in units:
             latest = unit
             begun.add(unit)
-            unit_of.update((name, unit) for name in op.writes if name in timeline.derived)
             in_flight[unit] -= is_end
             if in_flight[unit] <= 0:
                 del in_flight[unit]

@@ -7,8 +7,8 @@ A submodule's class is replaced by a subclass whose forward casts, so hooks of t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -32,33 +32,31 @@ def cast_borders(module: nn.Module, precision: MixedPrecision) -> None:
         submodule.__class__ = module_class
 
 
-@contextmanager
-def casting_borders(module: nn.Module, precision: MixedPrecision) -> Iterator[None]:
-    """Apply :func:`cast_borders` inside the block only."""
-    classes = {submodule: type(submodule) for submodule in _casting(module, precision)}
-    cast_borders(module, precision)
-    try:
-        yield
-    finally:
-        for submodule, module_class in classes.items():
-            submodule.__class__ = module_class
+def casting_borders(module: nn.Module, precision: MixedPrecision) -> AbstractContextManager[None]:
+    """Return a context with the effect of :func:`cast_borders`."""
+    return _of_classes(_casting(module, precision))
+
+
+def without_casts(module: nn.Module) -> AbstractContextManager[None]:
+    """Return a context without the effect of :func:`cast_borders`."""
+    casting = (submodule for submodule in module.modules() if BORDER in vars(type(submodule)))
+    return _of_classes({submodule: type(submodule).__base__ for submodule in casting})
 
 
 @contextmanager
-def without_casts(module: nn.Module) -> Iterator[None]:
-    """Undo :func:`cast_borders` inside the block."""
-    classes = {submodule: type(submodule) for submodule in module.modules() if BORDER in vars(type(submodule))}
+def _of_classes(classes: Mapping[nn.Module, Any]) -> Iterator[None]:
+    """Temporarily replace the classes of modules."""
+    before = {submodule: type(submodule) for submodule in classes}
     for submodule, module_class in classes.items():
-        submodule.__class__ = module_class.__base__  # type: ignore[assignment]
+        submodule.__class__ = module_class
     try:
         yield
     finally:
-        for submodule, module_class in classes.items():
+        for submodule, module_class in before.items():
             submodule.__class__ = module_class
 
 
 def _casting(module: nn.Module, precision: MixedPrecision) -> dict[nn.Module, type[nn.Module]]:
-    """Return a mapping from each module that casts inputs or outputs to its new class."""
     kinds: dict[nn.Module, type[nn.Module]] = {}
     for path, submodule in module.named_modules():
         dtype = next((param.dtype for param in submodule.parameters() if param.is_floating_point()), None)

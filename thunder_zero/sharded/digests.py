@@ -49,22 +49,17 @@ def _sum(words: Tensor) -> Tensor:
 
 
 def _products(blocks: Tensor, weights: Tensor) -> Tensor:
-    """Return the dot product of each row of words with an equal number of weights."""
-    weights = weights[: blocks.shape[1]]
-    at_once = CACHED if blocks.device.type in MULTIPLY_INTEGERS else SLICE
-    if len(blocks) <= at_once:
-        return _products_at_once(blocks, weights)
-    return torch.cat([_products_at_once(chunk, weights) for chunk in blocks.split(at_once)])
-
-
-def _products_at_once(blocks: Tensor, weights: Tensor) -> Tensor:
-    """Return the dot product of each row with the weights, for a small number of rows.
+    """Return the dot product of each row of words with an equal number of weights.
 
     First add the upper half of each word to its lower half. Otherwise a change of the highest bits, such as a sign,
     would not change most products.
     """
-    mixed = (blocks >> 32).add_(blocks)
-    return mixed.mv(weights) if blocks.device.type in MULTIPLY_INTEGERS else mixed.mul_(weights).sum(1)
+    weights, multiplies = weights[: blocks.shape[1]], blocks.device.type in MULTIPLY_INTEGERS
+    products = []
+    for chunk in blocks.split(CACHED if multiplies else SLICE):
+        mixed = (chunk >> 32).add_(chunk)
+        products.append(mixed.mv(weights) if multiplies else mixed.mul_(weights).sum(1))
+    return products[0] if len(products) == 1 else torch.cat(products)
 
 
 @cache

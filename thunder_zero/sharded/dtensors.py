@@ -23,9 +23,10 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from thunder_zero.comm.group import Ranks
 from thunder_zero.compat.private import DTensorSpec, StridedShard, TensorMeta
-from thunder_zero.compat.torch.tensors import IS_PARAM
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES
+
+IS_PARAM = "_is_param"  # torch's attribute that marks a DTensor as a parameter
 
 
 def specs_of(plan: Plan, ranks: Ranks, device: torch.device) -> dict[str, DTensorSpec]:
@@ -54,7 +55,6 @@ def specs_of(plan: Plan, ranks: Ranks, device: torch.device) -> dict[str, DTenso
 
 
 def _rows_of_slices(sliced: int | None, slices: int) -> Placement:
-    """Return FSDP2's placement of rows for a parameter that tensor parallelism slices along dimension ``sliced``."""
     return StridedShard(0, split_factor=slices) if sliced == 0 and slices > 1 else Shard(0)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thunder_zero.comm.agree import Fact, all_or_none, require_same
+from thunder_zero.comm.agree import Claim, all_or_none, require_same
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.small_collectives import broadcast
 from thunder_zero.plan.params import Param
@@ -95,7 +95,7 @@ def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.P
                     "full_parameters has rank0_only=True, and the model is sliced by torch's tensor parallelism, so "
                     "one rank has no whole parameters; leave rank0_only out, or use tz.full_state_dict(model)"
                 )
-        require_same([Fact("writeback", str(writeback)), Fact("rank0_only", str(rank0_only))], group)
+        require_same([Claim("writeback", str(writeback)), Claim("rank0_only", str(rank0_only))], group)
         for param in state.plan.params:
             value = as_slice(state.gather_now(param), state.params[param.path].placeholder)
             if not rank0_only or group.rank() == 0:
@@ -104,7 +104,6 @@ def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.P
 
 
 def _value(module: nn.Module, param: Param, original: Tensor) -> Tensor:
-    """Return a parameter's value at the end of the block. Raise ValueError if its shape or dtype has changed."""
     value = module.get_parameter(param.path).detach()
     if local(value).shape != local(original).shape or value.dtype is not original.dtype:
         raise ValueError(

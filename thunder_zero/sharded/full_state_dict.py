@@ -1,6 +1,6 @@
 """``tz.full_state_dict``. Converts optimizers' state dicts to full tensors and back, for Fabric.
 
-In: DTensors, or an optimizer of DTensors. Out: the full tensors of a plain module and its optimizer; and back::
+::
 
     full_state_dict               model: DTensors -> full tensors, on every rank
     full_optimizer_state_dict     optimizer: states by rows -> full states on the CPU, on ranks with wanted=True
@@ -25,7 +25,7 @@ from thunder_zero.comm.small_collectives import full_tensor, gather_object_on_ra
 from thunder_zero.sharded.dtensors import local, part_of
 from thunder_zero.sharded.frozen import decoded_values
 from thunder_zero.sharded.optimizers import StepsWhole, param_shaped_states, parameters_of
-from thunder_zero.sharded.sharded_model import owner_of, owner_of_replaced, owners_of, sharded_model, tagged
+from thunder_zero.sharded.sharded_model import owner_of, owner_of_replaced, sharded_model, tagged
 from thunder_zero.sharded.state import State
 
 
@@ -63,7 +63,7 @@ def full_optimizer_state_dict(optimizer: Optimizer, *, wanted: bool) -> dict[str
     state_dict = optimizer.state_dict()
     states: dict[int, Any] = {}
     params = parameters_of(optimizer)
-    for number, owner in enumerate(owners_of(params)):  # all ranks gather in the same order
+    for number, owner in enumerate(map(owner_of, params)):  # all ranks gather in the same order
         values = state_dict["state"].get(number, {})
         if owner is None:
             full = values
@@ -122,7 +122,6 @@ def _in_full(values: Mapping[str, Any], state: State) -> dict[str, Any]:
 
 
 def _memory_of(value: Any) -> int | None:
-    """Return the address of a tensor's memory; None for any other value."""
     return local(value).untyped_storage().data_ptr() if isinstance(value, Tensor) else None
 
 
@@ -145,5 +144,4 @@ def _parts(path: str, values: Mapping[str, Any], param: Tensor, names: Container
 
 
 def _on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with all tensors on the CPU."""
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}

@@ -106,14 +106,11 @@ class GatherBucket:
 def agree_on_stale(state: LocalState) -> None:
     """Let ranks agree on the parameters that the next forward must gather.
 
-    Ranks agree in one small collective after each backward. An optimizer may have stepped on some ranks only, for
-    example if a scaler found an Inf. Ranks also agree after other changes on this rank, such as a load or a write in
-    place. All ranks must make these changes, since a rank without a change would not join the collective. If no
-    parameter can have changed, there is no collective.
+    This is one small collective after each backward, since an optimizer may have stepped on some ranks only, for
+    example if a scaler found an Inf. It also runs after a load or a write in place, which all ranks must make.
 
     Digests detect writes that bump no version, such as writes through ``.data``. If ranks agree in this call, such a
-    write makes its parameter stale. Otherwise this function raises, since a rank without the write would not join a
-    collective.
+    write makes its parameter stale. Otherwise this function raises, since other ranks would not join a collective.
     """
     if state.holds_gathered:
         _require_unwritten(state)

@@ -52,12 +52,10 @@ def with_saved_dtypes(loaded: Any, saved: Any) -> Any:
 
 
 def class_name(optimizer: Optimizer) -> str:
-    """Return the name of an optimizer's class. For ``tz.whole``, return that of the ordinary optimizer."""
     return optimizer.kind if isinstance(optimizer, StepsWhole) else type(optimizer).__name__
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of all groups of an optimizer, in order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
@@ -126,7 +124,6 @@ def _hook_steps() -> None:
 
 
 def _has_gradient_of_shard(grads: Iterable[Tensor]) -> bool:
-    """Return whether any of these gradients belongs to a shard."""
     ids = {id(param.shard.grad) for state in sharded_model.states() for param in state.params.values()}
     return not ids.isdisjoint(map(id, grads))
 
@@ -141,7 +138,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _refuse_replaced(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
-    """Raise RuntimeError if the optimizer has parameters that a transform replaced."""
     if all(state.replaced.keys().isdisjoint(map(id, stepped)) for state in sharded_model.states()):
         return
     for param in stepped:
@@ -185,7 +181,7 @@ def _refuse_model_file(model: object) -> None:
 def _refuse_optimizer_files(optimizers: Iterable[Optimizer]) -> None:
     """Raise RuntimeError if an accelerator that is not sharded saves an optimizer of shards."""
     for optimizer in optimizers:
-        if any(sharded_model.owners_of(parameters_of(optimizer))):
+        if any(map(sharded_model.owner_of, parameters_of(optimizer))):
             raise _written_by_accelerate(f"the state of {class_name(optimizer)}")
 
 
@@ -225,7 +221,7 @@ def _explain(optimizer: Optimizer, error: BaseException) -> None:
     """Add a note with advice to a DTensor error in a step of shards."""
     if isinstance(optimizer, StepsWhole) or getattr(error, "__notes__", None) or not _is_of_dtensors(error):
         return
-    owners = [sharded_model.owners_of(group["params"]) for group in optimizer.param_groups]
+    owners = [[*map(sharded_model.owner_of, group["params"])] for group in optimizer.param_groups]
     if any(map(any, owners)):
         mixed_group = next(
             (number for number, group_owners in enumerate(owners) if any(group_owners) and not all(group_owners)), None
@@ -234,7 +230,6 @@ def _explain(optimizer: Optimizer, error: BaseException) -> None:
 
 
 def _plain_gradient(optimizer: Optimizer) -> str | None:
-    """Return advice if a shard's gradient is a plain tensor; otherwise None."""
     for shard in parameters_of(optimizer):
         if isinstance(shard, DTensor) and shard.grad is not None and not isinstance(shard.grad, DTensor):
             return f"a shard of shape {tuple(shard.shape)} has a plain .grad; make it by torch.zeros_like(param)"

@@ -13,22 +13,30 @@ which torch refuses to mix with plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import unserializable_hook
 
 from thunder_zero.comm.collective_tags import CollectiveTag
-from thunder_zero.compat.torch.autograd import accumulates, at_end_of_backward, running_backward
+from thunder_zero.compat.private import at_end_of_backward, running_backward, will_engine_execute_node
 from thunder_zero.plan.params import Plan
 from thunder_zero.sharded.dtensors import dtensor_like, local
 from thunder_zero.sharded.param import ShardedParam
 from thunder_zero.sharded.wire import Wire
+
+
+def accumulates(leaves: Iterable[Node]) -> bool:
+    """Return whether the running backward adds to the ``.grad`` of all leaves."""
+    try:
+        return all(map(will_engine_execute_node, leaves))
+    except RuntimeError:  # raised under torch.autograd.grad of a leaf
+        return False
 
 
 class OutsideGradients:

@@ -58,45 +58,26 @@ def moved(status: Status, move: Move, path: str) -> Status:
 
 
 class ShardedParam:
-    """One parameter on this rank, sharded or replicated. The rows of a replicated parameter are all rows.
+    """One parameter on this rank, sharded or replicated. The rows of a replicated parameter are all rows."""
 
-    Attributes:
-        plan: the parameter's plan. :meth:`LocalState.take_plan` replaces it.
-        spec: the DTensor spec of the shard; None in stage 0 without tensor parallelism.
-        keeps: True if ``full`` has a value between forwards: in ZeRO-1, or in ZeRO-2 over an accumulation.
-        full: ZeRO-1's padded buffer, or the full parameter that ZeRO-2 gathered and keeps; otherwise None.
-        shares_memory: True if ``rows`` are a view of ``full``.
-        rows: the tensor that programs read: this rank's rows with padding, or the replicated parameter.
-        shard: the optimizer's parameter: an alias of ``rows`` without padding, as a DTensor if there is a spec.
-        status: the state of ``full``, as in :data:`MOVES`.
-        grad_status: "deferred" if ``deferred`` has a gradient, otherwise "reduced".
-        deferred: the full gradient that is not reduced yet.
-        version: the versions of the shard and of its local tensor when they equalled ``full``. An in-place operator
-            bumps the first, a write to the local tensor the second. Fused optimizers bump neither, so ``optimizers.py``
-            reports their steps.
-        digest: the digest of ``rows`` at that time, (1,); None if no digest is compared.
-        is_compared: True if tensor-parallel ranks have compared their gradients (``unsliced.py``).
-        has_own_hook: True if ``outside.py`` has the first hook on the shard's gradient.
-        given: the mean gradient that a program has passed to autograd, until this hook gets it.
-        placeholder: the parameter that the plain module has while forward runs, with the full shape and no memory.
-        slots: the entries of the plain module that hold the parameter: a module's dict, and the name.
-    """
-
-    placeholder: nn.Parameter
-    slots: tuple[tuple[MutableMapping[str, Any], str], ...] = ()
-    is_compared = has_own_hook = False
-    given: Tensor | None = None
+    placeholder: nn.Parameter  # what the plain module has while forward runs: the full shape, without memory
+    slots: tuple[tuple[MutableMapping[str, Any], str], ...] = ()  # entries of the plain module: a module's dict, a name
+    is_compared = False  # True if tensor-parallel ranks have compared their gradients (``unsliced.py``)
+    has_own_hook = False  # True if ``outside.py`` has the first hook on the shard's gradient
+    given: Tensor | None = None  # the mean that a program has passed to autograd, until this hook gets it
 
     def __init__(self, param: Param, plan: Plan, device: torch.device, value: Tensor, spec: DTensorSpec | None) -> None:
         """Lay out the memory of ``value``: this rank's rows with padding, or the full value (ZeRO-1, replicated)."""
-        self.plan, self.path, self.spec = param, param.path, spec
+        self.plan, self.path = param, param.path  # :meth:`LocalState.take_plan` replaces the plan
+        self.spec = spec  # of the shard; None in stage 0 without tensor parallelism
         keeps = param.resident or (param.kept_unsharded and not plan.policy.reshard_after_backward)
-        self.keeps = param.sharded and keeps
-        self.full: Tensor | None = None
-        self.shares_memory = param.resident and not is_staged(param, plan, device)
+        self.keeps = param.sharded and keeps  # between forwards: in ZeRO-1, or in ZeRO-2 over an accumulation
+        self.full: Tensor | None = None  # ZeRO-1's padded buffer, or the full parameter that ZeRO-2 keeps
+        self.shares_memory = param.resident and not is_staged(param, plan, device)  # True if rows are a view of full
         if param.resident:
             self.full = padded(value.to(param.compute_dtype), param, plan)
             value = rows_in(self.full, param, plan) if self.shares_memory else local_rows(value, param, plan)
+        # What programs read: this rank's rows with padding, or the replicated parameter.
         self.rows = value.to(rest_device(param, plan, device))
         if device.type == "cuda" and self.rows.device.type == "cpu":
             self.rows = self.rows.pin_memory()
@@ -107,9 +88,11 @@ class ShardedParam:
         is_full = param.resident and not plan.decodes(param)
         self.status: Status = "full" if is_full else "sharded" if param.sharded else "replicated"
         self.grad_status: Status = "reduced"
-        self.deferred: Tensor | None = None
+        self.deferred: Tensor | None = None  # the full gradient that is not reduced yet
+        # The versions of the shard and of its local tensor when they equalled ``full``. An in-place operator bumps the
+        # first, a write to the local tensor the second. Fused optimizers bump neither: ``optimizers.py`` reports steps.
         self.version = self.current_version() if param.resident else (0, 0)
-        self.digest: Tensor | None = None
+        self.digest: Tensor | None = None  # of ``rows`` at that time, (1,); None if no digest is compared
 
     def attach(self, module: nn.Module, device: torch.device) -> None:
         """Find the parameter's slots in a plain module, copy its attributes, and build its placeholder."""

@@ -67,7 +67,11 @@ class Placeholder(nn.Parameter):
             if torch.compiler.is_compiling() or (name in READ_METADATA and attribute in (None, "__get__")):
                 return func(*args, **kwargs)
             if name in CREATE_TENSORS:
-                return func(*tree_map_only(Placeholder, _expanded_zero, args), **kwargs)
+
+                def expanded_zero(param: Placeholder) -> Tensor:  # in the memory of one element
+                    return torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
+
+                return func(*tree_map_only(Placeholder, expanded_zero, args), **kwargs)
         if name in ADD_HOOKS:
             raise RuntimeError(hook_message(args[0].path))
         if attribute == "__get__":
@@ -96,7 +100,6 @@ def _attribute(param: Tensor, name: str) -> Tensor:
 
 
 def cannot_use(operation: str, path: str) -> str:
-    """Return the error message for an operation on a placeholder."""
     return (
         f"{operation} cannot use parameter {path!r}: thunder_zero sharded it, its values are in the shards, and only "
         f"what is compiled of the model's forward gathers them; to compute with the plain module or to read its "
@@ -105,7 +108,6 @@ def cannot_use(operation: str, path: str) -> str:
 
 
 def hook_message(path: str) -> str:
-    """Return the error message for a hook on a placeholder, which Hugging Face's plans may register in forward."""
     return (
         f"forward registers a hook on the gradient of parameter {path!r}, which backward does not make there; register "
         f"it on the sharded model's parameter, or place the parameter's module by torch's SequenceParallel, whose "
@@ -124,23 +126,6 @@ class _WithoutMemory(nn.Parameter):
         raise AssertionError("no operator has one")
 
 
-def placeholder(path: str, param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Placeholder:
-    """Return the placeholder of a parameter, with its shape and attributes and the dtype of compute."""
-    stand_in = without_memory(Placeholder, param, dtype, device)
-    vars(stand_in).update(vars(param), path=path)
-    return stand_in
-
-
-class Memoryless(Tensor):
-    """A contiguous tensor without memory, for code that is captured but not run. No operator accepts it."""
-
-
-def shape_of(tensor: Tensor) -> Tensor:
-    """Return a CPU tensor or parameter without memory, with the shape and dtype of ``tensor``."""
-    kind = nn.Parameter if isinstance(tensor, nn.Parameter) else Memoryless
-    return without_memory(kind, tensor, tensor.dtype, torch.device("cpu"))
-
-
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
@@ -156,13 +141,7 @@ def without_memory(
     return tensor  # type: ignore[no-any-return]
 
 
-def _expanded_zero(param: Placeholder) -> Tensor:
-    """Return a plain tensor with a placeholder's shape, in the memory of one element."""
-    return torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
-
-
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Assign a parameter or a buffer in the module tree."""
     parent, _, attribute = name.rpartition(".")
     setattr(module.get_submodule(parent), attribute, tensor)
 

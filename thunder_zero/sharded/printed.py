@@ -34,7 +34,6 @@ def format_model(kind: str, module: nn.Module, state: State) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural if needed."""
     return f"{number} {noun}{'s' * (number > 1)}"
 
 
@@ -58,7 +57,6 @@ class _PrintedList(_Printed, nn.ModuleList):
 
 
 def _tree(module: nn.Module, plan: Plan, prefix: str) -> nn.Module:
-    """Return a tree of modules to print in place of a module and its children."""
     params = ((name, param) for name, param in module._parameters.items() if param is not None)
     shapes = ", ".join(f"{name}: {_shapes(f'{prefix}{name}', param, plan)}" for name, param in params)
     tree = _PrintedList(module, shapes) if isinstance(module, nn.ModuleList) else _Printed(module, shapes)
@@ -68,7 +66,6 @@ def _tree(module: nn.Module, plan: Plan, prefix: str) -> nn.Module:
 
 
 def _shapes(name: str, tensor: nn.Parameter, plan: Plan) -> str:
-    """Return a parameter's shape, and the shape of the rows that programs read."""
     if (param := plan.by_name.get(name)) is None:
         return f"{list(tensor.shape)} ignored"
     suffix = f" as {param.frozen_format}" if param.frozen_format else ""

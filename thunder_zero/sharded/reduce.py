@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor
 from thunder_zero.comm.backends import require_reducible
 from thunder_zero.comm.collective_tags import CollectiveTag, doing
 from thunder_zero.comm.handle import Waitable
-from thunder_zero.compat.torch.autograd import accumulates, node_class
 from thunder_zero.plan.mesh import OF_MEANS
 from thunder_zero.sharded.dtensors import local
+from thunder_zero.sharded.outside import accumulates
 from thunder_zero.sharded.param import ShardedParam
 from thunder_zero.sharded.state import LocalState, State
 from thunder_zero.sharded.wire import OnTheWire
@@ -46,7 +46,6 @@ class ReduceBucket:
         self._is_encoded = state.plan.encodes_gradient(over, *self._plans)
 
     def encode(self, grads: Sequence[Tensor]) -> Sequence[OnTheWire]:
-        """Return the payloads of the reduction of gradients, or of intra-replica means."""
         return self._wire.encode_grad(self._with_deferred(grads), self._plans, self._over)
 
     def launch(self, sent: Sequence[OnTheWire]) -> Waitable:
@@ -59,11 +58,9 @@ class ReduceBucket:
         return self._wire.reduce(sent, self._plans, self._over)
 
     def decode(self, arrived: Sequence[OnTheWire]) -> Sequence[Tensor]:
-        """Return the mean gradients from the results of a reduction."""
         return self._wire.decode_grad(arrived, self._plans, self._over)
 
     def _with_deferred(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return gradients plus deferred gradients, in the dtype of the reduction. Return means unchanged."""
         if not self.is_first:
             return grads
         return [param.with_deferred(grad) for grad, param in zip(grads, self._params, strict=True)]
@@ -117,9 +114,6 @@ def follow_requires_grad(state: State) -> None:
 
     This is a collective only if ``no_sync`` holds gradients of a parameter that was frozen. Ranks that freeze different
     parameters learn of it by the tags of their next launches.
-
-    Raises:
-        ValueError: the backend cannot reduce the gradient of a parameter that was unfrozen.
     """
     params = state.params.values()
     changed = [param for param in params if param.shard.requires_grad is not param.plan.requires_grad]
@@ -204,7 +198,7 @@ def _write(grad: Tensor, shard: nn.Parameter) -> bool:
 
 
 LEAF = "torch::autograd::AccumulateGrad"  # the node that adds to the .grad of a parameter or input
-ROWS = node_class(Rows)
+ROWS: Any = Rows._backward_cls  # of the nodes that it puts into graphs
 
 
 def refuse_wrong_backward(

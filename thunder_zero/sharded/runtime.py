@@ -9,9 +9,7 @@
     t9 = zero_reduce_scatter(g_w, 'w')      reduce        adds the sum that no_sync has deferred, and averages
     t1 = zero_defer_reduction(g_w, 'w')     defer         adds the gradient to the parameter's deferred gradient
 
-In: this rank's rows, or full gradients. Out: handles, whose ``wait`` returns full parameters, or this rank's rows of
-the mean gradients. The mean gradient of a replicated parameter has all rows. ``gather.py`` and ``reduce.py`` act on a
-bucket of parameters.
+``gather.py`` and ``reduce.py`` act on a bucket of parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable
-from thunder_zero.compat.torch.autograd import at_end_of_backward, running_backward
+from thunder_zero.compat.private import at_end_of_backward, running_backward
 from thunder_zero.plan.mesh import SHARD
 from thunder_zero.sharded import reduce
 from thunder_zero.sharded.gather import GatherBucket

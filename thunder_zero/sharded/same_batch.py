@@ -1,7 +1,6 @@
 """Checks that tensor-parallel ranks of one model have equal batches and random generators.
 
-Without this check, different batches would raise no error: their gradients would be added like parts of one gradient.
-So before a forward, ranks compare digests of its arguments and of their random generators::
+Different batches would raise no error: their gradients would be added like parts of one gradient::
 
     mesh (dp, tp) = (2, 2)    ranks 0 and 1    tokens (2, 6)    equal, or RuntimeError on all ranks
                               ranks 2 and 3    tokens (2, 6)    any other batch, which must be equal on both
@@ -24,25 +23,21 @@ from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.small_collectives import all_gather_object, all_gather_tensor, to_device
 from thunder_zero.plan.params import Plan
+from thunder_zero.sharded.digests import digests_of
 
 FIRST, EVERY = 8, 16  # which forwards are compared: the first 8, then every 16th
 SAMPLED = 1 << 16  # the maximum number of elements in a tensor's digest, evenly spaced
-ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd factor that spreads bits well
 KNOWN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)  # errors show their values
 
 
 class SameBatch:
-    """The comparison of inputs and generators between the ranks of one data-parallel index.
-
-    Attributes:
-        unlike: the error message if random generators differ, or None. Only a forward that draws random numbers raises.
-    """
+    """The comparison of inputs and generators between the ranks of one data-parallel index."""
 
     def __init__(self, plan: Plan, ranks: Ranks, device: torch.device, name: str) -> None:
         self._plan, self._device, self._name = plan, device, name
         self._group, self._mesh = ranks.world, ranks.mesh
         self._forwards = 0
-        self.unlike: str | None = None
+        self.unlike: str | None = None  # the error message if random generators differ
 
     def compare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compare the arguments of a forward between ranks. This is a small collective, which most forwards skip."""
@@ -90,11 +85,11 @@ class SameBatch:
         first, second = self._ranks(differing)
         return (
             f"{name} of {self._name} differs between rank {first} and rank {second} ({shown}), which compute with "
-            f"slices of one model; {self._remedy()}"
+            f"slices of one model; give all ranks of one data-parallel index the same batch: a sampler takes "
+            f"num_replicas={self._plan.mesh.batches}, rank={self._index_expression()}"
         )
 
     def _generators_sentence(self, differing: tuple[int, int]) -> str:
-        """Return the error message for random generators that differ."""
         first, second = self._ranks(differing)
         return (
             f"forward of {self._name} draws random numbers, as dropout does, and the generators of rank {first} and "
@@ -103,7 +98,6 @@ class SameBatch:
         )
 
     def _ranks(self, numbers: tuple[int, int]) -> tuple[int, int]:
-        """Convert two ranks of the group to global ranks."""
         first, second = (dist.get_global_rank(self._group, number) for number in numbers)
         return first, second
 
@@ -112,13 +106,6 @@ class SameBatch:
         names = (self._mesh.mesh_dim_names or ()) if self._mesh is not None else ()
         slices = self._plan.mesh.tensor.size
         return f"mesh[{names[0]!r}].get_local_rank()" if len(names) == 2 else f"dist.get_rank() // {slices}"
-
-    def _remedy(self) -> str:
-        """Return the advice for batches that differ."""
-        return (
-            f"give all ranks of one data-parallel index the same batch: a sampler takes "
-            f"num_replicas={self._plan.mesh.batches}, rank={self._index_expression()}"
-        )
 
 
 def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str, Tensor | None]]:
@@ -134,27 +121,20 @@ def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[st
                 yield name, repr(leaf) if isinstance(leaf, KNOWN) else type(leaf).__name__, None
 
 
-@torch.no_grad()
 def digest_of(value: Tensor) -> Tensor | None:
     """Return a digest of a tensor's elements, or of a sample if there are many; None unless the tensor is strided."""
     if value.layout is not torch.strided or value.is_nested:
         return None
     elements = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
     elements = elements.resolve_conj().resolve_neg().reshape(-1)
-    elements = elements[:: max(1, -(-elements.numel() // SAMPLED))].contiguous()
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[elements.element_size()]
-    numbers = elements.view(kind).to(torch.int64)
-    places = torch.arange(1, len(numbers) + 1, device=numbers.device) * ODD
-    return ((numbers ^ (places >> 29)) * (places | 1)).sum()
+    return digests_of([elements[:: max(1, -(-elements.numel() // SAMPLED))].contiguous()])[0]
 
 
 def _generator_state(device: torch.device) -> bytes:
-    """Return the state of a device's default generator as bytes."""
     state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
     return bytes(state.numpy().tobytes())
 
 
 def _number(value: str | bytes) -> int:
-    """Return a digest of 63 bits."""
     data = value.encode() if isinstance(value, str) else value
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") >> 1

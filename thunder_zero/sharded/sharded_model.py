@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from traceback import walk_tb
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -29,7 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class ShardedModel(nn.Module):
     """A model whose parameters are shards.
 
-    ``named_parameters`` yields the shards, and ``named_buffers`` yields the buffers, by the plain module's names.
+    Names, submodules, attributes and state dict are the plain module's, so that torch's tools see its tree.
     """
 
     _state: State
@@ -37,16 +37,13 @@ class ShardedModel(nn.Module):
 
     @property
     def state(self) -> State:
-        """Return this rank's state of the model."""
         return self._state
 
     @property
     def plain(self) -> nn.Module:
-        """Return the module that was sharded. Its parameters are the shards."""
         return self._model
 
     def __repr__(self) -> str:
-        """Return a line with stage, ranks, units and bytes at rest, then the plain module with the shapes of rows."""
         return format_model(type(self).__name__, self.plain, self.state)
 
     @contextmanager
@@ -64,13 +61,78 @@ class ShardedModel(nn.Module):
         ...         loss(model(x)).backward()
         >>> loss(model(micro_batches[-1])).backward()
         """
-        with self.state.unsynced():
+        was_synced, self.state.synced = self.state.synced, False
+        try:
             yield
+        finally:
+            self.state.synced = was_synced
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Call ``nn.Module.zero_grad``, and drop the gradients that ``no_sync`` has deferred."""
         super().zero_grad(set_to_none)
         self.state.drop_deferred()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._model.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return self._model.named_buffers(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        modules: Iterator[tuple[str, nn.Module]] = self._model.named_modules(*args, **kwargs)
+        return modules
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        return self._model.named_children()
+
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        self._model.register_buffer(*args, **kwargs)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self._model.register_parameter(name, param)  # if it is new and trains, the next forward raises
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self._model.add_module(name, module)
+
+    def train(self, mode: bool = True) -> Self:
+        self._model.train(mode)  # which its class may override
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        self._model.apply(fn)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model.state_dict(*args, **kwargs)
+
+    @property
+    def training(self) -> bool:
+        return self._model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self._model.training = mode
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the plain module, whose forward reads it, unless it is this model's own."""
+        if _is_own(self, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if _is_own(self, name):
+            super().__delattr__(name)
+        else:
+            delattr(self._model, name)
+
+
+def _is_own(model: ShardedModel, name: str) -> bool:
+    """Return whether an attribute is set on the sharded model itself, or defined or declared by its class."""
+    kinds = map(vars, type(model).__mro__)
+    return name in vars(model) or any(name in kind or name in kind.get("__annotations__", ()) for kind in kinds)
 
 
 def tagged(name: str) -> Callable[[Function], Function]:
@@ -151,7 +213,7 @@ def _shards_in(error: BaseException) -> Iterator[tuple[State, Param]]:
     for frame, _ in reversed(list(walk_tb(error.__traceback__))):
         for value in frame.f_locals.values():
             tensors = value._parameters.values() if isinstance(value, nn.Module) else (value,)
-            yield from filter(None, owners_of(tensor for tensor in tensors if isinstance(tensor, Tensor)))
+            yield from filter(None, map(owner_of, (tensor for tensor in tensors if isinstance(tensor, Tensor))))
 
 
 def _leave_groups() -> None:
@@ -172,7 +234,6 @@ at_exit(_leave_groups)
 
 
 def states() -> list[State]:
-    """Return the states of all models that are alive."""
     return list(_states)
 
 
@@ -186,11 +247,6 @@ def owner_of(param: Tensor) -> tuple[State, Param] | None:
     reference, path = _shards.get(param, (None, ""))
     state: State | None = reference and reference()
     return None if state is None else (state, state.plan.by_name[path])
-
-
-def owners_of(params: Iterable[Tensor]) -> list[tuple[State, Param] | None]:
-    """Return the result of :func:`owner_of` for each tensor."""
-    return list(map(owner_of, params))
 
 
 def owner_of_replaced(param: Tensor) -> tuple[State, Param] | None:

@@ -11,7 +11,6 @@ with a plain parameter::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -26,7 +25,6 @@ from thunder_zero.sharded.placeholders import (
     ValuesNeeded,
     cannot_use,
     hook_message,
-    placeholder,
     without_memory,
 )
 
@@ -46,13 +44,15 @@ class _SliceWithoutValues(Tensor):
 def placeholder_of(path: str, param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Return the placeholder of a parameter. For a DTensor, return a DTensor without memory, with equal placements."""
     if not isinstance(param, DTensor):
-        return placeholder(path, param, dtype, device)
+        stand_in = without_memory(Placeholder, param, dtype, device)
+        vars(stand_in).update(vars(param), path=path)
+        return stand_in
     rows = without_memory(_SliceWithoutValues, local(param), dtype, device)
     rows.path = path
     spec = DTensorSpec(param.device_mesh, param.placements, contiguous(tuple(param.shape), dtype))
-    stand_in: Any = DTensor.__new__(DTensor, rows, spec, requires_grad=param.requires_grad)
-    vars(stand_in).update(vars(param))  # including the attribute that marks a parameter
-    return cast(nn.Parameter, stand_in)
+    dtensor: Any = DTensor.__new__(DTensor, rows, spec, requires_grad=param.requires_grad)
+    vars(dtensor).update(vars(param))  # including the attribute that marks a parameter
+    return cast(nn.Parameter, dtensor)
 
 
 def as_slice(values: Tensor, stand_in: Tensor) -> Tensor:
@@ -71,21 +71,13 @@ def path_of(value: object) -> str | None:
     return part.path if isinstance(part, _SliceWithoutValues) else None
 
 
-@dataclass(frozen=True)
-class Slice:
-    """The replacement for a graph input that is a DTensor placeholder.
+def slice_of(value: object) -> tuple[Placeholder, Callable[..., DTensor], tuple[Any, ...]] | None:
+    """Return what replaces a graph's input; None if the input is not a DTensor placeholder.
 
-    torch redistributes the DTensor's gradient to the parameter's placements. This also reduces partial gradients, such
-    as those of sequence parallelism.
+    The new input is a placeholder with the shape of this rank's slice. A function builds the DTensor from it and
+    further arguments, on which the graph is specialised. torch redistributes the DTensor's gradient to the parameter's
+    placements. This also reduces partial gradients, such as those of sequence parallelism.
     """
-
-    taken: Placeholder  # the new input of the graph, a placeholder with the shape of this rank's slice
-    whole: Callable[..., DTensor]  # a function that builds the DTensor from the slice and ``args``
-    args: tuple[Any, ...]  # the placements and the shape. A graph is specialised on both.
-
-
-def slice_of(value: object) -> Slice | None:
-    """Return the replacement of a graph's input; None if the input is not a DTensor placeholder."""
     if not isinstance(value, DTensor) or (path := path_of(value)) is None:
         return None
     taken = without_memory(Placeholder, local(value), value.dtype, value.device, value.requires_grad)
@@ -94,7 +86,7 @@ def slice_of(value: object) -> Slice | None:
     def whole_of_slice(rows: Tensor, placements: Any, shape: tuple[int, ...]) -> DTensor:
         return DTensor.from_local(rows, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
-    return Slice(taken, whole_of_slice, (value.placements, tuple(value.shape)))
+    return taken, whole_of_slice, (value.placements, tuple(value.shape))
 
 
 def is_part(value: object) -> bool:

@@ -17,13 +17,12 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from thunder_zero.comm.agree import Fact, require_same
+from thunder_zero.comm.agree import Claim, require_same
 from thunder_zero.comm.backends import model_transport
 from thunder_zero.comm.collective_tags import CollectiveTag, current_activity, doing
 from thunder_zero.comm.group import Ranks
-from thunder_zero.comm.small_collectives import all_reduce_max, barrier, next_number, to_device
+from thunder_zero.comm.small_collectives import all_reduce_max, next_number, to_device
 from thunder_zero.compat.private import DTensorSpec
-from thunder_zero.compat.torch.groups import let_go_of_groups
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.sharded.digests import digests_of
 from thunder_zero.sharded.dtensors import specs_of
@@ -35,7 +34,6 @@ from thunder_zero.sharded.wire import Wire
 
 
 def unreduced(action: str, where: str) -> RuntimeError:
-    """Return the error for an action that needs reduced gradients."""
     return RuntimeError(
         f"cannot {action}: no_sync still holds unreduced gradients {where}; run forward and backward of the last "
         f"micro-batch outside of no_sync, or drop them with model.zero_grad()"
@@ -45,25 +43,8 @@ def unreduced(action: str, where: str) -> RuntimeError:
 class LocalState:
     """The state of one model on one rank, without process groups: only the transport communicates with peers.
 
-    Args:
-        at_rest: full values (ZeRO-1, replicated parameters) or this rank's rows, by path. The dict is emptied.
-        digests: True also detects writes that bump no version, for resident parameters.
-
-    Attributes:
-        device: the device that computes.
-        name: the model's name in errors, equal on all ranks: ``"model 0 (Net)"``.
-        copies: asynchronous copies of shards between host memory and the device.
-        params: the parameters, by path.
-        resident: the parameters among ``params`` that stay in memory in full (ZeRO-1).
-        compares_digests: True if digests of resident parameters are compared.
-        may_step: True if gradients were reduced since ranks last agreed on stale parameters.
-        holds_gathered: False if no parameter that ZeRO-2 gathered is kept for the next micro-batch.
-        synced: True outside of ``no_sync``: the gradients of the current forward will be reduced.
-        grew: True if a backward under ``no_sync`` has run since the deferred gradients were last reduced.
-        refrozen: names parameters that were frozen or unfrozen since the model was sharded, for tags; "" if none.
-        clock: the recorder of waits while ``measure_times`` runs.
-        labels: the labels of waits and units while a profiler runs.
-        training_forwards: the number of forwards that have ended in training mode with gradients enabled.
+    ``at_rest`` has full values (ZeRO-1, replicated parameters) or this rank's rows, by path, and is emptied. With
+    ``digests``, writes to resident parameters that bump no version are detected, too.
     """
 
     def __init__(
@@ -77,13 +58,18 @@ class LocalState:
         *,
         digests: bool = True,
     ) -> None:
-        self.plan, self.device, self.name, self.wire = plan, device, name, wire
+        self.plan, self.wire = plan, wire
+        self.device = device  # the device that computes
+        self.name = name  # in errors, equal on all ranks: ``"model 0 (Net)"``
         self.transport, self.copies = wire.transport, wire.copies
-        self.synced, self.grew, self.may_step, self.holds_gathered = True, False, False, False
-        self.training_forwards = 0
-        self.clock = Clock(device)
-        self.labels = Labels(plan)
-        self._first_frozen, self.refrozen = plan.frozen, ""
+        self.synced = True  # False under ``no_sync``: the gradients of the current forward will be deferred
+        self.grew = False  # True if a backward under ``no_sync`` ran since the deferred gradients were last reduced
+        self.may_step = False  # True if gradients were reduced since ranks last agreed on stale parameters
+        self.holds_gathered = False  # True if a parameter that ZeRO-2 gathered may be kept for the next micro-batch
+        self.training_forwards = 0  # that have ended in training mode with gradients enabled
+        self.clock, self.labels = Clock(device), Labels(plan)
+        self._first_frozen = plan.frozen
+        self.refrozen = ""  # names parameters that were frozen or unfrozen since the model was sharded, for tags
         self.params = {
             param.path: ShardedParam(param, plan, device, at_rest.pop(param.path), specs.get(param.path))
             for param in plan.params
@@ -97,7 +83,6 @@ class LocalState:
 
     @property
     def deferred(self) -> list[ShardedParam]:
-        """Return the parameters whose gradients ``no_sync`` has deferred."""
         return [param for param in self.params.values() if param.deferred is not None]
 
     def take_plan(self, plan: Plan) -> None:
@@ -109,15 +94,6 @@ class LocalState:
         first, *others = sorted(self._first_frozen ^ plan.frozen) or [""]
         count = f" and {len(others)} more" * bool(others)
         self.refrozen = f", with requires_grad of {first!r}{count} changed" if first else ""
-
-    @contextmanager
-    def unsynced(self) -> Iterator[None]:
-        """Defer the gradients of forwards inside the block."""
-        was_synced, self.synced = self.synced, False
-        try:
-            yield
-        finally:
-            self.synced = was_synced
 
     def on_any_rank(self, paths: Sequence[str], changed: Container[str], flags: Tensor | None = None) -> list[str]:
         """Return the paths that are in ``changed``. Only a subclass with process groups uses ``flags``."""
@@ -151,17 +127,7 @@ class LocalState:
 
 
 class State(LocalState):
-    """This rank's state of one model, and the process groups that train it.
-
-    Attributes:
-        ranks: the process groups that train the model.
-        group: the process group of all ranks.
-        in_module: what the plain module has: "shards", "placeholders" while forward runs, or "full parameters".
-        same_batch: the comparison of inputs between tensor-parallel ranks.
-        averaged: the ids of the parameters that currently hold their averages (``EMA.applied``).
-        saves: the thread of asynchronous saves (``checkpoint/background.py``); None before the first.
-        replaced: weak references to the parameters that the shards replace, with their paths, by id.
-    """
+    """This rank's state of one model, and the process groups that train it."""
 
     def __init__(
         self, module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, at_rest: dict[str, Tensor]
@@ -169,21 +135,20 @@ class State(LocalState):
         """Build the parameters of a plain module. The module is not changed until :meth:`place`."""
         self.ranks, self.group = ranks, ranks.world
         self.in_module: Literal["shards", "placeholders", "full parameters"] = "shards"
-        self.averaged: frozenset[int] = frozenset()
-        self.saves: Any = None
-        self._class_name = type(module).__name__
-        name = f"model {next_number(self.group)} ({self._class_name})"
+        self.averaged: frozenset[int] = frozenset()  # ids of parameters that hold their averages (``EMA.applied``)
+        self.saves: Any = None  # the thread of asynchronous saves (``checkpoint/save.py``)
+        self.class_name = type(module).__name__
+        name = f"model {next_number(self.group)} ({self.class_name})"
         self.same_batch = SameBatch(plan, ranks, device, name)
         wire = Wire(model_transport(ranks, device, name, plan.policy.transport), plan, device)
         super().__init__(plan, device, name, wire, at_rest, specs_of(plan, ranks, device))
-        plain = {path: module.get_parameter(path) for path in self.params}
+        plain = {path: module.get_parameter(path) for path in self.params}  # which the shards replace
         self.replaced = {id(original): (ref(original), path) for path, original in plain.items()}
         for param in self.params.values():
             param.attach(module, device)
         self._recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
 
     def place(self) -> None:
-        """Put the shards into the plain module."""
         self._put(param.shard for param in self.params.values())
 
     def _put(self, tensors: Iterable[Tensor]) -> None:
@@ -213,13 +178,12 @@ class State(LocalState):
         """Raise RuntimeError while forward runs, and inside ``full_parameters``."""
         if self.in_module == "placeholders":
             raise RuntimeError(
-                f"{self._class_name} was called inside of its own forward, or from a second thread, after thunder_zero "
+                f"{self.class_name} was called inside of its own forward, or from a second thread, after thunder_zero "
                 f"sharded it; call the sharded model once at a time"
             )
         self.require_sharded()
 
     def require_sharded(self) -> None:
-        """Raise RuntimeError inside ``full_parameters``."""
         if self.in_module == "full parameters":
             raise RuntimeError(
                 f"{self.name} is inside full_parameters; leave that block first, or call the module that it gives"
@@ -238,7 +202,7 @@ class State(LocalState):
         vars(self.transport).clear()  # cleared, since compiled programs also refer to the transport
         specs = [param.spec for param in self.params.values() if param.spec is not None]
         for mesh in {spec.mesh for spec in specs}:  # since shards also refer to the meshes
-            let_go_of_groups(mesh)
+            mesh._pg_registry.clear()
         del self.ranks, self.group, self.transport, self.same_batch
 
     def on_any_rank(self, paths: Sequence[str], changed: Container[str], flags: Tensor | None = None) -> list[str]:
@@ -266,9 +230,11 @@ class State(LocalState):
         """Compare the launches of a phase between ranks. Raise RuntimeError on all ranks if they differ."""
         calls = "call the model the same way on every rank: with or without gradients, inside or outside no_sync"
         inputs = "give every rank inputs that take the same path through the module"
-        facts = [Fact(f"launch {number} of {phase}", repr(launch), inputs) for number, launch in enumerate(launches, 1)]
+        claims = [
+            Claim(f"launch {number} of {phase}", repr(launch), inputs) for number, launch in enumerate(launches, 1)
+        ]
         with doing(phase, self.name):
-            require_same([Fact("the program to run", phase, calls), *facts], self.group)
+            require_same([Claim("the program to run", phase, calls), *claims], self.group)
 
     def require_reduced(self, action: str, shards: Iterable[Tensor] | None = None) -> None:
         """Raise RuntimeError if ``no_sync`` holds gradients of these shards, or by default of any shard."""
@@ -305,13 +271,3 @@ class State(LocalState):
                 yield
         finally:
             self.mark_stale(formatted)
-
-    def seconds_alone(self, paths: Sequence[str]) -> float:
-        """Return the seconds that a gather of these sharded parameters takes without overlap (a collective)."""
-        params = [self.params[path] for path in paths]
-        barrier(self.group)
-        self.transport.enter(CollectiveTag(f"measure_times of {self.name}", repr(paths)))
-        start = self.clock.now()
-        self.wire.gather_now([param.rows for param in params], [param.plan for param in params])
-        self.copies.wait()
-        return start.until(self.clock.now())

@@ -58,6 +58,5 @@ def require_equal_gradients_once(state: State, stepped: Collection[int]) -> None
 
 
 def _summary(grad: Tensor) -> Tensor:
-    """Return the norm and the sum of a gradient."""
     values = (torch.view_as_real(grad) if grad.is_complex() else grad).float()
     return torch.stack((torch.linalg.vector_norm(values), values.sum()))

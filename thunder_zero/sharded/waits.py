@@ -1,7 +1,6 @@
 """Times the waits of collectives, and labels them while torch's profiler runs.
 
-Each collective's handle passes through the model's :class:`Clock`. A stopped clock returns the handle unchanged. On
-CUDA a :class:`Moment` has an event in the device's stream, so that the clock does not synchronize the host.
+On CUDA a :class:`Moment` has an event in the device's stream, so that the clock does not synchronize the host.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
-from thunder_zero.compat.torch.autograd import at_end_of_backward, running_backward
+from thunder_zero.compat.private import at_end_of_backward, running_backward
 from thunder_zero.plan.mesh import SHARD
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.names import launch_label, unit_label, wait_label
@@ -25,13 +24,10 @@ from thunder_zero.schedule.names import launch_label, unit_label, wait_label
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A point in the work of a device."""
-
     host: float  # seconds, of ``time.perf_counter``
     event: torch.cuda.Event | None  # the same point in the device's stream, if it has one
 
     def until(self, later: Moment) -> float:
-        """Return the seconds from this moment to a later moment."""
         if self.event is None or later.event is None:
             return later.host - self.host
         later.event.synchronize()
@@ -41,8 +37,6 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """A wait that has ended."""
-
     path: str  # the path of the bucket's first parameter
     gather: bool  # True for a gather, False for a reduction
     called: Moment  # the start of the wait
@@ -57,7 +51,6 @@ class Clock:
         self._waits: list[Waited] | None = None
 
     def now(self) -> Moment:
-        """Return the point that the device's work has reached."""
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
@@ -146,7 +139,6 @@ class Labels:
                 self.end()
 
     def end(self) -> None:
-        """End the label of the current unit."""
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None

@@ -9,10 +9,8 @@
     reduce         payloads             ->  means, or the bytes from all ranks for this rank's part
     decode_grad    means, or bytes      ->  means: decoded and added in float32, cast, copied to the shards' device
 
-A trace has a line for each function that is not a no-op. Only shards are cast and copied, never full tensors: before a
-gather, and after a reduction. On CUDA, shards in host memory are pinned. Casts run on the device, since a copy that
-also casts makes the host wait. Copies run in the stream of compute, and ``HostCopies`` waits for them.
-``encodings/`` encodes and decodes the bytes. Encoded frozen parameters are sent unchanged.
+Casts run on the device, since a copy that also casts makes the host wait. Copies run in the stream of compute, and
+``HostCopies`` waits for them. Encoded frozen parameters are sent unchanged.
 """
 
 from __future__ import annotations
@@ -49,7 +47,6 @@ class HostCopies:
         self._last: torch.cuda.Event | None = None  # recorded after the last copy
 
     def note(self) -> None:
-        """Record that copies were started."""
         if self._are_asynchronous:
             self._last = torch.cuda.Event()
             self._last.record(torch.cuda.current_stream(self._device))
@@ -181,7 +178,6 @@ class Wire:
         return tuple(fulls)
 
     def gather_now(self, shards: Sequence[Tensor], params: Sequence[Param]) -> tuple[Tensor, ...]:
-        """Return full parameters: encode, gather, wait and decode."""
         return self.decode(self.gather(self.encode(shards, params), params).wait(), params)
 
     def _on_device(self, shard: Tensor, param: Param) -> Tensor:
@@ -225,11 +221,11 @@ class Wire:
             if over in OF_MEANS:
                 return _reduce_rows(self.transport, self._plan, sent, params, over)
             return self.transport.reduce_scatter(sent) if params[0].sharded else self.transport.all_reduce(sent, over)
-        return self._trade(sent, over) if over == SHARD else self._average_bytes(sent, params, over)
+        return self._trade(sent) if over == SHARD else self._average_bytes(sent, params, over)
 
-    def _trade(self, sent: Sequence[GradientParts], over: str) -> Waitable:
-        trade = _Trade(sent, self._plan.mesh.over(over))
-        handle = self.transport.trade(trade.outgoing, trade.incoming, over)
+    def _trade(self, sent: Sequence[GradientParts]) -> Waitable:
+        trade = _Trade(sent, self._plan.mesh.shard)
+        handle = self.transport.trade(trade.outgoing, trade.incoming, SHARD)
 
         def wait() -> tuple[Any, ...]:
             handle.wait()
@@ -304,7 +300,6 @@ class _Trade:
 
 
 def reduce_format_of(param: Param) -> Int8:
-    """Return ``param.reduce_format``, which must not be None."""
     assert param.reduce_format is not None, f"the gradient of {param.path} travels as it is"
     return param.reduce_format
 

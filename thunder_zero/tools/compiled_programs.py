@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from thunder_zero.capture.compilations import Spent
-from thunder_zero.capture.zero_module import zero_module
+from thunder_zero.capture.zero_module import captured_forward
 from thunder_zero.plan.amounts import size
 
 from thunder.core.module import ThunderModule
@@ -64,7 +64,7 @@ def programs(model: ThunderModule) -> ProgramTable:
         TypeError: ``model`` is not a sharded model.
     """
     rows = []
-    for captured in zero_module(model).captured.values():
+    for captured in captured_forward(model).kept.values():
         spent, why = captured.spent, captured.frame.reason()  # count the capture for the first program
         for mode, entry in (item for programs in captured.programs.values() for item in programs.entries.items()):
             kind = "forward alone" if not mode.differentiates else "training" if mode.synced else "no_sync"

@@ -22,8 +22,9 @@ from thunder_zero.capture.joint import joint_of
 from thunder_zero.capture.programs import restoring
 from thunder_zero.capture.proxies import source_of
 from thunder_zero.compat import aot, dynamo
+from thunder_zero.compat.private import dynamo_config
 from thunder_zero.plan.params import Plan
-from thunder_zero.sharded.placeholders import Memoryless, Placeholder, shape_of
+from thunder_zero.sharded.placeholders import Placeholder, without_memory
 from thunder_zero.sharded.reduce import tensors_in
 from thunder_zero.sharded.slices import path_of, require_unhooked
 
@@ -86,7 +87,7 @@ def export(
 
     capturing = partial(dynamo.capturing, [], (Placeholder, Memoryless))
     captured = dynamo.capture(module, backend, capturing, dynamic=dynamic, whole=True)
-    with dynamo.floats_constant():
+    with dynamo_config.patch(specialize_float=True):  # such as the epsilon of a norm
         returned = captured(*args, **kwargs)
     if not captures:
         raise RuntimeError(f"forward of {name} computes nothing with tensors, so there is no trace of it")
@@ -102,6 +103,16 @@ def export(
         if not paths[position] and id(value) in names
     }
     return Exported(joint, paths, buffers, markers, returned)
+
+
+class Memoryless(Tensor):
+    """A contiguous tensor without memory, for code that is captured but not run. No operator accepts it."""
+
+
+def shape_of(tensor: Tensor) -> Tensor:
+    """Return a CPU tensor or parameter without memory, with the shape and dtype of ``tensor``."""
+    kind = nn.Parameter if isinstance(tensor, nn.Parameter) else Memoryless
+    return without_memory(kind, tensor, tensor.dtype, torch.device("cpu"))
 
 
 def _refuse(message: str, *inputs: Any) -> NoReturn:

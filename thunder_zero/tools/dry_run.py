@@ -26,12 +26,12 @@ from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.sharded.casts import cast_inputs, casting_borders
-from thunder_zero.sharded.placeholders import set_tensor, shape_of
+from thunder_zero.sharded.placeholders import set_tensor
 from thunder_zero.sharded.slices import placeholder_of, require_plain_tensors
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.dry_capture import export
+from thunder_zero.tools.dry_capture import export, shape_of
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.symbols import Runtime, ZeroExecutor
 
@@ -171,7 +171,7 @@ class ProgramSource:
         converted, program = program_of(exported.joint, exported.paths, executor, self._mode, fuses=fuses)
         names = [proxy.name for proxy in converted.trace.args]
         buffer_paths = {names[position]: path for position, path in exported.buffers.items()}
-        return traces_of_program(program, fuses=fuses, others=buffer_paths, restored=exported.restored)
+        return traces_of_program(program, others=buffer_paths, restored=exported.restored)
 
 
 def _memory_bytes(module: nn.Module, device: Device | str | None) -> int | None:

@@ -7,9 +7,10 @@ from itertools import pairwise, zip_longest
 from math import inf
 from statistics import median
 
-from thunder_zero.capture.zero_module import traces_of, zero_module
+from thunder_zero.capture.zero_module import captured_forward, traces_of, zero_module
 from thunder_zero.comm import agree
-from thunder_zero.comm.small_collectives import all_gather_object
+from thunder_zero.comm.collective_tags import CollectiveTag
+from thunder_zero.comm.small_collectives import all_gather_object, barrier
 from thunder_zero.plan.policy import Times, is_count
 from thunder_zero.schedule.ops import Gather, Wait, ends
 from thunder_zero.schedule.timeline import Timeline
@@ -48,7 +49,7 @@ def measure_times(model: ThunderModule, step: Callable[[], object], steps: int =
             raise TypeError(f"step is {step!r}; give a function that runs one forward and backward of the model")
         if not is_count(steps) or steps == 0:
             raise ValueError(f"steps is {steps!r}; give how many steps to measure, 1 or more")
-        if not any(zero_module(model).graphs()):
+        if not any(captured_forward(model).ran):
             raise RuntimeError("nothing to measure: the model was not called yet; run a step before measure_times")
     runs = []
     for _ in range(steps):
@@ -73,7 +74,18 @@ def _bytes_per_second(state: State, timeline: Timeline, rounds: int) -> float:
     nbytes = sum(buckets.values())
     if not nbytes:
         return inf
-    return nbytes / median(sum(map(state.seconds_alone, buckets)) for _ in range(rounds))
+    return nbytes / median(sum(_seconds_alone(state, paths) for paths in buckets) for _ in range(rounds))
+
+
+def _seconds_alone(state: State, paths: Sequence[str]) -> float:
+    """Return the seconds that a gather of these sharded parameters takes without overlap (a collective)."""
+    params = [state.params[path] for path in paths]
+    barrier(state.group)
+    state.transport.enter(CollectiveTag(f"measure_times of {state.name}", repr(paths)))
+    start = state.clock.now()
+    state.wire.gather_now([param.rows for param in params], [param.plan for param in params])
+    state.copies.wait()
+    return start.until(state.clock.now())
 
 
 def computed(waits: Sequence[Waited], expected: Sequence[tuple[str, bool, bool]]) -> tuple[Seconds, Seconds]:

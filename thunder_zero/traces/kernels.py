@@ -18,10 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from thunder_zero.compat.aot import RUN_AND_SAVE_STATE, RUN_WITH_STATE
 from thunder_zero.compat.inductor import HoldsForSomeSizes, Kernel, faking, for_all_sizes, kernel, laid_out
 from thunder_zero.compat.lines import with_functions
-from thunder_zero.compat.private import HigherOrderOperator, OpOverload, ShapeEnvGuardError, detect_fake_mode
+from thunder_zero.compat.private import (
+    HigherOrderOperator,
+    OpOverload,
+    ShapeEnvGuardError,
+    detect_fake_mode,
+    run_and_save_rng_state,
+    run_with_rng_state,
+)
 from thunder_zero.traces.fuse import graph_of
 from thunder_zero.traces.lift import proxies_in
 from thunder_zero.traces.operators import operator_of
@@ -31,7 +37,7 @@ from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 
-DRAWS = (RUN_AND_SAVE_STATE, RUN_WITH_STATE)  # operators that run a random operator
+DRAWS = (run_and_save_rng_state, run_with_rng_state)  # operators that run a random operator
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ class Program:
     timeline: Timeline  # the operations that the traces are written from, one after another
     forward: TraceCtx
     backward: TraceCtx | None
+    fuses: bool  # True if inductor compiles the regions between lines of the schedule
     lines: Lines  # for each operation, the positions of its lines in its phase's trace (``Phase.lines``)
 
     @property
@@ -85,19 +86,19 @@ def compile_program(scheduled: Scheduled, *, fuses: bool) -> Program:
     timeline = _finished(scheduled.timeline, writer, fuses=fuses)
     forward = writer.forward(timeline)
     if timeline.backward_start == len(timeline.ops):
-        return Program(scheduled, timeline, forward.trace, None, forward.lines)
+        return Program(scheduled, timeline, forward.trace, None, fuses, forward.lines)
     backward = writer.backward(timeline)
-    return Program(scheduled, timeline, forward.trace, backward.trace, forward.lines + backward.lines)
+    return Program(scheduled, timeline, forward.trace, backward.trace, fuses, forward.lines + backward.lines)
 
 
-def without_tangents(program: Program, missing: Collection[str], *, fuses: bool) -> Program:
+def without_tangents(program: Program, missing: Collection[str]) -> Program:
     """Return a program with an equal forward, whose backward does not take the tangents that ``missing`` names."""
     writer = Writer(program.scheduled.lowered)
     pruned = drop_tangents(program.scheduled.timeline, missing, writer)
     start = program.timeline.backward_start
     forward = program.timeline.ops[:start]
     backward = (op for op in pruned.ops if op.backward)
-    timeline = _finished(pruned.with_ops([*forward, *backward], program.timeline.values), writer, fuses=fuses)
+    timeline = _finished(pruned.with_ops([*forward, *backward], program.timeline.values), writer, fuses=program.fuses)
     phase = writer.backward(timeline)
     return replace(program, timeline=timeline, backward=phase.trace, lines=program.lines[:start] + phase.lines)
 

@@ -1,4 +1,4 @@
-"""Writes the traces that run, forward and backward, from operations: one after another.
+"""Writes the traces that run, forward and backward, straight from operations, one after another.
 
 ::
 

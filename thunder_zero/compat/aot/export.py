@@ -9,7 +9,7 @@ AOTAutograd cannot trace the graph (:class:`Untraced`)::
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from thunder_zero.compat.private import (
     aot_config,
     aot_export_joint_with_descriptors,
     get_mkldnn_enabled,
+    replaced,
     set_mkldnn_enabled,
 )
 
@@ -75,7 +76,6 @@ def export(graph: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
 
 
 def _exported(graph: fx.GraphModule, inputs: Sequence[Any], recurrent: Sequence[fx.Node]) -> JointWithDescriptors:
-    """Return the joint graph that AOTAutograd traces from a graph."""
     settings = aot_config.patch(backward_pass_autocast="off")  # as in eager mode, where backward runs without autocast
     try:
         with ExitStack() as stack, _undefined_tensors_avoided(recurrent), _sources_kept(), settings:
@@ -112,17 +112,13 @@ def _with_fixed_sizes(value: Any) -> Any:
 
 
 def _has_known_sizes(node: fx.Node) -> bool:
-    """Return whether all sizes of an input are known for the call that dynamo captured."""
     value = node.meta.get("val")
     sizes = value.shape if isinstance(value, Tensor) else (value,)
     return all(hint(size) is not None for size in sizes if isinstance(size, py_sym_types))
 
 
 def _drops(node: fx.Node) -> bool:
-    """Return whether a recurrent layer has dropout between its layers.
-
-    Three consecutive arguments are the number of layers, the dropout, and the training flag.
-    """
+    # Three consecutive arguments are the number of layers, the dropout between them, and the training flag.
     triples = zip(node.args, node.args[1:], node.args[2:], strict=False)
     return any(
         type(layers) is int and layers > 1 and is_training is True and (isinstance(dropout, fx.Node) or bool(dropout))
@@ -143,14 +139,11 @@ def _undefined_tensors_avoided(recurrent: Sequence[fx.Node]) -> Iterator[None]:
 
 
 class _FirstSources(dict[Any, Any]):
-    """A mapping from symbols to their first sources."""
-
     def __setitem__(self, symbol: Any, source: Any) -> None:
         self.setdefault(symbol, source)
 
 
-@contextmanager
-def _sources_kept() -> Iterator[None]:
+def _sources_kept() -> AbstractContextManager[None]:
     """Let a trace keep the first source of each symbol, which is an input.
 
     DTensors have sizes that torch computes outside of the trace, which finds their sources by symbol. A size that
@@ -162,9 +155,4 @@ def _sources_kept() -> Iterator[None]:
         init(tracer)
         tracer.sympy_expr_tracker = _FirstSources()
 
-    tracers: Any = PythonKeyTracer
-    tracers.__init__ = init_with_first_sources
-    try:
-        yield
-    finally:
-        tracers.__init__ = init
+    return replaced(PythonKeyTracer, "__init__", init_with_first_sources)

@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from thunder_zero.compat.aot.nodes import is_opaque
 from thunder_zero.compat.private import (
     GradAOTOutput,
     JointWithDescriptors,
@@ -28,6 +26,7 @@ from thunder_zero.compat.private import (
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
     TangentAOTInput,
+    is_opaque_node,
 )
 
 
@@ -53,17 +52,15 @@ class Joint:
     @property
     def results(self) -> Sequence[Any]:
         """The results of the graph: nodes, or None for an opaque object."""
-        return [None if is_opaque(node) else node for node in self.all_results]
+        return [None if is_opaque_node(node) else node for node in self.all_results]
 
     @property
     def all_results(self) -> Sequence[Any]:
-        """The results of the graph, including opaque objects."""
         results: Any = self.graph.graph.output_node().args[0]
         return results  # type: ignore[no-any-return]
 
     @property
     def described(self) -> Sequence[Any]:
-        """AOTAutograd's descriptions of the results."""
         return self.graph.graph.output_node().meta["desc"]  # type: ignore[no-any-return]
 
     def tangents(self) -> Mapping[fx.Node, int]:
@@ -74,7 +71,7 @@ class Joint:
 
     def placeholders(self) -> Sequence[fx.Node]:
         """Return the inputs and tangents that the phases get, without opaque objects."""
-        return [node for node in self.all_placeholders() if not is_opaque(node)]
+        return [node for node in self.all_placeholders() if not is_opaque_node(node)]
 
     def all_placeholders(self) -> Sequence[fx.Node]:
         """Return the inputs and tangents, including opaque objects."""
@@ -82,7 +79,6 @@ class Joint:
 
     @property
     def returns_subclasses(self) -> bool:
-        """True if an output of forward is a part of a tensor subclass."""
         return any(map(is_part, self.described[: self.outputs]))
 
     def plain_outputs(self) -> Sequence[int]:
@@ -108,11 +104,6 @@ class Joint:
         return [position for position in positions if position is not None]
 
 
-def is_subclass(value: object) -> bool:
-    """Return whether a value is a tensor subclass with inner tensors, such as a DTensor."""
-    return bool(is_traceable_wrapper_subclass(value))
-
-
 def input_of(node: fx.Node) -> int | None:
     """Return the position of a placeholder among the inputs of dynamo's graph, or None for a part of an input."""
     desc = node.meta.get("desc")
@@ -125,7 +116,6 @@ def output_of(node: fx.Node) -> Any:
 
 
 def is_part(desc: Any) -> bool:
-    """Return whether a result is a part of a tensor subclass."""
     return isinstance(desc, SubclassGetAttrAOTOutput)
 
 

@@ -1,6 +1,6 @@
 """needed while: torch has no public API for the origin of a captured graph's node.
 
-In: a node of dynamo's graph or of the joint graph. Out: the names of its origin in the user's program::
+::
 
     y = self.layer(x).relu()       variable_of     "y"
                                    module_of       "layer"
@@ -18,39 +18,13 @@ import torch
 from torch import Tensor, fx
 from torch.types import py_sym_types
 
-from thunder_zero.compat.private import (
-    is_opaque_node,
-    must_recompute,
-    run_and_save_rng_state,
-    run_with_rng_state,
-)
-
-RUN_AND_SAVE_STATE, RUN_WITH_STATE = run_and_save_rng_state, run_with_rng_state
-
 # An argument of forward: its name, or an item of *args and **kwargs.
 ARGUMENT = re.compile(r"L\['(\w+)'\](?:\['(\w+)'\]|\[(\d+)\])?")
 MEMBER = re.compile(r"\._(modules|buffers|parameters)\['([^']+)'\]")
 
 
-def is_opaque(node: Any) -> bool:
-    """Return whether the value of a node is opaque to tensor operators, such as the mesh of a DTensor."""
-    return bool(is_opaque_node(node))
-
-
 def is_backward(node: fx.Node) -> bool:
-    """Return whether a node belongs to backward."""
     return node.meta.get("partitioner_tag") == "is_backward"
-
-
-def is_checkpointed(node: fx.Node) -> bool:
-    """Return whether a checkpoint tags a node for recomputation in backward."""
-    return bool(must_recompute(node))
-
-
-def sequence_number(node: fx.Node) -> int | None:
-    """Return the number that a line of forward shares with the backward lines that compute its gradient."""
-    number: int | None = node.meta.get("seq_nr")
-    return number
 
 
 # The user's names
@@ -83,7 +57,6 @@ def module_of(node: fx.Node) -> str | None:
 
 
 def _modules_of(node: fx.Node) -> list[tuple[str, type]]:
-    """Return the paths and classes of the modules around a node, the innermost last."""
     return list((node.meta.get("nn_module_stack") or {}).values())
 
 
@@ -141,7 +114,6 @@ def hint(number: Any) -> int | float | bool | None:
 
 
 def is_contiguous(value: Tensor) -> bool:
-    """Return whether a tensor of the graph was contiguous in the call that dynamo captured."""
     if value.layout is not torch.strided:
         return False
     shape, strides = (tuple(map(hint, numbers)) for numbers in (value.shape, value.stride()))

@@ -1,7 +1,6 @@
 """needed while: AOTAutograd refuses some graphs of dynamo, or gets them wrong.
 
-In: a graph of dynamo before AOTAutograd traces it, or the joint graph afterwards. Out: an equivalent graph, changed in
-place::
+::
 
     x[mask] = value         ->  x.copy_(where(mask, value, x))      its gradient has a known shape
     return weight[0]        ->  return weight[0].clone()            AOTAutograd would return a view of rows
@@ -21,7 +20,6 @@ from thunder_zero.compat.aot.joint import output_of
 from thunder_zero.compat.aot.nodes import is_backward
 from thunder_zero.compat.private import (
     OutputType,
-    cleanup_recompute_tags,
     detect_fake_mode,
     set_grad_enabled,
     tensorify_python_scalars,
@@ -134,8 +132,3 @@ def mark_backward(graph: fx.GraphModule) -> None:
         elif node.op == "call_function" and (is_backward(node) or not backward.isdisjoint(node.all_input_nodes)):
             node.meta["partitioner_tag"] = "is_backward"
             backward.add(node)
-
-
-def let_checkpoints_end(graph: fx.GraphModule) -> None:
-    """Remove the checkpoint's tag from values that one checkpoint passes to the next, so that they are saved."""
-    cleanup_recompute_tags(graph, is_default_partition=False)

@@ -11,22 +11,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import Node
 
-from thunder_zero.compat.aot.joint import Joint, output_of
-from thunder_zero.compat.aot.objects import Phases as Phases
-from thunder_zero.compat.aot.objects import WithObjects, objects_of
+from thunder_zero.compat.aot.joint import Joint, is_part, output_of, whole_tangent
 from thunder_zero.compat.private import (
     JointWithDescriptors,
     SubclassCreationMeta,
     aot_config,
     aot_stage2_compile,
+    is_opaque_node,
+    replaced,
     runtime_wrappers,
 )
 
@@ -39,11 +39,8 @@ def compiled(
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """Return a function of a list of inputs that runs the phases.
 
-    Args:
-        joint: the graph that the phases compute.
-        phases: the functions that compute the graph's tensors.
-        check: a function that gets the node and the tangents of each backward before it runs, and may raise.
-        materialize_grads: True to give backward zeros for a missing tangent, False to give it None.
+    ``check`` gets the node and the tangents of each backward before it runs, and may raise. With
+    ``materialize_grads``, backward gets zeros for a missing tangent, else None.
     """
     state, capture = _for_one_program(joint.exported)
     has_objects = capture.maybe_subclass_meta is not None or objects_of(joint)
@@ -96,8 +93,6 @@ def _copied_description(meta: Any) -> Any:
 
 
 def _boxed(function: Boxed) -> Boxed:
-    """Return the function, marked for AOTAutograd as a function that empties its list of arguments."""
-
     def boxed(args: list[Any]) -> list[Any]:
         return function(args)
 
@@ -105,8 +100,7 @@ def _boxed(function: Boxed) -> Boxed:
     return boxed
 
 
-@contextmanager
-def _checked(check: Check, materialize_grads: bool) -> Iterator[None]:
+def _checked(check: Check, materialize_grads: bool) -> AbstractContextManager[None]:
     """Make the autograd function that AOTAutograd builds inside the block call ``check`` before each backward."""
     factory: Any = runtime_wrappers._AOTDispatchAutogradFunctionFactory
     build = factory.build
@@ -126,11 +120,7 @@ def _checked(check: Check, materialize_grads: bool) -> Iterator[None]:
         function.forward, function.backward = staticmethod(forward_checked), staticmethod(backward_checked)
         return function
 
-    factory.build = build_checked
-    try:
-        yield
-    finally:
-        factory.build = build
+    return replaced(factory, "build", build_checked)
 
 
 def _stubs(joint: Joint, saved: Sequence[Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -167,3 +157,80 @@ def _result(graph: fx.Graph, call: fx.Node, like: Any) -> Any:
     new = graph.call_function(_stub, (call,))
     new.meta.update(like.meta if isinstance(like, fx.Node) else {"val": like})
     return new
+
+
+class Phases(Protocol):
+    """The two phases of a program, as functions. ``saved`` has fakes of the values that forward saves."""
+
+    saved: Sequence[Any]
+
+    def forward(self, args: list[Any]) -> list[Any]:
+        """Compute outputs, and the values that backward reads."""
+
+    def backward(self, args: list[Any]) -> list[Any]:
+        """Compute the gradients of inputs."""
+
+
+def objects_of(joint: Joint) -> list[fx.Node]:
+    return [node for node in joint.all_placeholders() if is_opaque_node(node) and output_of(node) is None]
+
+
+class WithObjects:
+    """Phases of a graph with tensor subclasses: AOTAutograd passes their meshes to phases, and expects them as results.
+
+    ::
+
+        forward([rows, mesh, x])  ->  phases.forward([rows, x])  ->  [y, mesh]
+    """
+
+    def __init__(self, joint: Joint, phases: Phases) -> None:
+        self._phases, self._objects, self.saved = phases, objects_of(joint), phases.saved
+        placeholders = joint.all_placeholders()
+        inputs = [node for node in placeholders if output_of(node) is None]
+        self._inputs = [inputs.index(node) for node in self._objects]
+        self._current: dict[int, Any] = {}  # id of a traced object -> the object of the last forward
+        self._outputs, self._gradients = joint.all_results[: joint.outputs], joint.all_results[joint.outputs :]
+        self._parts = [position for position, desc in enumerate(joint.described[joint.outputs :]) if is_part(desc)]
+        self._tangents = [(node, node.meta["desc"]) for node in placeholders if node not in inputs]
+
+    def forward(self, args: list[Any]) -> list[Any]:
+        """Compute outputs, and the values that backward reads. Add the objects to the results."""
+        for node, position in zip(self._objects, self._inputs, strict=True):
+            self._current[id(node.meta["val"])] = args[position]
+        plain = [arg for position, arg in enumerate(args) if position not in self._inputs]
+        args.clear()
+        return self._filled(self._phases.forward(plain), self._outputs)
+
+    def backward(self, args: list[Any]) -> list[Any]:
+        """Compute the gradients of the inputs, and add the objects. A subclass without a gradient gets zeros."""
+        count = len(self.saved)
+        plain = [*args[:count], *self._flat(args[count:])]
+        args.clear()
+        gradients = self._filled(self._phases.backward(plain), self._gradients)
+        for position in self._parts:
+            if gradients[position] is None:
+                fake = self._gradients[position].meta["val"]
+                gradients[position] = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+        return gradients
+
+    def _flat(self, tangents: Sequence[Any]) -> Iterator[Any]:
+        """Yield the tensors of the tangents. Expand torch's None for a missing subclass to a None for each part."""
+        values, before, missing = iter(tangents), None, False
+        for node, desc in self._tangents:
+            whole = whole_tangent(desc)
+            value = None if whole == before and missing else next(values)
+            if whole != before:
+                before, missing = whole, value is None
+            if not is_opaque_node(node):
+                yield value
+
+    def _filled(self, results: list[Any], nodes: Sequence[Any]) -> list[Any]:
+        """Put objects into results: the input's object if there is an equal input, or else the traced object.
+
+        Torch traces equal objects as one node, so the node of an output may also be the node of a tangent.
+        """
+        for position, node in enumerate(nodes):
+            if is_opaque_node(node):
+                traced = node.meta["val"]
+                results[position] = self._current.get(id(traced), traced.real_obj)
+        return results

@@ -1,4 +1,4 @@
-"""Process groups: launches, timeouts, gloo threads, and functions that run when a process exits."""
+"""Process groups: launches, timeouts, gloo threads, exit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
-from thunder_zero.compat.private import c10d_world, coalescing_manager, set_pg_timeout
+from thunder_zero.compat.private import c10d_world, coalescing_manager
 
 # needed while: torch has no public API to group collectives, and leaves failed ones queued.
 
@@ -35,20 +34,10 @@ def one_launch(group: ProcessGroup) -> Iterator[Any]:
         raise
 
 
-def let_go_of_groups(mesh: DeviceMesh) -> None:
-    """Drop a mesh's references to process groups that were destroyed."""
-    mesh._pg_registry.clear()
-
-
 def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
     """Return the timeout of the group's collectives of tensors on a device."""
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
-
-
-def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Change the timeout of the group's collectives."""
-    set_pg_timeout(timeout, group)
 
 
 # needed while: torchrun gives restarted ranks the store of dead ranks.
@@ -94,8 +83,3 @@ def let_gloo_wait_for_a_core() -> None:
 def at_exit(function: Callable[..., None], *args: Any) -> None:
     """Call a function when the interpreter exits. Functions are called in reverse order of registration."""
     atexit.register(function, *args)
-
-
-def all_groups() -> list[ProcessGroup]:
-    """Return the process groups that were created and not destroyed."""
-    return list(c10d_world.pg_map)

@@ -47,8 +47,11 @@ def initial_values(
     """
     group = ranks.world
     if group.size() > 1:
-        facts = [*_source_facts(plan, sources), *_mesh_facts(ranks)]
-        agree.require_same([*agree.module_facts(module, plan, device), *facts], group)
+        # The names of the mesh's dimensions decide which parameters are tensor-parallel.
+        names = None if ranks.mesh is None else ranks.mesh.mesh_dim_names
+        mesh = agree.Claim("the mesh's dimensions", str(names), "give every rank the same mesh")
+        claims = [*_source_claims(plan, sources), mesh]
+        agree.require_same([*agree.module_claims(module, plan, device), *claims], group)
     model, failures = PlainModel(module, plan, ranks, device, names_of(module)), Failures()
     are_read, weights = sources.weights is not None, sources.weights or {}
     saved = module.state_dict() if are_read else {}  # state dicts have no non-persistent buffers
@@ -67,7 +70,6 @@ def initial_values(
         drawn.require_written()
 
     def value_here(tensor: Tensor) -> Tensor:
-        """Return a tensor's full values on this rank."""
         if tensor in read:
             return _read(tensor, read[tensor], weights, failures)
         return drawn.full(tensor) if drawn.has(tensor) else _existing(tensor, model)
@@ -79,26 +81,19 @@ def initial_values(
     return values
 
 
-def _source_facts(plan: Plan, sources: Sources) -> list[agree.Fact]:
-    """Return facts about the user's sources, which decide which collectives run; [] if one rank sends all values."""
+def _source_claims(plan: Plan, sources: Sources) -> list[agree.Claim]:
+    """Return claims about the user's sources, which decide which collectives run; [] if one rank sends all values."""
     if plan.policy.broadcast_from is not None:
         return []
     return [
-        agree.Fact(
+        agree.Claim(
             f"the argument {name}", "None" if value is None else "something", f"give {name} on every rank, or on none"
         )
         for name, value in (("init", sources.init), ("weights", sources.weights))
     ]
 
 
-def _mesh_facts(ranks: Ranks) -> list[agree.Fact]:
-    """Return a fact with the names of the mesh's dimensions. They decide which parameters are tensor-parallel."""
-    names = None if ranks.mesh is None else ranks.mesh.mesh_dim_names
-    return [agree.Fact("the mesh's dimensions", str(names), "give every rank the same mesh")]
-
-
 def _require_names(weights: Collection[str], read: Iterable[Sequence[str]], saved: Container[str], kind: str) -> None:
-    """Raise ValueError if ``weights`` lacks a tensor to read, or has a name that is not in ``saved``."""
     for names in read:
         if not any(name in weights for name in names):
             raise ValueError(f"weights has no {names[0]!r}; give the state dict of a {kind} like this one")
@@ -141,7 +136,6 @@ def _require_equal(value: Tensor, expected: Tensor, name: str, first: str) -> No
 
 
 def _existing(tensor: Tensor, model: PlainModel) -> Tensor:
-    """Return the values that a tensor already has. For a planned parameter, return this rank's slice, detached."""
     return tensor if model.param_of(tensor) is None else local(tensor).detach()
 
 

@@ -1,8 +1,6 @@
 """Holds the user's sources and the module's values, and compares values between ranks.
 
-:func:`initial_values` takes :class:`Sources` and returns :class:`InitialValues`. :class:`PlainModel` knows which rank
-provides each tensor's value. :class:`Failures` holds an error until the next agreement, since other ranks wait in
-collectives. :class:`Sharder` selects this rank's rows of full values, and stores digests of the full values::
+::
 
     full value (5, 8)  ->  Sharder.shard  ->  this rank's rows (3, 8), with padding
                                          SHA-256 of the full value, which ranks compare unless one rank sent the value
@@ -49,8 +47,6 @@ class UnplannedValue:
 
 @dataclass(frozen=True, slots=True)
 class InitialValues:
-    """The initial values of a module."""
-
     at_rest: dict[str, Tensor]  # planned parameters by path: full values, or this rank's rows
     unplanned: list[UnplannedValue]  # values of tensors on the meta device, and values from a state dict
 
@@ -66,7 +62,6 @@ class PlainModel:
     names: Mapping[Tensor, Sequence[str]]  # all names of each parameter and buffer, in the module's order
 
     def name_of(self, tensor: Tensor) -> str:
-        """Return the tensor's first name, which is a planned parameter's path."""
         return self.names[tensor][0]
 
     def param_of(self, tensor: Tensor) -> Param | None:
@@ -89,7 +84,6 @@ class PlainModel:
 
 
 def names_of(module: nn.Module) -> dict[Tensor, list[str]]:
-    """Return all names of each parameter and buffer."""
     names: dict[Tensor, list[str]] = {}
     parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     for name, tensor in chain[tuple[str, Tensor]](parameters, buffers):
@@ -129,14 +123,12 @@ class Failures:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Store an exception of the block instead of raising it."""
         try:
             yield
         except Exception as failure:
             self._first = self._first or failure
 
     def raise_first(self) -> None:
-        """Raise the first failure, if there was one."""
         if self._first is not None:
             raise self._first
 
@@ -166,19 +158,18 @@ class Sharder:
         """Raise on all ranks if their full values differ. This is a collective, unless one rank sent the values."""
         if self._model.sender is None:
             plan, ranks = self._model.plan, self._model.ranks
-            facts: dict[bool, list[agree.Fact]] = {True: [], False: []}  # facts of slices (True), and of full values
+            claims: dict[bool, list[agree.Claim]] = {True: [], False: []}  # claims of slices (True), and of full values
             for path, digest in self._digests.items():
-                facts[path in self._sliced].append(self._fact(path, digest))
-            agree.require_same(facts[False], ranks.world)
+                claims[path in self._sliced].append(self._fact(path, digest))
+            agree.require_same(claims[False], ranks.world)
             if plan.mesh.is_sliced:
-                agree.require_same(facts[True], ranks.data)
+                agree.require_same(claims[True], ranks.data)
 
-    def _fact(self, path: str, digest: str) -> agree.Fact:
-        """Return a fact with the digest of a parameter's value, and advice for the case that ranks differ."""
+    def _fact(self, path: str, digest: str) -> agree.Claim:
         when = "before it builds the module"
         if self._model.module.get_parameter(path).is_meta:
             when = "before the transform, which draws them"
         remedy = f"seed every rank alike {when}, or pass broadcast_from=0"
         if self._are_read:
             remedy = "give every rank the same weights, or pass broadcast_from=0"
-        return agree.Fact(f"the initial value of parameter {path!r}", f"weights with SHA-256 {digest}", remedy)
+        return agree.Claim(f"the initial value of parameter {path!r}", f"weights with SHA-256 {digest}", remedy)

@@ -30,14 +30,8 @@ class Drawn:
     """Drawn values of tensors on the meta device.
 
     A value is held in full if the tensor has no ``Param``, or if the value will be sent to all ranks. Other values are
-    held as this rank's rows.
-
-    Args:
-        model: the module that needs values.
-        tensors: the tensors to draw.
-        sharder: the object that selects this rank's rows of full values.
-        all_draw: True gives a turn to every module with meta tensors, so that the random generator advances as in
-            construction. False gives a turn only to modules that own some of ``tensors``.
+    held as this rank's rows. With ``all_draw``, every module with meta tensors has a turn, so that the random generator
+    advances as in construction. Otherwise only modules that own some of ``tensors`` have a turn.
     """
 
     def __init__(self, model: PlainModel, tensors: Collection[Tensor], sharder: Sharder, *, all_draw: bool) -> None:
@@ -51,7 +45,6 @@ class Drawn:
         self._meta_names = {address(tensor): names[0] for tensor, names in model.names.items() if tensor.is_meta}
 
     def has(self, tensor: Tensor) -> bool:
-        """Return whether the tensor's value is drawn."""
         return tensor in self._tensors
 
     def full(self, tensor: Tensor) -> Tensor:
@@ -65,11 +58,9 @@ class Drawn:
         return self._take(tensor) if self._is_cut(tensor) else None
 
     def _take(self, tensor: Tensor) -> Tensor | None:
-        """Remove and return a value; None if there is none."""
         return self._values.pop(self._model.name_of(tensor), None)
 
     def _is_cut(self, tensor: Tensor) -> bool:
-        """Return whether the tensor's value is held as rows."""
         return self._model.sender is None and self._model.param_of(tensor) is not None
 
     def _put(self, tensor: Tensor, full: Tensor) -> None:
@@ -89,7 +80,6 @@ class Drawn:
                 self._reset(owner, reset)
 
     def _reset(self, owner: nn.Module, reset: Callable[[nn.Module], object]) -> None:
-        """Call ``reset_parameters`` of a module, and store the values that it wrote."""
         stand_ins = stand_ins_for(owner, lambda tensor: None if tensor.is_meta else _copied(tensor))
         for tensor, value in find_written(reset, "reset_parameters", owner, stand_ins, self._meta_names).items():
             if self.has(tensor) and tensor not in self._written:
@@ -111,7 +101,6 @@ class Drawn:
             self._model.module.apply(visit)
 
     def _initialize(self, owner: nn.Module, init: Callable[[nn.Module], object], failures: Failures) -> None:
-        """Call ``init`` for a module, and store the values that it wrote."""
         stand_ins = stand_ins_for(owner, lambda tensor: self._in_full(tensor) if tensor.is_meta else _copied(tensor))
         written: dict[Tensor, Any] = {}
         with failures.capture():
@@ -146,11 +135,9 @@ class Drawn:
         return bool(self._tensors and meta_tensors) if self._all_draw else any(map(self.has, meta_tensors))
 
     def _fitted(self, value: object, tensor: Tensor, function_name: str, owner: nn.Module) -> Tensor:
-        """Cast a written value to the tensor's dtype. Raise ValueError if their shapes differ."""
         return fitted(value, tensor, f"{function_name} of {type(owner).__name__} left {self._model.name_of(tensor)!r}")
 
     def require_written(self) -> None:
-        """Raise ValueError if neither ``reset_parameters`` nor ``init`` wrote a tensor."""
         for owner_path, owner in self._model.module.named_modules():
             for _, key, tensor in direct_tensors(owner):
                 if self.has(tensor) and tensor not in self._written and tensor.numel():
@@ -164,7 +151,6 @@ class Drawn:
 
 
 def _copied(tensor: Tensor) -> Tensor | None:
-    """Return a CPU copy of a tensor that already has values; None for a DTensor."""
     return None if isinstance(tensor, DTensor) else tensor.detach().to(CPU, copy=True)
 
 
@@ -186,12 +172,8 @@ def find_written(
 ) -> dict[Tensor, Any]:
     """Call a function on its module ``owner``. Return the new values of the tensors that it wrote to or replaced.
 
-    During the call, stand-ins replace the module's tensors. A write to a meta tensor of another module raises.
-
-    Args:
-        who: the function's name in an error.
-        stand_ins: the stand-ins, by the tensors that they replace.
-        meta_names: the names of all tensors on the meta device, by the addresses of their storages.
+    During the call, ``stand_ins`` replace the module's tensors. A write to a meta tensor of another module raises.
+    ``meta_names`` has the names of all tensors on the meta device, by the addresses of their storages.
     """
     slots = list(direct_tensors(owner))
     versions = {tensor: stand_in._version for tensor, stand_in in stand_ins.items()}
@@ -209,7 +191,6 @@ def find_written(
 
 
 def _is_written(value: Any, stand_in: Tensor, version: int) -> bool:
-    """Return whether a call replaced a stand-in, or wrote to it."""
     if value is not stand_in or value._version != version:
         return True
     # Writes through ``.data`` bump no version.
@@ -217,7 +198,6 @@ def _is_written(value: Any, stand_in: Tensor, version: int) -> bool:
 
 
 def is_all_nan(tensor: Tensor) -> bool:
-    """Return whether every element is NaN."""
     if not tensor.is_floating_point() or tensor.is_meta or tensor.numel() == 0:
         return False
     first = tensor.detach()[(0,) * tensor.ndim]
@@ -244,7 +224,6 @@ def address(tensor: Tensor) -> int:
 
 @contextmanager
 def _replaced(slots: Sequence[Slot], by: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Temporarily put other tensors into these slots."""
     try:
         for holder, key, tensor in slots:
             holder[key] = by[tensor]
@@ -267,11 +246,7 @@ def _like(meta: Tensor, full: Tensor | None) -> Tensor:
 
 
 class LostWrites(TorchDispatchMode):
-    """A mode that records writes to meta tensors, since such writes have no effect.
-
-    Attributes:
-        addresses: the addresses of the storages that were written to, in order.
-    """
+    """A mode that records the addresses of meta tensors that are written to, since such writes have no effect."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from torch import nn
 
 from thunder_zero.capture.arguments import Fuser
 from thunder_zero.comm.agree import on_rank_0
-from thunder_zero.comm.group import ranks_of_default_group
+from thunder_zero.comm.group import has_groups, process_group
 from thunder_zero.comm.slices import mesh_and_slices
 from thunder_zero.plan.amounts import bytes_of
 from thunder_zero.plan.mesh import Mesh
@@ -147,10 +147,11 @@ def _by_unit(asked: Policy) -> Policy:
 
 
 def _ranks(world_size: int | None) -> int:
-    ranks = ranks_of_default_group() if world_size is None else world_size
-    if ranks is None:
+    if world_size is not None:
+        return world_size
+    if not has_groups():
         raise ValueError("world_size is None, and there is no process group; give the number of ranks")
-    return ranks
+    return process_group(None).size()
 
 
 def _require(module: nn.Module, prices: Prices) -> None:

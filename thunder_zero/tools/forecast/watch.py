@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from thunder_zero.compat.aot import RUN_WITH_STATE
+from thunder_zero.compat.private import run_with_rng_state
 from thunder_zero.compat.slice_generators import GENERATOR_OF_SLICE
 from thunder_zero.tools.forecast.figures import Holds
 
@@ -89,7 +89,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on meta tensors. Random operators leave their generator unchanged."""
-        if func is RUN_WITH_STATE:
+        if func is run_with_rng_state:
             _, func, *args = args
         args, kwargs = on_meta(func, args, kwargs, self._substitute)
         out = (

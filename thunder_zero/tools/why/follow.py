@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from thunder_zero.capture.zero_module import ZeroModule, traces_of
+from thunder_zero.capture.zero_module import ZeroModule, captured_forward, traces_of
 from thunder_zero.sharded.optimizers import parameters_of
-from thunder_zero.sharded.sharded_model import owners_of
+from thunder_zero.sharded.sharded_model import owner_of
 from thunder_zero.sharded.state import State
 from thunder_zero.sharded.waits import Moment, Waited
 from thunder_zero.tools.compiled_programs import CompiledProgram, programs
@@ -96,7 +96,7 @@ class Followed:
 
 
 def _traces(model: ZeroModule, synced: bool) -> Iterator[Traces]:
-    for number, graph in enumerate(model.graphs()):
+    for number, graph in enumerate(captured_forward(model).ran):
         if any(entry.synced is synced for entry in graph):
             yield traces_of(model, synced, number)
 
@@ -127,7 +127,7 @@ def following(steps: int, show: Callable[[Followed], None]) -> Iterator[None]:
     shown: WeakSet[State] = WeakSet()
 
     def stepped_by(optimizer: Optimizer) -> Followed | None:
-        owner = next(filter(None, owners_of(parameters_of(optimizer))), None)
+        owner = next(filter(None, map(owner_of, parameters_of(optimizer))), None)
         if owner is None or owner[0] in shown:
             return None
         if owner[0] not in followed_models:
