@@ -149,8 +149,8 @@ class Compute:
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    # the line: opaque to passes. A copy has the line of its original
-    line: object = field(default=None, repr=False, hash=False)
+    # the line: opaque to passes. A copy has the line of its original; equality ignores it
+    line: object = field(default=None, repr=False, compare=False)
     backward: bool = False
     repeated: bool = False
     # True if running it twice gives equal values and has no side effect (not random, nothing in place), so that
