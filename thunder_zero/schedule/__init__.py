@@ -34,25 +34,3 @@ from thunder_zero.schedule.ops import ends as ends
 from thunder_zero.schedule.timeline import ScheduleError as ScheduleError
 from thunder_zero.schedule.timeline import Timeline as Timeline
 from thunder_zero.schedule.verify import check as check
-
-__all__ = [
-    "Compute",
-    "Defer",
-    "Exchange",
-    "Free",
-    "Gather",
-    "Mesh",
-    "Op",
-    "Param",
-    "Plan",
-    "Reduce",
-    "Return",
-    "ScheduleError",
-    "Timeline",
-    "Times",
-    "Traffic",
-    "Wait",
-    "check",
-    "ends",
-    "make_plan",
-]

@@ -23,16 +23,17 @@ from itertools import accumulate
 
 from thunder_zero.schedule import passes, verify
 from thunder_zero.schedule.free import free
+from thunder_zero.schedule.ops import Return
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.traces.fuse import fuse
 from thunder_zero.traces.insert import insert_reductions, insert_synchronize
-from thunder_zero.traces.last_lines import add_last_lines
-from thunder_zero.traces.lift import lift
+from thunder_zero.traces.lift import computation, lift
 from thunder_zero.traces.lower import lower
 from thunder_zero.traces.missing_tangents import drop_tangents
 from thunder_zero.traces.symbols import Facts, JointTrace
 from thunder_zero.traces.write import Lines, Writer
 
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 TRANSFORMS = (insert_synchronize, insert_reductions, lower)
@@ -101,11 +102,38 @@ def without_tangents(program: Program, missing: Collection[str]) -> Program:
 
 def _finished(timeline: Timeline, writer: Writer, *, fuses: bool) -> Timeline:
     """Return the operations of the traces that run, proved: with the last lines, regions and frees."""
-    timeline = add_last_lines(timeline, writer)
+    timeline = _with_last_lines(timeline, writer)
     timeline = free(fuse(timeline, writer) if fuses else timeline)
     with telling_all_ranks(writer.facts, timeline):
         verify.check(timeline, trained=[path for path, _ in timeline.gradients])
     return timeline
+
+
+def _with_last_lines(timeline: Timeline, writer: Writer) -> Timeline:
+    """Return the timeline with the lines that end a backward with reductions, before its return.
+
+    - ``zero_wait_offloaded`` waits until gradients have arrived in host memory (``policy.cpu_offload``).
+    - ``zero_check_finite`` checks every reduced gradient (``policy.check_gradients``).
+    - ``zero_reduce_deferred`` reduces, at the end of backward, the deferred gradients of parameters that no graph
+      reaches. It lists those that this graph misses. A graph without parameters lacks it, since it may run on one rank.
+    """
+    *ops, end = timeline.ops
+    if not writer.facts.synced or not (isinstance(end, Return) and end.backward):
+        return timeline
+    return timeline.with_ops([*ops, *(computation(line, backward=True) for line in _last_lines(timeline, writer)), end])
+
+
+def _last_lines(timeline: Timeline, writer: Writer) -> Iterator[BoundSymbol]:
+    executor, plan = writer.facts.executor, timeline.plan
+    gradients = sorted(timeline.gradients, key=lambda gradient: timeline.writer[gradient[1]])  # as backward makes them
+    paths, means = tuple(path for path, _ in gradients), tuple(writer.proxies[name] for _, name in gradients)
+    if means and plan.policy.cpu_offload:
+        yield executor.wait_offloaded.bind(means, output=None)
+    if means and plan.policy.check_gradients:
+        yield executor.check_finite.bind(means, paths, output=None)
+    unreached = tuple(param.path for param in plan.params if param.requires_grad and param.path not in paths)
+    if unreached and writer.facts.inputs:
+        yield executor.reduce_deferred.bind(unreached, output=None)
 
 
 @contextmanager
