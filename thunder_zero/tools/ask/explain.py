@@ -359,7 +359,7 @@ def _why_wait(program: _Program, wait: int) -> str:
     """Return the reason for the position ``wait`` of a wait for a reduction."""
     timeline = program.traces.timeline
     op, later_ops = timeline.ops[wait], timeline.ops[wait + 1 :]
-    if not any(isinstance(later, Compute) for later in later_ops):
+    if not any(isinstance(later, Compute) and later.writes for later in later_ops):
         return "at the end of backward, behind all of its compute"
     if any(program.reader(gradient, Compute, after=wait) is not None for gradient in op.writes):
         return "right before the line that reads the reduced gradient"
