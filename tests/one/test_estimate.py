@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.traced import Chain, traced
-from thunder_zero.schedule.ops import Work
+from thunder_zero.schedule.ops import Compute, Work
 from thunder_zero.tools.devices.calibrated import Calibrated, Curve
 
 pytestmark = pytest.mark.slow
@@ -142,7 +142,7 @@ def narrow() -> nn.Module:
 def test_a_fused_region_has_the_flops_of_its_lines_and_the_traffic_of_its_borders() -> None:
     plain, fused = (traced(narrow, (3, 4), NONE, fused=fused) for fused in (False, True))
     assert flops(plain.timeline) == flops(fused.timeline) == 2 * 3 * 4 * 8 * (2 + 3)  # x needs no gradient
-    (region,) = (op for op in fused.forward_timeline.ops if op.flops)
+    (region,) = (op for op in fused.forward_timeline.ops if isinstance(op, Compute) and op.flops)
     cost = tz.tools.estimate(fused, H100).costs[fused.timeline.ops.index(region)]
     inputs = 4 * (3 * 4 + 2 * 4 * 8)
     assert cost.traffic_bytes == inputs + sum(fused.timeline.nbytes(name) for name in region.writes)
