@@ -7,7 +7,6 @@ In: a graph of dynamo. Out: a :class:`Joint`, which has forward and backward in 
     joint.py       the joint graph, its inputs, outputs, tangents and gradients
     nodes.py       the origin of a node: the user's variable, a module, a checkpoint, backward
     runtime.py     the function that runs forward(inputs) and backward(saved values, tangents)
-    objects.py     removes meshes and other objects from the inputs of phases, and adds them to the results
 """
 
 from thunder_zero.compat.aot.export import Untraced as Untraced
