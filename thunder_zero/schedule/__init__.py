@@ -15,22 +15,33 @@ that will run. Each pass is a pure function in a module of its own. ``verify.py`
                                                        free    v
 """
 
-from thunder_zero.plan.make_plan import make_plan as make_plan
-from thunder_zero.plan.mesh import Mesh as Mesh
-from thunder_zero.plan.params import Param as Param
-from thunder_zero.plan.params import Plan as Plan
-from thunder_zero.plan.policy import Times as Times
-from thunder_zero.plan.traffic import Traffic as Traffic
-from thunder_zero.schedule.ops import Compute as Compute
-from thunder_zero.schedule.ops import Defer as Defer
-from thunder_zero.schedule.ops import Exchange as Exchange
-from thunder_zero.schedule.ops import Free as Free
-from thunder_zero.schedule.ops import Gather as Gather
-from thunder_zero.schedule.ops import Op as Op
-from thunder_zero.schedule.ops import Reduce as Reduce
-from thunder_zero.schedule.ops import Return as Return
-from thunder_zero.schedule.ops import Wait as Wait
-from thunder_zero.schedule.ops import ends as ends
-from thunder_zero.schedule.timeline import ScheduleError as ScheduleError
-from thunder_zero.schedule.timeline import Timeline as Timeline
-from thunder_zero.schedule.verify import check as check
+from thunder_zero.plan.make_plan import make_plan
+from thunder_zero.plan.mesh import Mesh
+from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.policy import Times
+from thunder_zero.plan.traffic import Traffic
+from thunder_zero.schedule.ops import Compute, Defer, Exchange, Free, Gather, Op, Reduce, Return, Wait, ends
+from thunder_zero.schedule.timeline import ScheduleError, Timeline
+from thunder_zero.schedule.verify import check
+
+__all__ = [
+    "Compute",
+    "Defer",
+    "Exchange",
+    "Free",
+    "Gather",
+    "Mesh",
+    "Op",
+    "Param",
+    "Plan",
+    "Reduce",
+    "Return",
+    "ScheduleError",
+    "Timeline",
+    "Times",
+    "Traffic",
+    "Wait",
+    "check",
+    "ends",
+    "make_plan",
+]
