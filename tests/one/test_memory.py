@@ -24,7 +24,7 @@ from tests.harness.tiers import slow
 from tests.harness.traced import traced
 from thunder_zero.schedule.lifetimes import alive_bytes
 from thunder_zero.tools import Holds
-from thunder_zero.tools.forecast import figures, replay
+from thunder_zero.tools.forecast import figures, recorder
 from thunder_zero.tools.forecast.lines import run_region
 from thunder_zero.tools.forecast.watch import NoForecast
 
@@ -331,11 +331,12 @@ def test_what_cannot_be_forecast_is_refused() -> None:
     for call, error_type, words in REFUSED:
         with refused(error_type, *words):
             call()
-    with mock.patch.object(replay, "functions_of", return_value={"zero_enter": reads_a_value}):
-        message = error_of(forecast())
+    traces = traces_of(replace(tz.ZERO3, check_gradients=True))
+    with mock.patch.object(recorder, "functions_of", return_value={"zero_check_finite": reads_a_value}):
+        message = error_of(lambda: tz.tools.memory(traces))
         out = StringIO()
-        tz.print_trace(traces_of(3), file=out)
-    assert message.startswith("NoForecast: cannot forecast memory: the line \"zero_enter('forward'")
+        tz.print_trace(traces, file=out)
+    assert message.startswith("NoForecast: cannot forecast memory: the line 'zero_check_finite(")
     assert "does not run on tensors without values (" in message
     assert message.endswith("measure the step instead")
     lines = out.getvalue().splitlines()
@@ -343,5 +344,5 @@ def test_what_cannot_be_forecast_is_refused() -> None:
     assert lines[6].endswith(" sent gathered")
 
 
-def reads_a_value(phase: str, schedule: str) -> Any:
+def reads_a_value(means: Any, paths: Any) -> Any:
     return torch.empty((), device="meta").item()

@@ -98,7 +98,7 @@ def test_figures_are_those_of_estimate_and_memory_and_counted_bytes(stage: int) 
 def test_one_rehearsal_serves_time_and_memory() -> None:
     """The loss runs twice per program: once to find the outputs that it uses. The optimizer is built once."""
     losses, optimizers = mock.Mock(side_effect=mean_square), mock.Mock(side_effect=torch.optim.AdamW)
-    with mock.patch("thunder_zero.tools.forecast.memory.Rehearsal", wraps=Rehearsal) as rehearsal:
+    with mock.patch("thunder_zero.tools.forecast.recorder.Rehearsal", wraps=Rehearsal) as rehearsal:
         page_of(trace_model(3), DEVICE, beside=trace_model(2), loss=losses, optimizer=optimizers)
     assert [mocked.call_count for mocked in (rehearsal, losses, optimizers)] == [2, 4, 2]  # for two programs
 

@@ -30,8 +30,8 @@ from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.forecast.around import whole_step
+from thunder_zero.tools.forecast.recorder import Loss
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
-from thunder_zero.tools.forecast.replay import Loss
 from thunder_zero.tools.printing.text import table_of, text_of_table
 from thunder_zero.tools.printing.words import WIDTH, folded, summed_up
 from thunder_zero.traces.compiled import Traces
@@ -72,9 +72,7 @@ def estimate(
     """
     if not isinstance(traces, Traces):
         raise TypeError(f"estimate takes Traces, got {type(traces).__name__}; pass what trace or traces_of returns")
-    has_extra_phases = traces.backward is not None and (loss is not None or optimizer is not None)
-    timeline = whole_step(traces, loss, optimizer) if has_extra_phases else traces.timeline
-    return step_time(timeline, device_of(device), model=traces.lifted)
+    return step_time(whole_step(traces, loss, optimizer), device_of(device), model=traces.lifted)
 
 
 @dataclass(frozen=True, repr=False)

@@ -29,8 +29,8 @@ from thunder_zero.tools.fitting.search import Search
 from thunder_zero.tools.fitting.text import LeastMemory, TradeOffRow, print_trade_off, refusal
 from thunder_zero.tools.forecast.figures import Memory
 from thunder_zero.tools.forecast.memory import memory
+from thunder_zero.tools.forecast.recorder import Loss
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
-from thunder_zero.tools.forecast.replay import Loss
 from thunder_zero.tools.printing.progress import show_status
 from thunder_zero.tools.printing.words import WIDTH
 from thunder_zero.traces.compiled import Traces

@@ -7,8 +7,7 @@ Each torch operator that runs between the phases becomes an operation, with the 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,12 +20,14 @@ from thunder_zero.plan.amounts import name_of
 from thunder_zero.schedule.ops import Compute, Work
 from thunder_zero.schedule.timeline import Timeline, Value
 from thunder_zero.sharded.digests import digests_of
-from thunder_zero.tools.forecast.figures import Holds, Memory
+from thunder_zero.tools.forecast.figures import Memory
+from thunder_zero.tools.forecast.fold import Fold
 from thunder_zero.tools.forecast.for_loss import for_loss
-from thunder_zero.tools.forecast.memory import backend_of, begin_replay, excluded_from, run_step
+from thunder_zero.tools.forecast.lines import empty_like
+from thunder_zero.tools.forecast.memory import backend_of, excluded_from, memory_of
+from thunder_zero.tools.forecast.recorder import Loss, Recorder
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
-from thunder_zero.tools.forecast.replay import Loss, Replay
-from thunder_zero.tools.forecast.watch import Watch
+from thunder_zero.tools.forecast.watch import Layout
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.operators import work_of_operator
 
@@ -36,32 +37,57 @@ ALLOCATORS = ("empty", "new_empty")  # prefixes of operators that do not touch m
 def memory_and_timeline(
     traces: Traces, *, loss: Loss | None = None, optimizer: MakeOptimizer | None = None
 ) -> tuple[Memory, Timeline]:
-    """Return the results of :func:`thunder_zero.tools.memory` and ``whole_step`` from one rehearsal."""
-    backend, operators = backend_of(traces), _Around()
-    with Watch(Holds.PARAMETER) as watch:
-        replay = begin_replay(traces, backend, optimizer, watch, contexts=(operators.loss, operators.optimizer))
-        memory = run_step(replay, loss, tuple(excluded_from(traces, loss, optimizer, backend)))
-        is_alone = traces.backward is None or (loss is None and optimizer is None)
-        return memory, traces.timeline if is_alone else operators.timeline(replay)
+    """Return the results of :func:`thunder_zero.tools.memory` and :func:`whole_step`, from one recorder."""
+    of_loss, of_optimizer, backend = *_operators(), backend_of(traces)
+    recorder = Recorder(traces, backend, loss, optimizer, around=(of_loss, of_optimizer))
+    excluded = tuple(excluded_from(traces, loss, optimizer, backend))
+    memory = memory_of(Fold(recorder, traces.timeline).run(), excluded)
+    is_alone = traces.backward is None or (loss is None and optimizer is None)
+    return memory, traces.timeline if is_alone else _with(recorder, of_loss, of_optimizer)
 
 
 def whole_step(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | None) -> Timeline:
-    """Return the timeline of a step, including the loss and the optimizer's step, without running the phases."""
+    """Return the timeline of a step, including the loss and the optimizer's step."""
+    if traces.backward is None or (loss is None and optimizer is None):
+        return traces.timeline
     traces = for_loss(traces, loss) if loss else traces
-    operators = _Around()
-    with Watch(Holds.PARAMETER) as watch:
-        contexts = operators.loss, operators.optimizer
-        replay = begin_replay(traces, backend_of(traces), optimizer, watch, contexts=contexts)
-        replay.run_without_phases(loss)
-        return operators.timeline(replay)
+    of_loss, of_optimizer = _operators()
+    recorder = Recorder(traces, backend_of(traces), loss, optimizer, around=(of_loss, of_optimizer))
+    recorder.loss(_outputs_of(traces))
+    if recorder.optimizer is not None and traces.synced:
+        recorder.optimizer_step()
+    return _with(recorder, of_loss, of_optimizer)
 
 
 def loss_traffic(traces: Traces, loss: Loss) -> int:
     """Return the bytes that the operators of the loss and its gradient read and write in eager torch."""
-    operators = Operators("loss")
-    with Watch(Holds.PARAMETER) as watch:
-        begin_replay(traces, "gloo", None, watch, contexts=(operators, nullcontext())).run_without_phases(loss)
-    return sum(value.nbytes for value in operators.values.values())
+    of_loss, of_optimizer = _operators()
+    Recorder(traces, "gloo", loss, around=(of_loss, of_optimizer)).loss(_outputs_of(traces))
+    return sum(value.nbytes for value in of_loss.values.values())
+
+
+def _operators() -> tuple[Operators, Operators]:
+    return Operators("loss"), Operators("optimizer", backward=True)
+
+
+def _with(recorder: Recorder, of_loss: Operators, of_optimizer: Operators) -> Timeline:
+    """Return the timeline of a step, including the operators around its phases."""
+    plan, timeline, digests = recorder.plan, recorder.traces.timeline, Operators("digests")
+    # ZeRO-1 begins with digests of this rank's rows, which show the ranks which parameters to refresh.
+    rows = [param.rows for param in recorder.rehearsal.resident.values()]
+    if rows and plan.mesh.shard.size > 1:
+        with digests:
+            torch.cat(digests_of(rows))
+    ops, border = timeline.ops, timeline.backward_start
+    all_ops = (*digests.ops, *ops[:border], *of_loss.ops, *ops[border:-1], *of_optimizer.ops, ops[-1])
+    return timeline.with_ops(all_ops, digests.values | of_loss.values | of_optimizer.values)
+
+
+def _outputs_of(traces: Traces) -> dict[str, Any]:
+    """Return contiguous layouts of forward's outputs, keyed by name."""
+    proxies = traces.forward.bound_symbols[-1].flat_proxy_args
+    values = {proxy.name: empty_like(proxy) for proxy in proxies}
+    return {name: Layout.of(value) if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 class Operators(TorchDispatchMode):
@@ -103,26 +129,6 @@ class Operators(TorchDispatchMode):
             nbytes = min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
             self.values[name] = Value(nbytes, name_of(tensor.dtype))
         return names
-
-
-@dataclass
-class _Around:
-    """The operators that run around the phases of a step."""
-
-    loss: Operators = field(default_factory=lambda: Operators("loss"))
-    optimizer: Operators = field(default_factory=lambda: Operators("optimizer", backward=True))
-
-    def timeline(self, replay: Replay) -> Timeline:
-        """Return the timeline of a replayed step, including the operators around its phases."""
-        plan, timeline, digests = replay.traces.plan, replay.traces.timeline, Operators("digests")
-        # ZeRO-1 begins with digests of this rank's rows, which show the ranks which parameters to refresh.
-        rows = [param.rows for param in replay.rehearsal.resident.values()]
-        if rows and plan.mesh.shard.size > 1:
-            with digests:
-                torch.cat(digests_of(rows))
-        ops, border = timeline.ops, timeline.backward_start
-        all_ops = (*digests.ops, *ops[:border], *self.loss.ops, *ops[border:-1], *self.optimizer.ops, ops[-1])
-        return timeline.with_ops(all_ops, digests.values | self.loss.values | self.optimizer.values)
 
 
 def _are_views(outputs: list[Tensor], inputs: list[Tensor]) -> bool:

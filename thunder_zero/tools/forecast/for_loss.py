@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from thunder_zero.tools.forecast.replay import Loss, call_loss, loss_inputs, restore_output, values_of_return
+from thunder_zero.tools.forecast.lines import empty_like, filled
+from thunder_zero.tools.forecast.recorder import Loss, call_loss, loss_inputs, restore_output
 from thunder_zero.tools.forecast.watch import WithoutValues
 from thunder_zero.traces.compiled import Traces
 
@@ -27,7 +28,9 @@ def for_loss(traces: Traces, loss: Loss) -> Traces:
     if traces.backward is None:
         return traces
     with WithoutValues():
-        result = values_of_return(traces.forward)[0]
+        returned = traces.forward.bound_symbols[-1]
+        outputs = {proxy.name: empty_like(proxy) for proxy in returned.flat_proxy_args}
+        result = filled(returned.args[0], outputs)
         inputs = loss_inputs(result["flat_output"])
         pairs = zip(result["flat_output"], traces.backward.args[1], strict=True)
         trained = [(inputs[id(output)], tangent.name) for output, tangent in pairs if tangent is not None]

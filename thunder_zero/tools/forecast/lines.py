@@ -10,7 +10,7 @@ A fused region is one line of a trace. Its operators run one by one. Only some r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -19,13 +19,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from thunder_zero.compat.private import disable_current_modes
+from thunder_zero.compat.private import OpOverload, disable_current_modes
 from thunder_zero.schedule.ops import Work
 from thunder_zero.tools.forecast.watch import META, WithoutValues
+from thunder_zero.traces.operators import operator_of
 from thunder_zero.traces.work import work_of
 
 from thunder.core import dtypes, prims
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
@@ -62,6 +63,35 @@ def _compiled(lines: Iterable[BoundSymbol]) -> Iterable[PythonLine]:
             yield PythonLine(position, line, code, compile(code, "<line>", "exec"), line.object_ctx())
 
 
+def run_line(line: BoundSymbol, functions: Mapping[str, Any], values: dict[str, Any]) -> None:
+    """Run a line, and add its results to ``values``, which are keyed by name. ``functions`` run our own lines."""
+    operator = operator_of(line)
+    if isinstance(operator, OpOverload):
+        args, kwargs = filled(tuple(line.args), values), filled(dict(line.kwargs), values)
+        _assign(line.output, operator(*args, **kwargs), values)
+    elif line.sym.id not in NOT_RUN:
+        imports, calls, objects = line.gather_ctxs()
+        code = "\n".join(line.python(indent=0, print_depth=1))
+        exec(compile(code, "<line>", "exec"), {**imports, **calls, **objects, **functions}, values)
+
+
+def filled(tree: Any, values: Mapping[str, Any]) -> Any:
+    """Return a tree of a line with values in place of proxies."""
+    if isinstance(tree, Proxy):
+        return values[tree.name]
+    if isinstance(tree, dict):
+        return {key: filled(item, values) for key, item in tree.items()}
+    return type(tree)(filled(item, values) for item in tree) if type(tree) in (list, tuple) else tree
+
+
+def _assign(output: Any, result: Any, values: dict[str, Any]) -> None:
+    if isinstance(output, Proxy):
+        values[output.name] = result
+    elif isinstance(output, list | tuple):  # another output is a number, known before
+        for item, value in zip(output, result, strict=True):
+            _assign(item, value, values)
+
+
 def run_region(region: BoundSymbol, values: dict[str, Any], record: Callable[[Tensor], object]) -> None:
     """Run a fused line and add its outputs to ``values``, which maps names to the meta tensors of earlier lines.
 
@@ -72,13 +102,11 @@ def run_region(region: BoundSymbol, values: dict[str, Any], record: Callable[[Te
     last_reader = _last_readers(region.subsymbols, counted)
     region_values = {proxy.name: values[proxy.name] for proxy in region.flat_proxy_args}
     with disable_current_modes(), WithoutValues():
-        for line in _compiled(region.subsymbols):
-            exec(line.compiled, {"torch": torch} | line.objects, region_values)
-            results = [region_values[proxy.name] for proxy in line.line.flat_proxy_outs if proxy.name in counted]
-            unread = [
-                name for name in region_values if last_reader.get(name, -1) <= line.position and name not in returned
-            ]
-            if work_of(line.line) not in INLINED:
+        for position, line in enumerate(region.subsymbols):
+            run_line(line, {}, region_values)
+            results = [region_values[proxy.name] for proxy in line.flat_proxy_outs if proxy.name in counted]
+            unread = [name for name in region_values if last_reader.get(name, -1) <= position and name not in returned]
+            if work_of(line) not in INLINED:
                 _record(results, record)
             for name in unread:
                 del region_values[name]

@@ -6,31 +6,34 @@ the peak. Tools that show a forecast beside traces call :func:`require_forecast_
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
+from typing import NamedTuple
 
 from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.plan.params import Plan
-from thunder_zero.plan.policy import STAGES, is_count
+from thunder_zero.plan.policy import is_count
+from thunder_zero.schedule.ops import Op, Reduce, ends
 from thunder_zero.tools.forecast.figures import AT_REST, OPTIMIZER_STEP, ByKind, Holds, Memory, MemoryLine, Storage
+from thunder_zero.tools.forecast.fold import Fold
 from thunder_zero.tools.forecast.for_loss import for_loss
 from thunder_zero.tools.forecast.lines import python_lines
-from thunder_zero.tools.forecast.rehearsal import MakeOptimizer, Rehearsal, optimizer_at_rest
-from thunder_zero.tools.forecast.replay import Context, Loss, Replay, RunLine
+from thunder_zero.tools.forecast.recorder import Loss, Recorder
+from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.resized import Shapes, resized
 from thunder_zero.tools.forecast.unsent import TRANSPORTS
-from thunder_zero.tools.forecast.watch import Allocation, Watch
-from thunder_zero.tools.printing.line_meanings import SourceLine, rows
+from thunder_zero.tools.printing.line_meanings import SourceLine, label, rows
 from thunder_zero.tools.printing.text import place_of
 from thunder_zero.traces.compiled import Traces
 
+from thunder.core import prims
 from thunder.core.devices import DeviceType
 from thunder.core.module import ThunderModule
 from thunder.core.proxies import TensorProxy
+
+ENTER = "zero_enter"
 
 
 def memory(
@@ -78,74 +81,87 @@ def memory(
     traces = for_loss(traces, loss) if loss else traces
     backend = backend_of(traces) if backend is None else backend
     _require(backend, reserve)
-    with Watch(Holds.PARAMETER) as watch:
-        replay = begin_replay(traces, backend, optimizer, watch, accumulating=accumulating)
-        return run_step(replay, loss, tuple(excluded_from(traces, loss, optimizer, backend)), reserve)
+    recorder = Recorder(traces, backend, loss, optimizer, accumulating=accumulating)
+    return memory_of(
+        Fold(recorder, traces.timeline).run(), tuple(excluded_from(traces, loss, optimizer, backend)), reserve
+    )
 
 
-def begin_replay(
-    traces: Traces,
-    backend: str,
-    optimizer: MakeOptimizer | None,
-    watch: Watch,
-    *,
-    accumulating: bool = False,
-    contexts: tuple[Context, Context] | None = None,
-) -> Replay:
-    """Allocate the memory at rest, and return a replay. Its loss and its optimizer run inside ``contexts``."""
-    rehearsal = Rehearsal(traces.plan, backend, synced=traces.synced)
-    for path, tensor in rehearsal.at_rest():
-        watch.record(tensor).name = path
-    for tensor in rehearsal.on_host():
-        watch.stop_counting(tensor)
-    shards = rehearsal.trained_on_device()
-    built_optimizer = None
-    foreach = backend == "nccl" and not STAGES[traces.plan.policy.stage].sharded
-    if optimizer is not None and shards:
-        built_optimizer = optimizer_at_rest(optimizer, shards, watch, foreach=foreach)
-    if accumulating:
-        watch.kind = Holds.DEFERRED
-        for path in rehearsal.accumulate():
-            watch.name_new(path)
-    return Replay(traces, watch, rehearsal, built_optimizer, *(contexts or (nullcontext(), nullcontext())))
-
-
-def run_step(replay: Replay, loss: Loss | None, excluded: tuple[str, ...], reserve: int = 0) -> Memory:
-    """Run a step and return its figures."""
-    replay.run_phases(loss)
-    peak, events = replay.watch.highest, replay.watch.events_at_highest
-    replay.step_optimizer()
-    allocations = replay.watch.allocations
-    storages = _storages(allocations, replay.lines, _modules(replay))
-    lines = _lines(storages, replay.lines, reserve)
-    at_peak = [
-        storage for storage, allocation in zip(storages, allocations, strict=True) if allocation.is_alive_after(events)
-    ]
+def memory_of(fold: Fold, excluded: tuple[str, ...], reserve: int = 0) -> Memory:
+    """Return the figures of a step of traces."""
+    traces = fold.recorder.traces
+    ran, index_of = _lines_that_ran(fold, traces)
+    storages = tuple(_storages(fold, index_of, _modules(ran, traces)))
+    lines = _lines(storages, ran, reserve)
+    at_peak = (
+        storage
+        for storage, allocation in zip(storages, fold.allocations, strict=True)
+        if allocation.is_alive_after(fold.events_at_peak)
+    )
     return Memory(
         lines=lines,
         storages=storages,
         at_rest=sum(storage.nbytes for storage in storages if storage.line < 0 and storage.kind in AT_REST) + reserve,
-        peak=peak + reserve,
+        peak=fold.peak + reserve,
         optimizer_step=lines[-1].highest if lines[-1].phase == OPTIMIZER_STEP else None,
-        plan=_plan_to_compare(replay.traces),
+        plan=_plan_to_compare(traces),
         at_peak=tuple(sorted(at_peak, key=lambda storage: -storage.nbytes)),
         reserve=reserve,
         excluded=excluded,
     )
 
 
-def _storages(
-    allocations: Sequence[Allocation], lines: Sequence[RunLine], modules: Sequence[str]
-) -> tuple[Storage, ...]:
-    ends = [line.events for line in lines]
-    storages = []
-    for allocation in allocations:
-        index = allocation.line - 1  # the watch's line 0 is before the first line
-        freed = None if allocation.freed is None else bisect_right(ends, allocation.freed)
-        module = modules[index] if index >= 0 else ""
-        freed = None if freed is None or freed == len(lines) else freed
-        storages.append(Storage(allocation.kind, allocation.nbytes, allocation.name, module, index, freed))
-    return tuple(storages)
+class RunLine(NamedTuple):
+    """A line that ran. ``highest`` is None for one that only unpacks arguments, or names a phase."""
+
+    phase: str
+    position: int  # its position in the trace of its phase; -1 outside a trace
+    code: str
+    highest: int | None
+
+
+def _lines_that_ran(fold: Fold, traces: Traces) -> tuple[list[RunLine], list[int]]:
+    """Return all lines that ran, and the index among them of each line of the fold."""
+    ran: list[RunLine] = []
+    index_of: list[int] = []
+    traces_of_phases = {"forward": traces.forward, "backward": traces.backward}
+    for phase, group in groupby(fold.lines, key=lambda line: line.phase):
+        folded = list(group)
+        if (trace := traces_of_phases.get(phase)) is None:
+            index_of.append(len(ran))
+            ran.append(RunLine(phase, -1, fold.recorder.codes[phase], folded[0].highest))
+            continue
+        _, lines = python_lines(trace)
+        unpacking = (
+            len(lines) - sum(line.line.sym.name == ENTER for line in lines) - len(folded) + (phase == "backward")
+        )
+        for number, line in enumerate(lines):
+            is_first = line.line.sym is prims.python_del and line.line.args[0].name == "cotangents"
+            highest = None
+            if is_first or not (number < unpacking or line.line.sym.name == ENTER):
+                highest = fold.lines[len(index_of)].highest
+                index_of.append(len(ran))
+            ran.append(RunLine(phase, line.position, line.code, highest))
+    return ran, index_of
+
+
+def _storages(fold: Fold, index_of: Sequence[int], modules: Sequence[str]) -> Iterator[Storage]:
+    for allocation in fold.allocations:
+        line = index_of[allocation.line] if allocation.line >= 0 else -1
+        freed_by = allocation.freed_by
+        yield Storage(
+            kind=allocation.kind,
+            nbytes=allocation.nbytes,
+            name=allocation.name or _label(allocation.op, fold.recorder.plan),
+            module=modules[line] if line >= 0 else "",
+            line=line,
+            freed=index_of[freed_by] if freed_by is not None and freed_by < len(index_of) else None,
+        )
+
+
+def _label(op: Op | None, plan: Plan) -> str:
+    is_of_gradients = isinstance(op, Reduce) or (op is not None and ends(op, Reduce))
+    return label(op.params, plan, gradients=is_of_gradients) if op is not None else ""
 
 
 def _lines(storages: Sequence[Storage], lines: Sequence[RunLine], reserve: int) -> tuple[MemoryLine, ...]:
@@ -159,22 +175,23 @@ def _lines(storages: Sequence[Storage], lines: Sequence[RunLine], reserve: int) 
         alive.update(change)
         by_kind = ByKind(tuple((kind, alive[kind]) for kind in Holds if alive[kind]))
         total = sum(by_kind.values()) + reserve
-        memory_lines.append(MemoryLine(line.phase, line.position, line.code, by_kind, total, line.highest + reserve))
+        highest = total if line.highest is None else line.highest + reserve
+        memory_lines.append(MemoryLine(line.phase, line.position, line.code, by_kind, total, highest))
     return tuple(memory_lines)
 
 
-def _modules(replay: Replay) -> list[str]:
+def _modules(ran: Sequence[RunLine], traces: Traces) -> list[str]:
     """Return each line's module: the last module in this phase that computed with a parameter or gradient."""
     modules: list[str] = []
-    for phase, lines in groupby(replay.lines, key=lambda line: line.phase):
-        trace = {"forward": replay.traces.forward, "backward": replay.traces.backward}.get(phase)
+    for phase, lines in groupby(ran, key=lambda line: line.phase):
+        trace = {"forward": traces.forward, "backward": traces.backward}.get(phase)
         sources = [SourceLine(line.code, line.position) for line in lines]
         if trace is None:
             modules += [""] * len(sources)
             continue
         sources.append(SourceLine("return", len(trace.bound_symbols) - 1))
         module = ""
-        for row in rows(sources, replay.traces.timeline, replay.traces.lines, backward=phase == "backward")[:-1]:
+        for row in rows(sources, traces.timeline, traces.lines, backward=phase == "backward")[:-1]:
             if row.kind == "compute" and row.params:
                 module = row.params[0].rpartition(".")[0]
             modules.append(module)

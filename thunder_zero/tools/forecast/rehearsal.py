@@ -17,17 +17,16 @@ from thunder_zero.compat.private import disable_current_modes
 from thunder_zero.plan.params import Plan
 from thunder_zero.sharded.digests import digests_of
 from thunder_zero.sharded.state import LocalState
-from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.forecast.unsent import UnsentWire
-from thunder_zero.tools.forecast.watch import META, NoForecast, Watch, needs_no_values
+from thunder_zero.tools.forecast.watch import META, NoForecast, needs_no_values
 
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
 def optimizer_at_rest(
-    make: MakeOptimizer, shards: Mapping[str, nn.Parameter], watch: Watch, *, foreach: bool
-) -> torch.optim.Optimizer:
-    """Return an optimizer of meta shards. A first step has allocated the optimizer's state, which ``watch`` counts.
+    make: MakeOptimizer, shards: Mapping[str, nn.Parameter], *, foreach: bool
+) -> tuple[torch.optim.Optimizer, list[tuple[str, Tensor]]]:
+    """Return an optimizer of meta shards, and the tensors of its state with their names, as after a first step.
 
     ``foreach`` is True if torch chooses foreach by default for the shards: plain tensors on CUDA, not DTensors.
     """
@@ -36,15 +35,13 @@ def optimizer_at_rest(
             f"optimizer is of type {type(make).__name__}; give a class, such as torch.optim.AdamW, or a function from "
             f"parameters to an optimizer: lambda params: torch.optim.SGD(params, 0.1)"
         )
-    watch.kind = Holds.OPTIMIZER
-    with needs_no_values("the optimizer: it", "leave out fused=True, or give its bytes as reserve="):
+    with needs_no_values(lambda: "the optimizer: it", "leave out fused=True, or give its bytes as reserve="):
         optimizer = _make_optimizer(make, shards.values())
         for group in optimizer.param_groups:
             if foreach and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True  # torch's default depends on the device, which is META here
         take_step(optimizer, {path: torch.empty_like(shard) for path, shard in shards.items()}, shards)
-        _name_state(optimizer, shards, watch)
-    return optimizer
+    return optimizer, list(_named_state(optimizer, shards))
 
 
 def _make_optimizer(make: MakeOptimizer, shards: Iterable[Tensor]) -> torch.optim.Optimizer:
@@ -64,14 +61,11 @@ def _make_optimizer(make: MakeOptimizer, shards: Iterable[Tensor]) -> torch.opti
     return optimizer
 
 
-def _name_state(optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter], watch: Watch) -> None:
-    """Name each state, as in ``blocks.0.up.weight: exp_avg``. A shared state is named "all parameters"."""
+def _named_state(optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of each state, as in ``blocks.0.up.weight: exp_avg``."""
     for path, shard in shards.items():
         for name, value in optimizer.state.get(shard, {}).items():
-            for tensor in tree_iter(value):
-                if isinstance(tensor, Tensor) and (allocation := watch.record(tensor)).kind is Holds.OPTIMIZER:
-                    allocation.name = allocation.name or f"{path}: {name}"
-    watch.name_new("all parameters")
+            yield from ((f"{path}: {name}", tensor) for tensor in tree_iter(value) if isinstance(tensor, Tensor))
 
 
 def take_step(
@@ -123,11 +117,3 @@ class Rehearsal(LocalState):
             for path, param in self.params.items()
             if param.plan.requires_grad and not self.plan.rests_on_host(param.plan)
         }
-
-    def accumulate(self) -> Iterator[str]:
-        """Defer a gradient of each trained parameter, as under ``no_sync``. Yield the paths of these parameters."""
-        self.grew = True
-        for path, param in self.params.items():
-            if param.plan.requires_grad:
-                param.defer(torch.empty(param.plan.shape, dtype=param.plan.reduce_dtype, device=META))
-                yield path

@@ -7,7 +7,7 @@ freed. The watched code may name any device, and may use materialized tensors. N
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +20,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from thunder_zero.compat.private import run_with_rng_state
 from thunder_zero.compat.slice_generators import GENERATOR_OF_SLICE
-from thunder_zero.tools.forecast.figures import Holds
 
 META = torch.device("meta")
+Event = tuple[int, int]  # (slot, bytes): an allocation, or FREED in place of its bytes
+FREED = -1
 STATE_BYTES = len(torch.Generator().get_state())
 
 
@@ -31,10 +32,10 @@ class NoForecast(RuntimeError):
 
 
 @contextmanager
-def needs_no_values(subject: str, action: str) -> Iterator[None]:
+def needs_no_values(subject: Callable[[], str], action: str) -> Iterator[None]:
     """Convert torch's errors on meta tensors inside the block to ``NoForecast``.
 
-    The message begins with ``subject``, such as "the loss: it", and ends with ``action``.
+    The message begins with ``subject()``, such as "the loss: it", and ends with ``action``.
     """
     try:
         yield
@@ -43,49 +44,57 @@ def needs_no_values(subject: str, action: str) -> Iterator[None]:
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise NoForecast(
-            f"cannot forecast {subject} does not run on tensors without values ({reason}); {action}"
+            f"cannot forecast {subject()} does not run on tensors without values ({reason}); {action}"
         ) from error
 
 
-@dataclass(slots=True)
-class Allocation:
-    """The life of a storage, from allocation to free."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor lies in its storage of ``nbytes``."""
 
-    nbytes: int  # the size of the storage
-    line: int  # the number of the line that allocated the storage; 0 before the first line
-    born: int  # the number of allocations and frees before the storage was allocated
-    kind: Holds  # the kind of data in the storage. The kind is final when the allocating line has run.
-    freed: int | None = None  # the number of allocations and frees before the storage was freed; None while it is alive
-    name: str = ""  # as in :class:`thunder_zero.tools.forecast.figures.Storage`; "" until the name is known
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    nbytes: int
 
-    def is_alive_after(self, events: int) -> bool:
-        """Return whether the storage is alive after this number of allocations and frees."""
-        return self.born < events and (self.freed is None or self.freed >= events)
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        nbytes = tensor.untyped_storage().nbytes()
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, nbytes)
+
+    def fresh(self) -> Tensor:
+        """Return a meta tensor of this layout in a new storage."""
+        storage = torch.UntypedStorage(self.nbytes, device=META)
+        return torch.empty(0, dtype=self.dtype, device=META).set_(storage, self.offset, self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor: the slot of its storage, and its layout. Slots below 0 are storages at rest; None is not counted."""
+
+    slot: int | None
+    layout: Layout
 
 
 class Watch(TorchDispatchMode):
-    """Records the storages that are allocated inside the block. Storages from outside the block are not counted.
+    """Records the storages that are allocated and freed inside the block. All new tensors are on the meta device.
 
-    Attributes:
-        kind: the initial kind of new storages.
-        line: the number of the line that runs.
-        now: bytes alive.
-        highest_in_line: the most bytes alive since the line began.
-        highest: the most bytes alive so far.
-        events: the number of allocations and frees so far.
-        events_at_highest: the number of allocations and frees when the most bytes were alive.
-        allocations: all storages, in the order of their allocation.
+    Storages from outside the block are counted only if they have a slot. A slot is the number of a storage.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, kind: Holds) -> None:
+    def __init__(self, at_rest: Mapping[int, int], entered: Sequence[Any] = ()) -> None:
+        """Give slots to the storages of ``entered``, in their order. ``at_rest`` has slots, keyed by address."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kind = kind
-        self.line = self.now = self.highest_in_line = self.highest = self.events = self.events_at_highest = 0
-        self.allocations: list[Allocation] = []
-        self._alive: dict[int, Allocation] = {}
+        self._events: list[Event] = []
+        self._slots = dict(at_rest)
+        self._next_slot = len(entered)
         self._uncounted: Any = WeakIdKeyDictionary()  # storages from outside the block, and their META substitutes
+        for slot, tensor in enumerate(entered):
+            if isinstance(tensor, Tensor):
+                self._follow(tensor.untyped_storage(), slot)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on meta tensors. Random operators leave their generator unchanged."""
@@ -102,30 +111,41 @@ class Watch(TorchDispatchMode):
                 self.record(tensor)
         return out
 
-    def record(self, tensor: Tensor) -> Allocation:
-        """Return the allocation of a tensor's storage. A new storage counts from now until it is freed."""
+    def record(self, tensor: Tensor) -> int | None:
+        """Return the slot of a tensor's storage. A new storage counts from now until it is freed."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._alive:
-            if storage in self._uncounted:
-                return Allocation(storage.nbytes(), self.line, self.events, self.kind, freed=self.events)
-            self._alive[key] = allocation = Allocation(storage.nbytes(), self.line, self.events, self.kind)
-            self.allocations.append(allocation)
-            self._count(allocation.nbytes)
-            weakref.finalize(storage, self._free, key).atexit = False
-        return self._alive[key]
+        if storage._cdata not in self._slots and storage not in self._uncounted:
+            self._events.append((self._next_slot, storage.nbytes()))
+            self._follow(storage, self._next_slot)
+            self._next_slot += 1
+        return self._slots.get(storage._cdata)
 
-    def stop_counting(self, tensor: Tensor) -> None:
-        """Record the tensor's storage as freed, since the tensor moves to unwatched memory."""
-        self._end(self.record(tensor))
+    def placed(self, value: Any) -> Any:
+        """Return where a tensor lies; any other value unchanged."""
+        return Placed(self.record(value), Layout.of(value)) if isinstance(value, Tensor) else value
+
+    def taken(self) -> tuple[Event, ...]:
+        """Return the events since the last call."""
+        events = tuple(self._events)
+        self._events.clear()
+        return events
+
+    def alive(self) -> dict[int, int]:
+        """Return the slots of storages that are not at rest and not freed, keyed by address."""
+        return {address: slot for address, slot in self._slots.items() if slot >= 0}
+
+    def _follow(self, storage: Any, slot: int) -> None:
+        if storage._cdata not in self._slots:
+            self._slots[storage._cdata] = slot
+            weakref.finalize(storage, self._free, storage._cdata).atexit = False
+
+    def _free(self, key: int) -> None:
+        self._events.append((self._slots.pop(key), FREED))
 
     def _substitute(self, tensor: Tensor) -> Tensor:
-        """Return a meta tensor. Turn views of one storage into views of one substitute.
-
-        A storage that the watch has not recorded is from outside the block. Its substitute is not counted either.
-        """
+        """Return a meta tensor. Turn views of one storage into views of one substitute."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._alive:
+        if storage._cdata not in self._slots:
             self._uncounted.setdefault(storage, None)
         if tensor.is_meta or not tensor.ndim:
             return tensor
@@ -135,39 +155,6 @@ class Watch(TorchDispatchMode):
             self._uncounted[substitute] = None
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
         return torch.empty(0, dtype=tensor.dtype, device=META).set_(substitute, *layout)
-
-    def name_new(self, name: str) -> None:
-        """Name the unnamed storages of kind ``self.kind`` that this line has allocated."""
-        for allocation in reversed(self.allocations):
-            if allocation.line != self.line:
-                return
-            if allocation.kind is self.kind:
-                allocation.name = allocation.name or name
-
-    def begin_line(self) -> None:
-        """Begin the next line: assign later allocations to it."""
-        self.line += 1
-        self.highest_in_line = self.now
-
-    def begin_step(self) -> None:
-        """Forget the freed storages, and reset the highest bytes to the bytes alive."""
-        self.allocations = [allocation for allocation in self.allocations if allocation.freed is None]
-        self.highest, self.events_at_highest = self.now, self.events
-
-    def _free(self, key: int) -> None:
-        self._end(self._alive.pop(key))
-
-    def _end(self, allocation: Allocation) -> None:
-        if allocation.freed is None:
-            allocation.freed = self.events
-            self._count(-allocation.nbytes)
-
-    def _count(self, nbytes: int) -> None:
-        self.events += 1
-        self.now += nbytes
-        self.highest_in_line = max(self.highest_in_line, self.now)
-        if self.now > self.highest:
-            self.highest, self.events_at_highest = self.now, self.events
 
 
 class WithoutValues(TorchDispatchMode):

@@ -23,8 +23,8 @@ from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.forecast.around import memory_and_timeline
 from thunder_zero.tools.forecast.for_loss import for_loss
+from thunder_zero.tools.forecast.recorder import Loss
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
-from thunder_zero.tools.forecast.replay import Loss
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.page.data import Data, data_of, top_of
 from thunder_zero.tools.page.differences import differences
