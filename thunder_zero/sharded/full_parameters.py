@@ -123,4 +123,4 @@ def _write_back(state: State, values: dict[str, Tensor]) -> None:
         value = local(value)
         broadcast(value, 0, state.ranks.data, state.device)
         rows.copy_(rows_at_rest(value, param, state.plan))
-        state.mark_stale([param.path])
+        state.expire([param.path])

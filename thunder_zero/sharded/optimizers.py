@@ -138,8 +138,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _refuse_replaced(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
-    if all(state.replaced.keys().isdisjoint(map(id, stepped)) for state in sharded_model.states()):
-        return
     for param in stepped:
         if (owner := sharded_model.owner_of_replaced(param)) is not None:
             raise RuntimeError(
@@ -214,7 +212,7 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for state in sharded_model.states():
         stepped = [param for param in state.params.values() if id(param.shard) in stepped_ids]
         increment_version([param.rows for param in stepped])
-        state.mark_stale(param.path for param in stepped)
+        state.expire(param.path for param in stepped)
 
 
 def _explain(optimizer: Optimizer, error: BaseException) -> None:

@@ -51,7 +51,7 @@ class ReduceBucket:
     def launch(self, sent: Sequence[OnTheWire]) -> Waitable:
         """Launch the average of gradients plus deferred gradients, or of intra-replica means."""
         if self.is_first:
-            self._state.may_step = True
+            self._state.must_agree = True
             self._state.release_gathered()  # backward does not gather kept parameters
         if not self._is_encoded:
             sent = self._with_deferred(cast(Sequence[Tensor], sent))
@@ -72,7 +72,7 @@ def reduce_deferred(state: LocalState, paths: Sequence[str]) -> None:
     Ranks agree, by one small collective, on the parameters with a deferred gradient on any rank. These are reduced one
     at a time, and a rank without a deferred gradient sends zeros.
     """
-    state.may_step = True
+    state.must_agree = True
     means = {}
     for path in state.on_any_rank(paths, [param.path for param in state.deferred]):
         param = state.params[path]

@@ -161,17 +161,18 @@ def sharded_model(model: object) -> ShardedModel:
 
 
 _states: weakref.WeakKeyDictionary[State, None] = weakref.WeakKeyDictionary()  # in the order of their registration
-# The model and the path of each shard. A plain module or an optimizer may keep a shard longer than its model, and an
-# attribute of the shard would be copied and pickled with it.
-_shards = WeakTensorKeyDictionary()
+# The model and the path of each shard, and of each parameter that a shard replaced. A plain module or an optimizer may
+# keep these tensors longer than the model, and an attribute of a tensor would be copied and pickled with it.
+_shards, _replaced = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
 
 def register(state: State, module: nn.Module) -> None:
-    """Register a model's shards. Refuse gradients of the parameters that they will replace in the plain module."""
+    """Register a model's shards, and the parameters that they will replace. Refuse gradients of these parameters."""
     _states[state] = None
     for path, param in state.params.items():
-        _shards[param.shard] = weakref.ref(state), path
-        if (original := module.get_parameter(path)).requires_grad:
+        original = module.get_parameter(path)
+        _shards[param.shard] = _replaced[original] = weakref.ref(state), path
+        if original.requires_grad:
             original.register_post_accumulate_grad_hook(_refuse_gradient(path, state.name))
 
 
@@ -244,15 +245,15 @@ def is_transformed(param: nn.Parameter) -> bool:
 
 def owner_of(param: Tensor) -> tuple[State, Param] | None:
     """Return the ``State`` and the ``Param`` of a shard; None for any other tensor."""
-    reference, path = _shards.get(param, (None, ""))
-    state: State | None = reference and reference()
-    return None if state is None else (state, state.plan.by_name[path])
+    return _owner(_shards, param)
 
 
 def owner_of_replaced(param: Tensor) -> tuple[State, Param] | None:
     """Return the ``State`` and the ``Param`` of a parameter that a shard replaced; None for any other tensor."""
-    for state in reversed(states()):
-        original, path = state.replaced.get(id(param), (None, ""))
-        if original is not None and original() is param:  # the id of a tensor that was freed may be another tensor's
-            return state, state.plan.by_name[path]
-    return None
+    return _owner(_replaced, param)
+
+
+def _owner(owners: WeakTensorKeyDictionary, param: Tensor) -> tuple[State, Param] | None:
+    reference, path = owners.get(param, (None, ""))
+    state: State | None = reference and reference()
+    return None if state is None else (state, state.plan.by_name[path])

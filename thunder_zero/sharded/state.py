@@ -12,7 +12,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +63,7 @@ class LocalState:
         self.transport, self.copies = wire.transport, wire.copies
         self.synced = True  # False under ``no_sync``: the gradients of the current forward will be deferred
         self.grew = False  # True if a backward under ``no_sync`` ran since the deferred gradients were last reduced
-        self.may_step = False  # True if gradients were reduced since ranks last agreed on stale parameters
+        self.must_agree = False  # True if an optimizer may have stepped since ranks last agreed on stale parameters
         self.holds_gathered = False  # True if a parameter that ZeRO-2 gathered may be kept for the next micro-batch
         self.training_forwards = 0  # that have ended in training mode with gradients enabled
         self.clock, self.labels = Clock(device), Labels(plan)
@@ -106,8 +105,8 @@ class LocalState:
     def require_same_launches(self, phase: str, launches: Sequence[str]) -> None:
         """Do nothing. Only a subclass with process groups compares launches."""
 
-    def mark_stale(self, paths: Iterable[str]) -> None:
-        """Record that these parameters changed, so that the next forward gathers them again."""
+    def expire(self, paths: Iterable[str]) -> None:
+        """Record that kept full values are stale, so that the next forward gathers these parameters again."""
         for path in paths if self.resident or self.holds_gathered else ():
             if self.params[path].keeps:
                 self.params[path].expire()
@@ -116,7 +115,7 @@ class LocalState:
         """Free the parameters that ZeRO-2 has gathered and kept for the next micro-batch."""
         if self.holds_gathered:
             self.holds_gathered = False
-            self.mark_stale(path for path, param in self.params.items() if not param.plan.resident)
+            self.expire(path for path, param in self.params.items() if not param.plan.resident)
 
     def drop_deferred(self) -> None:
         """Drop all deferred gradients, and the unsharded parameters kept for the next micro-batch."""
@@ -142,8 +141,6 @@ class State(LocalState):
         self.same_batch = SameBatch(plan, ranks, device, name)
         wire = Wire(model_transport(ranks, device, name, plan.policy.transport), plan, device)
         super().__init__(plan, device, name, wire, at_rest, specs_of(plan, ranks, device))
-        plain = {path: module.get_parameter(path) for path in self.params}  # which the shards replace
-        self.replaced = {id(original): (ref(original), path) for path, original in plain.items()}
         for param in self.params.values():
             param.attach(module, device)
         self._recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
@@ -265,9 +262,9 @@ class State(LocalState):
     def exact(self) -> Iterator[None]:
         """Temporarily send parameters and gradients without lossy formats. All ranks must enter the block."""
         formatted = [param.path for param in self.plan.params if param.gather_format]
-        self.mark_stale(formatted)
+        self.expire(formatted)
         try:
             with self.wire.exact():
                 yield
         finally:
-            self.mark_stale(formatted)
+            self.expire(formatted)

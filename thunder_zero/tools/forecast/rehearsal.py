@@ -105,7 +105,7 @@ class Rehearsal(LocalState):
         }
         super().__init__(plan, META, "the model", wire, tensors, {}, digests=False)
         self.synced = synced
-        self.mark_stale(self.params)
+        self.expire(self.params)
 
     def at_rest(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (path, tensor) pairs of the tensors alive between steps: shards, and ZeRO-1's full parameters."""
