@@ -77,18 +77,12 @@ def save_pretrained(
     >>> tz.save_pretrained(model, "runs/model", dtype=torch.bfloat16)
     >>> LlamaForCausalLM.from_pretrained("runs/model")
 
-    Args:
-        model: a model with ZeroTransform.
-        folder: the folder to write, on a file system that rank 0 sees. It is created if it is missing.
-        max_shard_size: the maximum bytes of tensors in one file: a number, or a text such as ``"5GB"`` or ``"500MiB"``.
-            A larger tensor has a file of its own. Several files have an index. Adapters are always one file.
-        dtype: the dtype of floating-point tensors, such as ``"bfloat16"``. By default it is the shards' dtype.
+    ``max_shard_size`` bounds the bytes of tensors in a file: a number, or a text such as ``"500MiB"``. A larger tensor
+    has a file of its own. Several files have an index. Adapters are always one file. ``dtype`` is for floating-point
+    tensors; by default it is the shards' dtype.
 
-    Raises:
-        ValueError: safetensors files cannot hold a tensor's dtype, or the module's own ``save_pretrained`` raises.
-        OSError: a file cannot be written. Existing files are unchanged.
-        RuntimeError: another rank raised, an argument differs between ranks, or the call is inside
-            ``full_parameters``.
+    All ranks raise if a file cannot be written (existing files are then unchanged), if safetensors files cannot hold a
+    dtype, or if the module's own ``save_pretrained`` raises.
     """
     sharded = sharded_model(model)
     state = sharded.state

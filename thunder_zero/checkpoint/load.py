@@ -110,17 +110,10 @@ def load(
     Args:
         path: the folder that :func:`save` wrote, or the link ``latest``; or a folder that another tool wrote with
             ``dcp.save``, with model and optimizer under usual names.
-        model: a model with ZeroTransform.
         optimizer: an optimizer, or several in a list, with the classes and parameter groups of the save.
         extra: objects by name. EMAs and objects with ``load_state_dict`` load their saved states. Other saved
             values are in :attr:`Loaded.own`.
         verify_files: False loads a checkpoint of another tool, which has no manifest with SHA-256.
-
-    Raises:
-        ValueError: the checkpoint is damaged, belongs to another model or optimizer, lacks an extra, or has an extra
-            that differs between the ranks that saved.
-        RuntimeError: another rank raised, arguments differ between ranks, ``no_sync`` holds gradients, or the call is
-            inside ``EMA.applied``.
     """
     state = sharded_model(model).state
     with all_or_none(state.group, "to load") as facts:

@@ -64,22 +64,14 @@ def save(
 
     Args:
         path: the checkpoint's folder, on a file system that all ranks see. An existing checkpoint is replaced.
-        model: a model with ZeroTransform.
         optimizer: an optimizer on ``model.parameters()``, or several in a list. States are saved by parameter name.
         extra: values of this rank by name: EMAs, objects with ``state_dict`` and ``load_state_dict``, or values that
             ``torch.load(weights_only=True)`` reads (numbers, strings, tensors, dicts and lists).
         max_to_keep: the number of checkpoints to keep. Older checkpoints are deleted if their names differ from this
             name only in the last number.
-        wait: False copies everything to the CPU and writes it in a thread, while training continues.
-
-    Returns:
-        A future with the path of the checkpoint. With ``wait=False`` the future is done once the checkpoint is visible.
-        If a save in the thread fails, the thread emits a warning. The future's ``result`` and the next save then raise.
-
-    Raises:
-        FileExistsError: ``path`` exists and is not a checkpoint, or another live run writes it.
-        RuntimeError: another rank raised, arguments differ between ranks, the call is inside ``no_sync`` or
-            ``EMA.applied``, or the previous save failed.
+        wait: False copies everything to the CPU and writes it in a thread, while training continues. The future, with
+            the checkpoint's path, is then done once the checkpoint is visible. If a save in the thread fails, the
+            thread emits a warning, and the future's ``result`` and the next save raise.
     """
     state = sharded_model(model).state
     with all_or_none(state.group, "to save") as claims:

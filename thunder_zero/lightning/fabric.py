@@ -203,9 +203,6 @@ def zero_module(model: nn.Module) -> ZeroModule:
     """Return the sharded model inside a module that ``Fabric.setup`` returned.
 
     >>> tz.print_trace(zero_module(model))
-
-    Raises:
-        TypeError: ``model`` was not set up by a Fabric with ZeroStrategy.
     """
     sharded = next((module.model for module in model.modules() if isinstance(module, Forward)), None)
     if sharded is None:

@@ -39,9 +39,7 @@ def clip_grad_norm_(
     ``norm_type`` is the p of the p-norm; ``math.inf`` selects the largest absolute value. Return the norm before
     clipping, equal on all ranks.
 
-    Raises:
-        RuntimeError: a rank has no gradient, ``no_sync`` holds unreduced gradients, or the norm is NaN or Inf and
-            ``error_if_nonfinite`` is True.
+    All ranks raise if a rank has no gradient, or if ``error_if_nonfinite`` is True and the norm is NaN or Inf.
     """
     state = sharded_model(model).state
     if not max_norm >= 0:

@@ -57,16 +57,12 @@ def whole(
     Only the owner has a parameter's state. Together, ranks hold at most two buckets of whole parameters and gradients,
     and a third bucket of whole parameters.
 
-    Args:
-        optimizer: an optimizer's class, or a function that takes parameter groups and options and returns an optimizer.
-        params: parameters, named parameters or parameter groups of one sharded model.
-        trust_optimizer: True promises that the optimizer steps each parameter independently, and draws equal random
-            numbers in all replicas. False raises if it does not, or cannot be probed.
+    ``optimizer`` is a class, or a function that takes parameter groups and options and returns an optimizer.
+    ``trust_optimizer`` promises that it steps each parameter independently, and draws equal random numbers in all
+    replicas; without it, an optimizer that does not, or cannot be probed, raises.
 
-    Returns:
-        A ``torch.optim.Optimizer`` over the shards: schedulers, ``add_param_group``, ``zero_grad``, gradient scalers
-        and ``tz.clip_grad_norm_`` work as usual. The optimizer's ``state`` has only the states of parameters that this
-        rank owns. Its ``repr`` names the owners.
+    The result is an optimizer over the shards: schedulers, ``add_param_group``, ``zero_grad``, gradient scalers and
+    ``tz.clip_grad_norm_`` work as usual. Its ``repr`` names the owners.
     """
     if isinstance(optimizer, Optimizer) or not callable(optimizer):
         raise TypeError(

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
-from thunder_zero.sharded.digests import digests_of
 from thunder_zero.sharded.param import ShardedParam, changed_digests, note_digests
 from thunder_zero.sharded.state import LocalState
 
@@ -95,7 +94,7 @@ class GatherBucket:
                 param.expire()
         else:
             self._state.holds_gathered = True
-            note_digests(due, digests_of(param.rows for param in due))
+            note_digests(due)
 
     def _note_arrival(self, full: Full) -> Full:
         for param, tensor in zip(self._params, full, strict=True):

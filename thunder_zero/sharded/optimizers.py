@@ -9,7 +9,7 @@ fails in a step, a hook adds a note that names ``tz.whole``.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cache
 from traceback import walk_tb
 from typing import Any
@@ -66,6 +66,17 @@ def param_shaped_states(states: Iterable[tuple[Mapping[str, Any], Tensor]]) -> s
     """
     triples = [(name, value, param) for values, param in states for name, value in values.items() if param.ndim]
     return {name for name, value, param in triples if isinstance(value, Tensor) and value.shape == param.shape}
+
+
+def own_states(states: Mapping[str, Any], param: Tensor, names: Container[str]) -> dict[str, Any]:
+    """Return a parameter's states, with this rank's rows in place of the full states that ``names`` names.
+
+    Raise ValueError if a state belongs to another rank.
+    """
+    for name, value in states.items():
+        require_own(value, param, f"the state {name!r} of a parameter of shape {tuple(param.shape)}")
+    full = {name: value for name, value in states.items() if name in names and value.shape == param.shape}
+    return {**states, **{name: part_of(value, param) for name, value in full.items()}}
 
 
 def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
@@ -200,10 +211,7 @@ def _take_own_states(optimizer: Optimizer) -> None:
     ]
     names = param_shaped_states((states, param) for param, states in params_and_states)
     for param, states in params_and_states:
-        for name, value in states.items():
-            require_own(value, param, f"the state {name!r} of a parameter of shape {tuple(param.shape)}")
-            if name in names and value.shape == param.shape:
-                states[name] = part_of(value, param)
+        states.update(own_states(states, param, names))
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

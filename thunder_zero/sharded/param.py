@@ -21,7 +21,7 @@ from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import local_rows, padded, real_rows, rows_in
 from thunder_zero.sharded.digests import digests_of
 from thunder_zero.sharded.dtensors import as_dtensor, local, parameter, with_attributes_of
-from thunder_zero.sharded.slices import placeholder_of
+from thunder_zero.sharded.placeholders import placeholder_of
 from thunder_zero.sharded.wire import is_staged, rest_device
 
 Status = Literal["replicated", "sharded", "gathering", "full"]  # a kept full value is stale in all but the last
@@ -174,6 +174,7 @@ def changed_digests(params: Sequence[ShardedParam]) -> tuple[Tensor, list[Tensor
     return torch.cat([param.digest for param in params if param.digest is not None]) != torch.cat(digests), digests
 
 
-def note_digests(params: Iterable[ShardedParam], digests: Iterable[Tensor]) -> None:
+def note_digests(params: Sequence[ShardedParam], digests: Iterable[Tensor] | None = None) -> None:
+    digests = digests_of(param.rows for param in params) if digests is None else digests
     for param, digest in zip(params, digests, strict=True):
         param.digest = digest

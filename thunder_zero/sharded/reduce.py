@@ -93,11 +93,11 @@ def check_finite(state: LocalState, grads: Sequence[Tensor], paths: Sequence[str
     """Raise RuntimeError on all ranks if a gradient on any rank has NaN or Inf (policy ``check_gradients``)."""
     with doing("policy check_gradients", state.name):
         flags = torch.stack([(~grad.isfinite().all()).to(state.device) for grad in grads])
-        first_bad = state.first_on_any_rank(flags)
-    if first_bad is not None:
+        bad = state.on_any_rank(paths, flags=flags)
+    if bad:
         state.drop_deferred()
         raise RuntimeError(
-            f"the gradient of parameter {paths[first_bad]!r} is NaN or Inf, and policy check_gradients stops here: "
+            f"the gradient of parameter {bad[0]!r} is NaN or Inf, and policy check_gradients stops here: "
             f"no .grad was changed, the gradients that no_sync deferred are dropped; lower the learning rate, "
             f"scale the loss or look at this batch"
         )

@@ -23,7 +23,6 @@ from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.small_collectives import all_reduce_max, next_number, to_device
 from thunder_zero.compat.private import DTensorSpec
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.sharded.digests import digests_of
 from thunder_zero.sharded.dtensors import specs_of
 from thunder_zero.sharded.outside import OutsideGradients
 from thunder_zero.sharded.param import ShardedParam, note_digests
@@ -78,7 +77,7 @@ class LocalState:
         is_copied = plan.mesh.shard.size > 1 or not all(param.shares_memory for param in self.resident.values())
         self.compares_digests = digests and is_copied
         if self.compares_digests:
-            note_digests(self.resident.values(), digests_of(param.rows for param in self.resident.values()))
+            note_digests([*self.resident.values()])
 
     @property
     def deferred(self) -> list[ShardedParam]:
@@ -94,13 +93,9 @@ class LocalState:
         count = f" and {len(others)} more" * bool(others)
         self.refrozen = f", with requires_grad of {first!r}{count} changed" if first else ""
 
-    def on_any_rank(self, paths: Sequence[str], changed: Container[str], flags: Tensor | None = None) -> list[str]:
+    def on_any_rank(self, paths: Sequence[str], changed: Container[str] = (), flags: Tensor | None = None) -> list[str]:
         """Return the paths that are in ``changed``. Only a subclass with process groups uses ``flags``."""
         return [path for path in paths if path in changed]
-
-    def first_on_any_rank(self, flags: Tensor) -> int | None:
-        """Return None. Only a subclass with process groups compares ``flags``."""
-        return None
 
     def require_same_launches(self, phase: str, launches: Sequence[str]) -> None:
         """Do nothing. Only a subclass with process groups compares launches."""
@@ -202,7 +197,7 @@ class State(LocalState):
             mesh._pg_registry.clear()
         del self.ranks, self.group, self.transport, self.same_batch
 
-    def on_any_rank(self, paths: Sequence[str], changed: Container[str], flags: Tensor | None = None) -> list[str]:
+    def on_any_rank(self, paths: Sequence[str], changed: Container[str] = (), flags: Tensor | None = None) -> list[str]:
         """Return the paths that are in ``changed`` or set in ``flags`` on any rank. ``flags`` has a bool for each path.
 
         This is one small collective if there are several ranks.
@@ -216,12 +211,6 @@ class State(LocalState):
             with doing("the comparison of changed parameters", self.name):
                 all_reduce_max(counts, self.group)
         return [path for path, count in zip(paths, counts.tolist(), strict=True) if count]
-
-    def first_on_any_rank(self, flags: Tensor) -> int | None:
-        """Return the index of the first flag that is set on any rank, or None. This is one small collective."""
-        flags = flags.to(torch.int32)
-        all_reduce_max(flags, self.group)
-        return int(flags.argmax()) if flags.any() else None
 
     def require_same_launches(self, phase: str, launches: Sequence[str]) -> None:
         """Compare the launches of a phase between ranks. Raise RuntimeError on all ranks if they differ."""
