@@ -40,8 +40,6 @@ Entries = dict[KeyPath, Tensor | bytes | KeyPath]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's part of a checkpoint."""
-
     plan: SavePlan
     places: Mapping[MetadataIndex, StorageInfo]  # the files and byte ranges of items
     aliases: Mapping[str, str]  # from an alias's key to the key of the value
@@ -77,8 +75,6 @@ class WritePlanner(DefaultSavePlanner):
         self.is_coordinator = False
 
     def create_local_plan(self) -> SavePlan:
-        """Return DCP's plan for this rank, without empty parts."""
-
         def is_empty(item: WriteItem) -> bool:
             data = item.tensor_data
             return data is not None and data.size.numel() > 0 and data.chunk.sizes.numel() == 0

@@ -72,8 +72,6 @@ VALUES = (int, float, str, bytes, Tensor, dict, list, tuple, type(None))  # type
 
 
 class OwnExtras(dict[str, Any]):
-    """The extras of one rank, by name."""
-
     def __missing__(self, name: str) -> NoReturn:
         raise KeyError(
             f"no extra {name!r} for this rank, which has {sorted(self)}; where another number of ranks saved it with "
@@ -236,8 +234,6 @@ def _restore_at_end(targets: Sequence[Any]) -> ExitStack:
 
 
 class NewValues(NamedTuple):
-    """Values that were read from a checkpoint, in new memory."""
-
     tensors: Sequence[tuple[Tensor, Tensor]]  # (local tensor, new value) tuples
     states: States  # modules, averages and optimizers; a call may raise
     of_rank: tuple[Mapping[str, Any], ...]  # the extras of each rank that saved, by name
@@ -300,10 +296,7 @@ def _find_prefix(kind: str, score: Callable[[str], int], stored: Iterable[str], 
 
 
 def _match(contents: Contents, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the target of each key: a tensor, the key of the first name (for an alias), or an object with a state.
-
-    Raise ValueError if names, shapes or dtypes differ.
-    """
+    """Return the target of each key: a tensor, the key of the first name (for an alias), or an object with a state."""
     root, label = f"{key_of(contents.root)}.", contents.label
     tensors = {**contents.params, **contents.buffers}
 

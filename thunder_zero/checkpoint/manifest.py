@@ -31,8 +31,6 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The manifest of a checkpoint."""
-
     number: int  # larger than the numbers of earlier checkpoints in the folder
     ranks: int
     files: tuple[File, ...]  # all files except the manifest
@@ -60,7 +58,6 @@ def from_text(text: str) -> Manifest:
 
 
 def read(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint."""
     text = (folder / NAME).read_text(errors="replace")
     try:
         return from_text(text)
@@ -69,7 +66,6 @@ def read(folder: Path) -> Manifest:
 
 
 def require_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint whose files will be verified."""
     try:
         return read(folder)
     except FileNotFoundError:

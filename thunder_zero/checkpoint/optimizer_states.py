@@ -43,8 +43,6 @@ Group = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SteppedParam:
-    """A parameter that an optimizer steps."""
-
     name: str  # the first name in the model's state dict
     number: int | None  # the index among the model's parameters; None for an ignored parameter
     tensor: Tensor
@@ -255,7 +253,6 @@ def _merge_group(names: Sequence[str], by_param: Mapping[str, Group]) -> Group:
 
 
 def _require_groups(saved: Sequence[Mapping[str, Any]], names_of_groups: Sequence[Sequence[str]]) -> None:
-    """Raise ValueError unless each parameter group has the same parameters as in the checkpoint."""
     if len(saved) != len(names_of_groups):
         raise ValueError(
             f"the checkpoint's optimizer has {len(saved)} parameter groups, this one has {len(names_of_groups)}; "
@@ -269,7 +266,6 @@ def _require_groups(saved: Sequence[Mapping[str, Any]], names_of_groups: Sequenc
 
 
 def _has_shape(entry: Any, member: SteppedParam) -> bool:
-    """Return whether an entry of a checkpoint is a tensor of a parameter's shape."""
     return isinstance(entry, TensorStorageMetadata) and entry.size == member.tensor.shape
 
 

@@ -132,7 +132,6 @@ def check_arguments(
 def entries_of(
     contents: Contents, optimizers: Sequence[Optimizer], extra: Mapping[str, Any]
 ) -> tuple[Entries, list[Claim]]:
-    """Return the entries that this rank writes, and the claims that ranks must agree on."""
     states, claims = optimizer_entries(contents, optimizers)
     claims += [ema.fact(f"the extra {name!r}, an EMA,") for name, ema in extra.items() if isinstance(ema, EMA)]
     return contents.entries() | extra_entries(contents, extra) | states, claims
@@ -176,8 +175,6 @@ def finish_checkpoint(path: Path, parts: Sequence[Part], max_to_keep: int | None
 
 
 class BackgroundSaves:
-    """The asynchronous saves of a model. Saves run one after the other, in one thread."""
-
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.last: Future[Path] | None = None
         self.group = group_like(group, device)  # so that collectives of saves and training do not mix

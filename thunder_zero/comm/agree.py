@@ -38,7 +38,6 @@ class Claim:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return 16 hex digits of the SHA-256 of a tensor's elements."""
     return hashlib.sha256(flat_bytes(tensor.detach().cpu()).numpy().data).hexdigest()[:16]
 
 
@@ -120,7 +119,6 @@ def _name_difference(facts_of_ranks: Sequence[Sequence[Claim]]) -> NoReturn:
 
 
 def argument_claims(arguments: Mapping[str, object]) -> list[Claim]:
-    """Return a fact for each argument, by name."""
     return [Claim(name, str(value), "pass the same on every rank") for name, value in arguments.items()]
 
 

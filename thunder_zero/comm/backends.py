@@ -128,7 +128,6 @@ def memory_bytes(device: torch.device, group: dist.ProcessGroup) -> int | None:
 
 
 def _has_behaviour(param: nn.Parameter) -> bool:
-    """Return whether the parameter's class overrides operations."""
     function, dispatch = type(param).__torch_function__, type(param).__torch_dispatch__
     return function is not nn.Parameter.__torch_function__ or dispatch is not nn.Parameter.__torch_dispatch__
 

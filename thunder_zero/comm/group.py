@@ -41,8 +41,6 @@ GLOO_CONNECT_FACTOR = 5  # gloo waits for a connection five times as long as for
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The process groups of a model."""
-
     world: dist.ProcessGroup  # all ranks that train the model
     data: dist.ProcessGroup  # the ranks that hold this rank's slices; ``world`` without tensor parallelism
     shard_group: dist.ProcessGroup  # the ranks that share this rank's replica

@@ -51,8 +51,6 @@ BLOCK = 1 << 16  # elements of half precision summed at a time, so that their fl
 
 
 class PairwiseGloo(Transport):
-    """The transport for gloo."""
-
     averages = FLOATS | COMPLEX  # torch sums, not the backend
 
     def __init__(self, group: ProcessGroup, role: int = 0) -> None:
@@ -271,7 +269,6 @@ class GlooBucket:
         self._sends.append(messages)
 
     def meanwhile(self, work: Callable[[], object]) -> None:
-        """Do local work while messages are in flight."""
         self._meanwhile.append(work)
 
     def post(self, parts: Sequence[BucketPart]) -> list[BucketPart]:
@@ -303,12 +300,10 @@ def tags_of(role: int, tag: int) -> tuple[int, int, int]:
 
 
 def send(message: Tensor, rank: int, group: ProcessGroup, tag: int) -> AwaitMessage:
-    """Start sending to a rank of the group."""
     return _start(group.send, message, rank, group, tag)
 
 
 def receive(slot: Tensor, rank: int, group: ProcessGroup, tag: int) -> AwaitMessage:
-    """Start receiving from a rank of the group into ``slot``."""
     return _start(group.recv, slot, rank, group, tag)
 
 
@@ -323,7 +318,6 @@ def _start(post: Callable[..., dist.Work], tensor: Tensor, rank: int, group: Pro
 
 
 def _end(work: dist.Work, group: ProcessGroup, rank: int) -> None:
-    """Wait until a message has ended."""
     start = monotonic()
     try:
         work.wait()
@@ -333,8 +327,6 @@ def _end(work: dist.Work, group: ProcessGroup, rank: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackedMessage:
-    """Parameters that share a message."""
-
     members: tuple[int, ...]  # the indices of the parameters in the bucket
     shapes: tuple[Shape, ...]
     shard_shapes: tuple[Shape, ...]  # of the message's tensors: a rank's rows with padding, or all rows

@@ -105,7 +105,6 @@ class Transport(ABC):
 
     @property
     def in_flight(self) -> bool:
-        """True if a handle was launched and has not ended."""
         return bool(self._pending)
 
     def drain(self) -> None:

@@ -44,7 +44,6 @@ class Encoding:
         return str(self.dtype).removeprefix("torch.")
 
     def blocks(self, numel: int) -> int:
-        """Return the number of scales of ``numel`` elements."""
         return -(-numel // self.block) if self.block else 0
 
     def nbytes(self, numel: int) -> int:

@@ -109,7 +109,6 @@ class NF4(Blocks):
 
 
 def _pieces(flat: Tensor, piece: int | None) -> Iterator[tuple[int, int]]:
-    """Yield the start and stop of each piece of rows."""
     step = max((piece or piece_on(flat.device)) // max(flat.shape[1], 1), 1)
     for start in range(0, len(flat), step):
         yield start, min(start + step, len(flat))

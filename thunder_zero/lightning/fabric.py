@@ -108,7 +108,6 @@ class ZeroStrategy(DDPStrategy):
         self._backward_sync_control = self
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
-        """Return the sharded model's ``no_sync`` if enabled."""
         return zero_module(module).no_sync() if enabled else nullcontext()
 
     @property
@@ -117,7 +116,6 @@ class ZeroStrategy(DDPStrategy):
         return self._sharding.arguments.policy
 
     def setup_environment(self) -> None:
-        """Start the process group."""
         require_supported(self.precision)
         super().setup_environment()
 
@@ -136,7 +134,6 @@ class ZeroStrategy(DDPStrategy):
         """Do nothing. The full module may not fit on the device. ``setup_module`` moves only shards to the device."""
 
     def setup_module(self, module: nn.Module) -> Forward:
-        """Shard a plain module or a jitted one. This is a collective."""
         return Forward(self._sharding.shard(module, self.root_device), module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -153,24 +150,20 @@ class ZeroStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the global norm of the module's gradients with :func:`~thunder_zero.clip_grad_norm_`."""
         return clip_grad_norm_(zero_module(module), max_norm, float(norm_type), error_if_nonfinite)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the full state dict on rank 0's CPU, and an empty dict on other ranks. This is a collective."""
         if not isinstance(module, Forward):
             return super().get_module_state_dict(module)  # type: ignore[no-any-return]
         return full_model_state_dict(module.model)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load a plain module's full state dict into the shards."""
         if not isinstance(module, Forward):
             super().load_module_state_dict(module, state_dict, strict)
             return
         module.model.load_state_dict(state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's full state dict on rank 0's CPU, and {} on other ranks. This is a collective."""
         return full_optimizer_state_dict(optimizer, wanted=self.is_global_zero)
 
 
@@ -270,7 +263,6 @@ def full_model_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def require_supported(precision: fabric_plugins.Precision | trainer_plugins.Precision) -> None:
-    """Raise TypeError if a plugin would wrap modules."""
     if type(precision) not in SUPPORTED:
         raise TypeError(
             f"thunder_zero does not support precision={precision.precision!r} ({type(precision).__name__}); choose "

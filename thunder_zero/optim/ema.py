@@ -141,7 +141,6 @@ class EMA:
             self._swap(originals)
 
     def fact(self, name: str) -> Claim:
-        """Return the settings and counts that ranks must agree on. An error begins with ``name``."""
         value = f"decay {self.decay}, every {self.every}, {self.counts.calls} updates"
         return Claim(f"{name} of {self.state.name}", value, "make the same EMA and update it on every rank")
 
@@ -169,6 +168,5 @@ class EMA:
 
 
 def _copy(param: Tensor) -> Tensor:
-    """Copy a parameter, in float32 if its dtype has fewer than 32 bits."""
     is_small = param.dtype.itemsize < torch.float32.itemsize
     return param.detach().to(torch.float32 if is_small else param.dtype, copy=True)

@@ -35,7 +35,6 @@ from thunder_zero.sharded.state import State
 
 
 def groups_of_params(params: Iterable[Any]) -> Groups:
-    """Return parameter groups, given parameters, named parameters or groups."""
     if isinstance(params, nn.Module):
         raise TypeError(f"tz.whole was given a {type(params).__name__}; give it model.parameters(), or some of them")
     return Optimizer(params, {}).param_groups

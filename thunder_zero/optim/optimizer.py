@@ -73,7 +73,6 @@ def whole(
 
 
 def update_options(groups: Sequence[dict[str, Any]], new_options: Sequence[Mapping[str, Any]]) -> None:
-    """Copy the options that a step returned into groups."""
     for group, options in zip(groups, new_options, strict=True):
         for key, value in options.items():
             if isinstance(current := group.get(key), Tensor) and isinstance(value, Tensor):

@@ -45,7 +45,6 @@ def describe_for_probe(groups: Sequence[Mapping[str, Any]], moving: Collection[s
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the attributes that an optimizer has in addition to those of ``torch.optim.Optimizer``."""
     return {name: value for name, value in vars(optimizer).items() if name not in OF_BASE}
 
 

@@ -103,7 +103,7 @@ def _value(module: nn.Module, param: Param, original: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _write_back(state: State, values: dict[str, Tensor]) -> None:
-    """Copy the values of the first data rank into the shards, one parameter at a time."""
+    """Copy the values of the first data rank into the shards."""
     for param in state.plan.params:
         rows, value = state.params[param.path].rows, values.get(param.path)
         if value is None:

@@ -71,10 +71,7 @@ def full_optimizer_state_dict(optimizer: Optimizer, *, wanted: bool) -> dict[str
 
 @torch.no_grad()
 def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Replace full states in a state dict by this rank's parts. DTensors are unchanged.
-
-    This is a hook for ``Optimizer.register_load_state_dict_pre_hook``.
-    """
+    """Replace full states in a state dict by this rank's parts; a hook before an optimizer loads it."""
     params = parameters_of(optimizer)
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     if len(indices) != len(params):
@@ -106,7 +103,6 @@ def step_shards(optimizer: Optimizer) -> None:
 
 
 def _in_full(values: Mapping[str, Any], state: State) -> dict[str, Any]:
-    """Return the values of a state dict with DTensors gathered. This is a collective."""
     return {
         name: full_tensor(value, state.group) if isinstance(value, DTensor) else value for name, value in values.items()
     }

@@ -66,7 +66,6 @@ class GatherBucket:
         return self._note_arrival(self._replace(self._wire.decode, due, arrived))
 
     def _due(self) -> list[int]:
-        """Return the indices of the parameters that must be gathered."""
         for param in self._params:
             if not self._is_resident and not param.is_stale and param.is_written:  # ranks agree on resident ones
                 param.expire()
@@ -132,10 +131,7 @@ def agree_on_stale(state: LocalState) -> None:
 
 
 def _require_unwritten(state: LocalState) -> None:
-    """Raise RuntimeError if a shard was written to since ZeRO-2 gathered it, by a write that bumped no version.
-
-    A rank without the write would not join a second gather.
-    """
+    """Raise RuntimeError if a write since ZeRO-2 gathered bumped no version: other ranks would join no second gather."""
     params = (param for param in state.params.values() if not param.plan.resident)
     kept = [param for param in params if not param.is_stale and not param.is_written]
     if kept and (is_written := changed_digests(kept)[0]).any():

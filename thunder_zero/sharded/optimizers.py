@@ -69,10 +69,7 @@ def param_shaped_states(states: Iterable[tuple[Mapping[str, Any], Tensor]]) -> s
 
 
 def own_states(states: Mapping[str, Any], param: Tensor, names: Container[str]) -> dict[str, Any]:
-    """Return a parameter's states, with this rank's rows in place of the full states that ``names`` names.
-
-    Raise ValueError if a state belongs to another rank.
-    """
+    """Return a parameter's states, with this rank's rows in place of the full states of these names."""
     for name, value in states.items():
         require_own(value, param, f"the state {name!r} of a parameter of shape {tuple(param.shape)}")
     full = {name: value for name, value in states.items() if name in names and value.shape == param.shape}
@@ -80,10 +77,7 @@ def own_states(states: Mapping[str, Any], param: Tensor, names: Container[str]) 
 
 
 def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load a state dict into an optimizer. Raise ValueError if another kind of optimizer saved it.
-
-    torch may accept the state of another kind, and fail in a later step.
-    """
+    """Load a state dict. Raise ValueError if another kind of optimizer saved it, with which torch may fail later."""
     kind, old_groups = class_name(optimizer), [dict(group) for group in optimizer.param_groups]
     defaults = set(optimizer.defaults)
     try:
@@ -104,10 +98,7 @@ def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 
 
 def load_exactly(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load a state dict, and keep the saved dtypes of states.
-
-    torch casts states to the parameter's dtype, so a float32 momentum of a bfloat16 parameter would lose bits.
-    """
+    """Load a state dict, and keep the saved dtypes, since torch casts states to the parameter's dtype."""
     load_state(optimizer, saved)
     params = parameters_of(optimizer)
     for number, values in saved["state"].items():
@@ -140,7 +131,6 @@ def _has_gradient_of_shard(grads: Iterable[Tensor]) -> bool:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise if a step would be lost or wrong. This is a hook before every step."""
     guard_files(_refuse_model_file, _refuse_optimizer_files)  # Accelerate may be imported at any time
     stepped = parameters_of(optimizer)
     _refuse_replaced(optimizer, stepped)
@@ -182,13 +172,11 @@ def _check_first_step(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
 
 
 def _refuse_model_file(model: object) -> None:
-    """Raise RuntimeError if an accelerator that is not sharded collects the values of a sharded model."""
     if isinstance(model, sharded_model.ShardedModel) and any(param.spec for param in model.state.params.values()):
         raise _written_by_accelerate(f"the state dict of {type(model.plain).__name__}")
 
 
 def _refuse_optimizer_files(optimizers: Iterable[Optimizer]) -> None:
-    """Raise RuntimeError if an accelerator that is not sharded saves an optimizer of shards."""
     for optimizer in optimizers:
         if any(map(sharded_model.owner_of, parameters_of(optimizer))):
             raise _written_by_accelerate(f"the state of {class_name(optimizer)}")
@@ -224,7 +212,6 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _explain(optimizer: Optimizer, error: BaseException) -> None:
-    """Add a note with advice to a DTensor error in a step of shards."""
     if isinstance(optimizer, StepsWhole) or getattr(error, "__notes__", None) or not _is_of_dtensors(error):
         return
     owners = [[*map(sharded_model.owner_of, group["params"])] for group in optimizer.param_groups]

@@ -132,7 +132,7 @@ class ShardedParam:
         return self.full[: self.plan.shape[0]]
 
     def gather(self) -> None:
-        """Record that a gather was launched, whose result will be kept."""
+        """Record that a gather was launched."""
         self.status = moved(self.status, "gather", self.path)
         self.version = self.current_version()
 
@@ -149,14 +149,12 @@ class ShardedParam:
             self.full = None
 
     def defer(self, grad: Tensor) -> None:
-        """Add a full gradient to the deferred gradient."""
         is_first = self.deferred is None
         total = self.with_deferred(grad)
         # Cloned, since the gradient may be a view, or other code may write to it.
         self.deferred = total.clone() if is_first else total
 
     def take_deferred(self) -> Tensor:
-        """Remove and return the deferred gradient."""
         deferred, self.deferred = self.deferred, None
         assert deferred is not None, f"no gradient of {self.path} is deferred"
         return deferred

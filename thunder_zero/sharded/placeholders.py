@@ -224,7 +224,6 @@ def slice_of(value: object) -> tuple[Placeholder, Callable[..., DTensor], tuple[
 
 
 def is_part(value: object) -> bool:
-    """Return whether a value is a DTensor whose local tensors differ between ranks."""
     return isinstance(value, DTensor) and any(not isinstance(placement, Replicate) for placement in value.placements)
 
 

@@ -49,7 +49,6 @@ class ReduceBucket:
         return self._wire.encode_grad(self._with_deferred(grads), self._plans, self._over)
 
     def launch(self, sent: Sequence[OnTheWire]) -> Waitable:
-        """Launch the average of gradients plus deferred gradients, or of intra-replica means."""
         if self.is_first:
             self._state.must_agree = True
             self._state.release_gathered()  # backward does not gather kept parameters
@@ -104,7 +103,6 @@ def check_finite(state: LocalState, grads: Sequence[Tensor], paths: Sequence[str
 
 
 def wait_offloaded(state: LocalState) -> None:
-    """Wait until reduced gradients are in host memory (policy ``cpu_offload``)."""
     if state.device.type == "cuda":
         torch.cuda.current_stream(state.device).synchronize()
 
@@ -232,7 +230,6 @@ def refuse_wrong_backward(
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested collections and dataclasses."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Mapping):

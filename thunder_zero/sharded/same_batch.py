@@ -73,7 +73,6 @@ class SameBatch:
         )
 
     def _batch_sentence(self, leaves: Sequence[tuple[str, str, Tensor | None]], differing: tuple[int, int]) -> str:
-        """Return the error message for arguments that differ. This is a small collective."""
         local_leaves = [(name, text, None if value is None else int(value)) for name, text, value in leaves]
         leaves_of_ranks = all_gather_object(local_leaves, self._group)
         leaves_of_first, leaves_of_second = (leaves_of_ranks[number] for number in differing)

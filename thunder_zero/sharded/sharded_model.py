@@ -151,7 +151,6 @@ def tagged(name: str) -> Callable[[Function], Function]:
 
 
 def sharded_model(model: object) -> ShardedModel:
-    """Return ``model`` if it is a sharded model; otherwise raise TypeError."""
     if isinstance(model, ShardedModel):
         return model
     raise TypeError(
@@ -192,10 +191,7 @@ MIXED = "mixed torch.Tensor and DTensor"  # a part of torch's error message
 
 
 def _explain_mixed() -> None:
-    """Add advice to an uncaught error of torch about a plain tensor beside a shard, and print it; called at exit.
-
-    torch raises this error in C++, where no code of ours runs.
-    """
+    """Add advice to an uncaught error of torch, raised in C++, about a plain tensor beside a shard; called at exit."""
     error = uncaught()
     if error is None or MIXED not in str(error) or getattr(error, "__notes__", None) or not states():
         return

@@ -107,7 +107,6 @@ class LocalState:
                 self.params[path].expire()
 
     def release_gathered(self) -> None:
-        """Free the parameters that ZeRO-2 has gathered and kept for the next micro-batch."""
         if self.holds_gathered:
             self.holds_gathered = False
             self.expire(path for path, param in self.params.items() if not param.plan.resident)
@@ -167,7 +166,6 @@ class State(LocalState):
             self.in_module = before
 
     def require_at_rest(self) -> None:
-        """Raise RuntimeError while forward runs, and inside ``full_parameters``."""
         if self.in_module == "placeholders":
             raise RuntimeError(
                 f"{self.class_name} was called inside of its own forward, or from a second thread, after thunder_zero "
@@ -198,10 +196,7 @@ class State(LocalState):
         del self.ranks, self.group, self.transport, self.same_batch
 
     def on_any_rank(self, paths: Sequence[str], changed: Container[str] = (), flags: Tensor | None = None) -> list[str]:
-        """Return the paths that are in ``changed`` or set in ``flags`` on any rank. ``flags`` has a bool for each path.
-
-        This is one small collective if there are several ranks.
-        """
+        """Return the paths that are in ``changed`` or set in ``flags`` on any rank, by at most one small collective."""
         if self.plan.ranks == 1 and flags is None:
             return [path for path in paths if path in changed]
         counts = to_device([path in changed for path in paths], torch.int32, self.device)

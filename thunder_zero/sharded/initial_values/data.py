@@ -30,8 +30,6 @@ CPU = torch.device("cpu")  # values are drawn on the CPU, so that a seed gives e
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The user's sources of initial values."""
-
     init: Callable[[nn.Module], object] | None = None  # a function for ``module.apply``, after ``reset_parameters``
     weights: Mapping[str, Tensor] | None = None  # full tensors by name in the plain module's state dict
 
@@ -53,8 +51,6 @@ class InitialValues:
 
 @dataclass(frozen=True, slots=True)
 class PlainModel:
-    """The plain module whose tensors need values."""
-
     module: nn.Module
     plan: Plan
     ranks: Ranks

@@ -253,7 +253,6 @@ class LostWrites(TorchDispatchMode):
         self.addresses: dict[int, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, and record the storages that it writes to according to its schema."""
         kwargs = kwargs or {}
         arguments = func._schema.arguments
         # Not strict, since the schema has more than the positional arguments.
