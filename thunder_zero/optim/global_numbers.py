@@ -51,8 +51,7 @@ def clip_grad_norm_(
 
 def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Clip as :func:`clip_grad_norm_` does. If a rank raises, all ranks do."""
-    if state.plan.mesh.is_sliced:
-        require_equal_gradients_once(state, {id(param.shard) for param in state.params.values()})
+    require_equal_gradients_once(state, state.params.values())
     norm, statuses = total_norm(state, norm_type)
     if UNREDUCED in statuses:
         param = next(iter(state.deferred), None)

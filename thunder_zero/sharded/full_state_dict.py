@@ -96,8 +96,7 @@ def step_shards(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for index, original in enumerate(group["params"]):
             if (owner := owner_of_replaced(original)) is not None:
-                state, param = owner
-                shard = group["params"][index] = state.params[param.path].shard
+                shard = group["params"][index] = owner[1].shard
                 if original in optimizer.state:
                     optimizer.state[shard] = own_states(optimizer.state.pop(original), shard, names)
 

@@ -131,7 +131,7 @@ def agree_on_stale(state: LocalState) -> None:
 
 
 def _require_unwritten(state: LocalState) -> None:
-    """Raise RuntimeError if a write since ZeRO-2 gathered bumped no version: other ranks would join no second gather."""
+    """Raise RuntimeError if a write since ZeRO-2 gathered bumped no version: other ranks join no second gather."""
     params = (param for param in state.params.values() if not param.plan.resident)
     kept = [param for param in params if not param.is_stale and not param.is_written]
     if kept and (is_written := changed_digests(kept)[0]).any():

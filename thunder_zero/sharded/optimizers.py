@@ -9,7 +9,7 @@ fails in a step, a hook adds a note that names ``tz.whole``.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from functools import cache
 from traceback import walk_tb
 from typing import Any
@@ -24,6 +24,7 @@ from thunder_zero.compat.accelerate import guard_files
 from thunder_zero.compat.torch.optimizers import on_failed_steps, share_found_inf
 from thunder_zero.sharded import sharded_model
 from thunder_zero.sharded.dtensors import part_of, require_own
+from thunder_zero.sharded.param import ShardedParam
 from thunder_zero.sharded.sharded_model import MIXED
 from thunder_zero.sharded.state import State
 from thunder_zero.sharded.unsliced import require_equal_gradients_once
@@ -132,14 +133,22 @@ def _has_gradient_of_shard(grads: Iterable[Tensor]) -> bool:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     guard_files(_refuse_model_file, _refuse_optimizer_files)  # Accelerate may be imported at any time
-    stepped = parameters_of(optimizer)
-    _refuse_replaced(optimizer, stepped)
-    _refuse_early(optimizer, stepped)
-    _check_first_step(optimizer, stepped)
+    _refuse_replaced(optimizer)
+    _refuse_early(optimizer)
+    _check_first_step(optimizer)
 
 
-def _refuse_replaced(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
-    for param in stepped:
+def _stepped(optimizer: Optimizer) -> dict[State, list[ShardedParam]]:
+    """Return the parameters that an optimizer steps, by model."""
+    ids = set(map(id, parameters_of(optimizer)))
+    found = {
+        state: [param for param in state.params.values() if id(param.shard) in ids] for state in sharded_model.states()
+    }
+    return {state: params for state, params in found.items() if params}
+
+
+def _refuse_replaced(optimizer: Optimizer) -> None:
+    for param in parameters_of(optimizer):
         if (owner := sharded_model.owner_of_replaced(param)) is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} holds the plain module's parameter {owner[1].path!r}, which the "
@@ -148,24 +157,23 @@ def _refuse_replaced(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
             )
 
 
-def _refuse_early(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
+def _refuse_early(optimizer: Optimizer) -> None:
     """Raise RuntimeError if the parameters' gradients are not reduced yet, or if the parameters hold averages."""
-    kind = type(optimizer).__name__
+    action = f"step {type(optimizer).__name__}"
+    for state, params in _stepped(optimizer).items():
+        state.require_reduced(action, params)
     for state in sharded_model.states():
-        state.require_reduced(f"step {kind}", stepped)
-        if state.averaged and not state.averaged.isdisjoint(map(id, stepped)):
-            state.require_own_values(f"step {kind}")
+        if not state.averaged.isdisjoint(map(id, parameters_of(optimizer))):
+            state.require_own_values(action)
 
 
-def _check_first_step(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
+def _check_first_step(optimizer: Optimizer) -> None:
     """Check an optimizer before its first step of shards. Register a hook that checks its states after each load."""
     hooks = getattr(optimizer, "_optimizer_load_state_dict_post_hooks", None)  # a wrapper may lack the attribute
-    if (hooks and _take_own_states in hooks.values()) or not any(map(sharded_model.owner_of, stepped)):
+    if (hooks and _take_own_states in hooks.values()) or not (stepped := _stepped(optimizer)):
         return
-    for state in sharded_model.states():
-        ids = set(map(id, stepped)) & {id(param.shard) for param in state.params.values()}
-        if state.plan.mesh.is_sliced and ids:
-            require_equal_gradients_once(state, ids)
+    for state, params in stepped.items():
+        require_equal_gradients_once(state, params)
     _take_own_states(optimizer)
     if hooks is not None:
         optimizer.register_load_state_dict_post_hook(_take_own_states)
@@ -204,11 +212,9 @@ def _take_own_states(optimizer: Optimizer) -> None:
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Bump versions and mark stale rows, since a step of DTensors does neither. This is a hook after every step."""
-    stepped_ids = set(map(id, parameters_of(optimizer)))
-    for state in sharded_model.states():
-        stepped = [param for param in state.params.values() if id(param.shard) in stepped_ids]
-        increment_version([param.rows for param in stepped])
-        state.expire(param.path for param in stepped)
+    for state, params in _stepped(optimizer).items():
+        increment_version([param.rows for param in params])
+        state.expire(param.path for param in params)
 
 
 def _explain(optimizer: Optimizer, error: BaseException) -> None:

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import destroy_groups_after_error, has_groups, tell_launcher, uncaught
 from thunder_zero.compat.torch.groups import at_exit
-from thunder_zero.plan.params import Param
+from thunder_zero.sharded.param import ShardedParam
 from thunder_zero.sharded.printed import format_model
 from thunder_zero.sharded.state import State
 
@@ -205,7 +205,7 @@ def _explain_mixed() -> None:
     print(error.__notes__[-1], file=sys.stderr)
 
 
-def _shards_in(error: BaseException) -> Iterator[tuple[State, Param]]:
+def _shards_in(error: BaseException) -> Iterator[tuple[State, ShardedParam]]:
     """Yield the models and parameters of shards among the local variables of an error, the innermost frame first."""
     for frame, _ in reversed(list(walk_tb(error.__traceback__))):
         for value in frame.f_locals.values():
@@ -239,17 +239,17 @@ def is_transformed(param: nn.Parameter) -> bool:
     return param in _shards
 
 
-def owner_of(param: Tensor) -> tuple[State, Param] | None:
-    """Return the ``State`` and the ``Param`` of a shard; None for any other tensor."""
+def owner_of(param: Tensor) -> tuple[State, ShardedParam] | None:
+    """Return the model and the parameter of a shard; None for any other tensor."""
     return _owner(_shards, param)
 
 
-def owner_of_replaced(param: Tensor) -> tuple[State, Param] | None:
-    """Return the ``State`` and the ``Param`` of a parameter that a shard replaced; None for any other tensor."""
+def owner_of_replaced(param: Tensor) -> tuple[State, ShardedParam] | None:
+    """Return the model and the parameter of a parameter that a shard replaced; None for any other tensor."""
     return _owner(_replaced, param)
 
 
-def _owner(owners: WeakTensorKeyDictionary, param: Tensor) -> tuple[State, Param] | None:
+def _owner(owners: WeakTensorKeyDictionary, param: Tensor) -> tuple[State, ShardedParam] | None:
     reference, path = owners.get(param, (None, ""))
     state: State | None = reference and reference()
-    return None if state is None else (state, state.plan.by_name[path])
+    return None if state is None else (state, state.params[path])

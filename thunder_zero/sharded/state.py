@@ -217,13 +217,11 @@ class State(LocalState):
         with doing(phase, self.name):
             require_same([Claim("the program to run", phase, calls), *claims], self.group)
 
-    def require_reduced(self, action: str, shards: Iterable[Tensor] | None = None) -> None:
-        """Raise RuntimeError if ``no_sync`` holds gradients of these shards, or by default of any shard."""
-        if deferred := self.deferred:
-            ids = None if shards is None else set(map(id, shards))
-            for param in deferred:
-                if ids is None or id(param.shard) in ids:
-                    raise unreduced(action, f"of parameter {param.path!r}")
+    def require_reduced(self, action: str, params: Iterable[ShardedParam] | None = None) -> None:
+        """Raise RuntimeError if ``no_sync`` holds gradients of these parameters, or by default of any."""
+        for param in self.params.values() if params is None else params:
+            if param.deferred is not None:
+                raise unreduced(action, f"of parameter {param.path!r}")
 
     def gather_now(self, param: Param, shard: Tensor | None = None) -> Tensor:
         """Gather a full, unpadded parameter from the current shards. This is a collective.
