@@ -86,13 +86,13 @@ def save_pretrained(
     """
     sharded = sharded_model(model)
     state = sharded.state
-    with all_or_none(state.group, SAVE) as facts:
+    with all_or_none(state.group, SAVE) as claims:
         state.require_sharded()
         dtype = float_dtype("dtype", dtype)
         folder = Path(folder)
         max_bytes = bytes_of("max_shard_size", max_shard_size)
         state_dict = sharded.plain.state_dict(keep_vars=True)
-        facts += argument_claims({"folder": folder, "max_shard_size": max_bytes, "dtype": dtype})
+        claims += argument_claims({"folder": folder, "max_shard_size": max_bytes, "dtype": dtype})
     with all_or_none(state.group, SAVE):
         is_writer = state.group.rank() == 0
         weights, other_files = (

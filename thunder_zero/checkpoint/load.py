@@ -114,9 +114,9 @@ def load(
         verify_files: False loads a checkpoint of another tool, which has no manifest with SHA-256.
     """
     state = sharded_model(model).state
-    with all_or_none(state.group, "to load") as facts:
+    with all_or_none(state.group, "to load") as claims:
         contents, optimizers = check_arguments(
-            facts, "load from", Path(path), model, optimizer, extra, verify_files=verify_files
+            claims, "load from", Path(path), model, optimizer, extra, verify_files=verify_files
         )
         wait_for_last(state)  # the next save raises its error
         for name, value in extra.items():

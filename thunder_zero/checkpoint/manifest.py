@@ -126,10 +126,7 @@ def raise_faults(folder: Path, faults: Sequence[str]) -> None:
 def require_no_faults(
     folder: Path, files: Iterable[File], *, contents: bool = True, done: Callable[[int], None] = lambda count: None
 ) -> None:
-    """Raise ValueError unless files still have the sizes and SHA-256 that their manifest lists.
-
-    ``contents=False`` compares sizes only, and reads no file. ``done`` gets the number of bytes of each read.
-    """
+    """Raise ValueError unless files have the listed sizes and, with ``contents``, SHA-256. ``done`` gets bytes read."""
     faults = []
     for file in files:
         fault = _fault_of_size(folder / file.name, file)

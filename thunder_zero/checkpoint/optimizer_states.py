@@ -52,20 +52,20 @@ class SteppedParam:
 
 def params_by_group(contents: Contents, optimizers: Sequence[Optimizer]) -> list[list[SteppedParam]]:
     """Return the parameters of each group. Raise ValueError if a parameter or a state has no name of its own."""
-    known: dict[int, tuple[str, int | None]] = {id(tensor): (name, None) for name, tensor in contents.ignored.items()}
-    known |= {id(tensor): (name, number) for number, (name, tensor) in enumerate(contents.params.items())}
+    known: dict[Tensor, tuple[str, int | None]] = {tensor: (name, None) for name, tensor in contents.ignored.items()}
+    known |= {tensor: (name, number) for number, (name, tensor) in enumerate(contents.params.items())}
     groups: list[list[SteppedParam]] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             groups.append([])
             for tensor in group["params"]:
-                if id(tensor) not in known:
+                if tensor not in known:
                     raise ValueError(
                         f"{class_name(optimizer)} has a parameter of shape {tuple(tensor.shape)} that is not one of "
                         f"this model's; build the optimizer on model.parameters()"
                     )
                 owner = optimizer.owner_of(tensor) if isinstance(optimizer, StepsWhole) else None
-                groups[-1].append(SteppedParam(*known[id(tensor)], tensor, optimizer.state.get(tensor, {}), owner))
+                groups[-1].append(SteppedParam(*known[tensor], tensor, optimizer.state.get(tensor, {}), owner))
     stepped_ids = {id(member.tensor) for member in chain(*groups)}
     for optimizer in optimizers:
         for key in optimizer.state:

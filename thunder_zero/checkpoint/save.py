@@ -133,7 +133,7 @@ def entries_of(
     contents: Contents, optimizers: Sequence[Optimizer], extra: Mapping[str, Any]
 ) -> tuple[Entries, list[Claim]]:
     states, claims = optimizer_entries(contents, optimizers)
-    claims += [ema.fact(f"the extra {name!r}, an EMA,") for name, ema in extra.items() if isinstance(ema, EMA)]
+    claims += [ema.claim(f"the extra {name!r}, an EMA,") for name, ema in extra.items() if isinstance(ema, EMA)]
     return contents.entries() | extra_entries(contents, extra) | states, claims
 
 

@@ -273,14 +273,10 @@ class GlooBucket:
 
     def post(self, parts: Sequence[BucketPart]) -> list[BucketPart]:
         """Start the messages without blocking the caller. Return the parts of a handle, posting first, sends last."""
-        posted = self.run(self._post)
+        posted = in_background(SENDER, self._post).result
         for work in self._meanwhile:
             work()
         return [BucketPart((posted,)), *parts, BucketPart(self._sent)]
-
-    def run(self, post: Callable[[], None]) -> AwaitMessage:
-        """Run ``post`` on the sender thread; return a function that waits until ``post`` has returned."""
-        return in_background(SENDER, post).result
 
     def start_all(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[AwaitMessage]:
         """Start messages, keyed by rank. Return a wait for each. Empty tensors need no message."""

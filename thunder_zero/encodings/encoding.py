@@ -66,10 +66,7 @@ class Encoding:
 
 @dataclass(frozen=True, repr=False)
 class Blocks(Encoding, ABC):
-    """An encoding with a scale for each block of elements.
-
-    A subclass defines ``encode``, ``decode`` and ``error``.
-    """
+    """An encoding with a scale for each block of elements."""
 
     dtype: torch.dtype = field(default=torch.int8, init=False)
     block: int = 128

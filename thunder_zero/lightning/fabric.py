@@ -131,7 +131,7 @@ class ZeroStrategy(DDPStrategy):
         return stack
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Do nothing. The full module may not fit on the device. ``setup_module`` moves only shards to the device."""
+        """Do nothing, since the full module may not fit on the device."""
 
     def setup_module(self, module: nn.Module) -> Forward:
         return Forward(self._sharding.shard(module, self.root_device), module)

@@ -28,7 +28,7 @@ def agree_on_step(
     Return the paths of the parameters with a gradient, and of those that every rank has in full. With ``known``, an
     earlier step compared members and groups.
     """
-    claims = _facts(kind, () if known else members, groups, LATER if known else FIRST)
+    claims = _claims(kind, () if known else members, groups, LATER if known else FIRST)
     if not known:
         require_same(claims, state.group)
     paths = [member.param.path for member in members]
@@ -49,7 +49,7 @@ def agree_on_step(
     return with_grad, frozenset(path for path, count in zip(paths, stale_counts, strict=True) if count == 0)
 
 
-def _facts(kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], remedy: str) -> list[Claim]:
+def _claims(kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], remedy: str) -> list[Claim]:
     claims = [Claim("the optimizer's class", kind, remedy)]
     claims += [
         Claim(f"parameter {number} of {kind}", f"{member.param.path!r}, owned by rank {member.owner}", remedy)

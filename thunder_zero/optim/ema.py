@@ -130,7 +130,7 @@ class EMA:
         """
         with doing("EMA.applied", self.state.name), all_or_none(self.state.group, "EMA.applied") as claims:
             self._require_applicable()
-            claims.append(self.fact("the EMA"))
+            claims.append(self.claim("the EMA"))
         originals: dict[str, Tensor] = {}
         self._swap(originals)
         self.state.averaged = frozenset(id(self._params[name]) for name in self.averages)
@@ -140,7 +140,7 @@ class EMA:
             self.state.averaged = frozenset()
             self._swap(originals)
 
-    def fact(self, name: str) -> Claim:
+    def claim(self, name: str) -> Claim:
         value = f"decay {self.decay}, every {self.every}, {self.counts.calls} updates"
         return Claim(f"{name} of {self.state.name}", value, "make the same EMA and update it on every rank")
 

@@ -141,7 +141,7 @@ class Whole(GuardedOptimizer):
         self._is_compared = False
         self._stepped: frozenset[BucketStepper] = frozenset()  # buckets whose ordinary optimizers exist on all owners
         self.members: list[Member] = []  # in the order in which they are sent
-        self._owners: dict[int, int] = {}  # owners, keyed by the shard's id
+        self._owners: dict[Tensor, int] = {}  # by shard
         groups = groups_of_params(params)
         self.model: State = model_of([shard for group in groups for shard in group["params"]])
         self._user_options: list[frozenset[str]] = [frozenset(hyper_parameters(group)) for group in groups]
@@ -189,7 +189,7 @@ class Whole(GuardedOptimizer):
         named = "param_names" in groups[0]
         for members in members_of(groups, offset, self.model, loads):
             self.members += members
-            self._owners |= {id(member.shard): member.owner for member in members}
+            self._owners |= {member.shard: member.owner for member in members}
             self._buckets.append(BucketStepper(self._make, self._options, members, shard.place, named=named))
         self._is_compared = False
         self._param_ids = tuple(map(id, parameters_of(self)))
@@ -197,7 +197,7 @@ class Whole(GuardedOptimizer):
 
     def owner_of(self, shard: Tensor) -> int | None:
         """Return the owner, as an index among the ranks of a replica; None in a ``frozen_format``."""
-        return self._owners.get(id(shard))
+        return self._owners.get(shard)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

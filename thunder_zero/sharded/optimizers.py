@@ -61,10 +61,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def param_shaped_states(states: Iterable[tuple[Mapping[str, Any], Tensor]]) -> set[str]:
-    """Return the names of states with their parameter's shape, given (states, parameter) pairs.
-
-    0-dim parameters are ignored, since a 0-dim state may be a count of steps.
-    """
+    """Return the names of states with the shape of their parameter, unless it is 0-dim, as a count of steps is."""
     triples = [(name, value, param) for values, param in states for name, value in values.items() if param.ndim]
     return {name for name, value, param in triples if isinstance(value, Tensor) and value.shape == param.shape}
 

@@ -128,10 +128,7 @@ def follow_requires_grad(state: State) -> None:
 
 
 def _reduce_now(state: State, frozen: Sequence[ShardedParam]) -> None:
-    """Reduce the gradients that ``no_sync`` has deferred before these parameters were frozen. This is a collective.
-
-    As in eager mode, ``.grad`` keeps them. No later backward would reduce them.
-    """
+    """Reduce what ``no_sync`` has deferred of frozen parameters, as no later backward will; a collective."""
     paths = [param.path for param in frozen]
     activity = f"a forward of {state.name}{state.refrozen}"
     with doing("a forward", state.name):

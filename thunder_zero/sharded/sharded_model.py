@@ -26,6 +26,16 @@ from thunder_zero.sharded.state import State
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+def _of_plain(method: Function) -> Function:
+    """Return a method that calls the plain module's method of this name, which its class may override."""
+
+    @wraps(method)
+    def call(self: ShardedModel, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.plain, method.__name__)(*args, **kwargs)
+
+    return cast(Function, call)
+
+
 class ShardedModel(nn.Module):
     """A model whose parameters are shards.
 
@@ -72,40 +82,22 @@ class ShardedModel(nn.Module):
         super().zero_grad(set_to_none)
         self.state.drop_deferred()
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        return self._model.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        return self._model.named_buffers(*args, **kwargs)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        modules: Iterator[tuple[str, nn.Module]] = self._model.named_modules(*args, **kwargs)
-        return modules
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        return self._model.named_children()
-
-    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
-        self._model.register_buffer(*args, **kwargs)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        self._model.register_parameter(name, param)  # if it is new and trains, the next forward raises
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        self._model.add_module(name, module)
+    named_parameters = _of_plain(nn.Module.named_parameters)
+    named_buffers = _of_plain(nn.Module.named_buffers)
+    named_modules = _of_plain(nn.Module.named_modules)
+    named_children = _of_plain(nn.Module.named_children)
+    register_buffer = _of_plain(nn.Module.register_buffer)
+    register_parameter = _of_plain(nn.Module.register_parameter)  # if it is new and trains, the next forward raises
+    add_module = _of_plain(nn.Module.add_module)
+    state_dict = _of_plain(nn.Module.state_dict)
 
     def train(self, mode: bool = True) -> Self:
-        self._model.train(mode)  # which its class may override
+        self._model.train(mode)
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         self._model.apply(fn)
         return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model.state_dict(*args, **kwargs)
 
     @property
     def training(self) -> bool:

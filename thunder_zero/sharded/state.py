@@ -39,7 +39,7 @@ def unreduced(action: str, where: str) -> RuntimeError:
 
 
 class LocalState:
-    """The state of one model on one rank, without process groups: only the transport communicates with peers.
+    """What a program reads and writes of one model: a forecast runs programs where no module and no peer exists.
 
     ``at_rest`` has full values (ZeRO-1, replicated parameters) or this rank's rows, by path, and is emptied. With
     ``digests``, writes to resident parameters that bump no version are detected, too.
@@ -224,10 +224,7 @@ class State(LocalState):
                 raise unreduced(action, f"of parameter {param.path!r}")
 
     def gather_now(self, param: Param, shard: Tensor | None = None) -> Tensor:
-        """Gather a full, unpadded parameter from the current shards. This is a collective.
-
-        If ``shard`` is given, gather this tensor instead: this rank's rows of a tensor with the parameter's shape.
-        """
+        """Gather a parameter, or the tensor of which ``shard`` is the rows, in full and unpadded; a collective."""
         encoding = param.frozen_format if shard is None else None
         shard = self.params[param.path].rows if shard is None else shard.contiguous()
         if not param.sharded:

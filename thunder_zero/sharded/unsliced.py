@@ -25,10 +25,7 @@ NOISE = 1e-6  # relative to the largest norm, for gradients that are zero in exa
 
 
 def require_equal_gradients_once(state: State, stepped: Iterable[ShardedParam]) -> None:
-    """Compare gradients of unsliced parameters between tensor-parallel ranks, once for each parameter.
-
-    This is a collective of one small message. It is skipped if all of ``stepped`` were compared.
-    """
+    """Compare gradients of unsliced parameters, once for each parameter; a collective of one small message."""
     params = [param for param in stepped if param.plan.sliced is None and not param.is_compared]
     if not params or not state.plan.mesh.is_sliced:
         return

@@ -248,10 +248,7 @@ class Wire:
 
     @outside_autograd
     def decode_grad(self, arrived: Sequence[Any], params: Sequence[Param], over: str = SHARD) -> tuple[Tensor, ...]:
-        """Return the mean gradients. After the last axis, they have the dtypes and devices of the shards.
-
-        A copy to host memory may still run after the return: ``ModelRuntime.wait_offloaded`` waits for all copies.
-        """
+        """Return the mean gradients; after the last axis in the shards' dtypes, in flight to the shards' devices."""
         means = list(arrived)
         if self._reduces_bytes(params[0], over):
             means = [self._decode_mean(item, param, over) for item, param in zip(arrived, params, strict=True)]

@@ -88,10 +88,7 @@ def names_of(module: nn.Module) -> dict[Tensor, list[str]]:
 
 
 def fitted(value: object, like: Tensor, subject: str) -> Tensor:
-    """Cast a value to the dtype of the module's tensor. Raise ValueError if their shapes differ.
-
-    ``subject`` is the beginning of the error message.
-    """
+    """Cast a value to the dtype of the module's tensor. ``subject`` begins the error about another shape."""
     if not isinstance(value, Tensor) or value.is_meta:
         kind = "tensor on the meta device (without values)" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{subject} as a {kind}; give a tensor of shape {tuple(like.shape)}")
@@ -156,12 +153,12 @@ class Sharder:
             plan, ranks = self._model.plan, self._model.ranks
             claims: dict[bool, list[agree.Claim]] = {True: [], False: []}  # claims of slices (True), and of full values
             for path, digest in self._digests.items():
-                claims[path in self._sliced].append(self._fact(path, digest))
+                claims[path in self._sliced].append(self._claim(path, digest))
             agree.require_same(claims[False], ranks.world)
             if plan.mesh.is_sliced:
                 agree.require_same(claims[True], ranks.data)
 
-    def _fact(self, path: str, digest: str) -> agree.Claim:
+    def _claim(self, path: str, digest: str) -> agree.Claim:
         when = "before it builds the module"
         if self._model.module.get_parameter(path).is_meta:
             when = "before the transform, which draws them"

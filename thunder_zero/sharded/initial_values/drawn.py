@@ -155,10 +155,7 @@ def _copied(tensor: Tensor) -> Tensor | None:
 
 
 def stand_ins_for(owner: nn.Module, before: Callable[[Tensor], Tensor | None]) -> dict[Tensor, Tensor]:
-    """Return a mapping from a module's tensors to temporary stand-ins, which the module may write to.
-
-    ``before`` is a function that returns a stand-in's initial value. None fills the stand-in with NaN.
-    """
+    """Return temporary stand-ins, which the module may write to, with values of ``before``; NaN for None."""
     tensors = dict.fromkeys(tensor for _, _, tensor in direct_tensors(owner))
     return {tensor: _like(tensor, before(tensor)) for tensor in tensors}
 
