@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thunder_zero.checkpoint.folder import FILES_UNCHANGED, create_together, explain_write_error
-from thunder_zero.comm.agree import all_or_none, argument_claims
+from thunder_zero.comm.agree import Failures, all_or_none, argument_claims
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0, full_tensor
 from thunder_zero.plan.amounts import bytes_of, float_dtype, name_of
 from thunder_zero.safetensors_files import (
@@ -101,17 +101,14 @@ def save_pretrained(
     files = [members for planned in weights.values() for members in split_into_files(*planned)]
     keys = broadcast_object_from_rank_0([tensor.key for members in files for tensor in members], state.group)
     values = (_gather(state, state_dict[key]) for key in keys)  # lazy, so that only one tensor is held at a time
-    failure: Exception | None = None
-    try:
+    failures = Failures()
+    with failures.capture():
         if state.group.rank() == 0:
             _write(weights, other_files, values)
-    except Exception as error:
-        failure = error
     for _ in values:
         pass  # every rank takes part in every gather, even rank 0 after an error
     with all_or_none(state.group, SAVE):
-        if failure is not None:
-            raise failure
+        failures.raise_first()
 
 
 def _plan_files(

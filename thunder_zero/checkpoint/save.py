@@ -30,7 +30,7 @@ from thunder_zero.checkpoint import dcp_write, folder
 from thunder_zero.checkpoint.contents import Contents, contents_of, extra_entries
 from thunder_zero.checkpoint.dcp_write import Entries, Part, WritePlanner
 from thunder_zero.checkpoint.optimizer_states import optimizer_entries
-from thunder_zero.comm.agree import Claim, all_or_none, argument_claims
+from thunder_zero.comm.agree import Claim, Failures, all_or_none, argument_claims
 from thunder_zero.comm.group import group_like
 from thunder_zero.comm.small_collectives import gather_object_on_rank_0
 from thunder_zero.optim.ema import EMA
@@ -145,15 +145,12 @@ def write_checkpoint(path: Path, entries: Entries, group: dist.ProcessGroup, *, 
         with all_or_none(group, "to save"):
             if rank == 0:
                 folder.prepare(path)
-        part, failure = None, None
-        try:
+        part, failures = None, Failures()
+        with failures.capture():
             part = dcp_write.write_planned(folder.staging_of(path), rank, WritePlanner(entries))
-        except Exception as error:
-            failure = error
         parts = gather_object_on_rank_0(part, group)
         with all_or_none(group, "to save"):
-            if failure is not None:
-                raise failure
+            failures.raise_first()
             complete = [part for part in parts if part is not None]
             if rank == 0 and len(complete) == len(parts):  # otherwise another rank raises now
                 finish_checkpoint(path, complete, max_to_keep)

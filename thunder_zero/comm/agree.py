@@ -90,6 +90,24 @@ def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[
         _name_difference(all_gather_object(claims, group))
 
 
+class Failures:
+    """The first exception of this rank, held until the next agreement of all ranks."""
+
+    def __init__(self) -> None:
+        self._first: Exception | None = None
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as failure:
+            self._first = self._first or failure
+
+    def raise_first(self) -> None:
+        if self._first is not None:
+            raise self._first
+
+
 def require_same(claims: Sequence[Claim], group: dist.ProcessGroup) -> None:
     """Raise an error on every rank that names the first claim in which a rank differs from rank 0; a collective."""
     if len(set(all_gather_object(_digest_of(claims), group))) > 1:

@@ -1,10 +1,4 @@
-"""Chooses the device and the transport of a model; raises if its group cannot reduce a gradient.
-
-::
-
-    TaggedTransport        compares the tags of ranks, and has one transport for each axis of the mesh
-      -> a transport       PairwiseGloo | CoalescedNccl | PerTensor | SingleRank, chosen by the backend
-"""
+"""Chooses the device and the transport of a model; raises if its group cannot reduce a gradient."""
 
 from __future__ import annotations
 

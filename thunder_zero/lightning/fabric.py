@@ -1,9 +1,4 @@
-"""The strategy of Lightning Fabric.
-
-In: a plain or jitted module from ``Fabric.setup``. Out: :class:`Forward`, which Fabric wraps::
-
-    model(x), Fabric's wrapper  ->  Forward  ->  ZeroModule  ->  the module's forward, compiled
-"""
+"""The strategy of Lightning Fabric."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The strategy of Lightning's Trainer.
-
-In: a LightningModule with one submodule that has all parameters. Out: a sharded model that the submodule calls::
-
-    self.net(batch)  ->  Redirect, set as self.net.forward  ->  ZeroModule  ->  original forward of self.net, compiled
-"""
+"""The strategy of Lightning's Trainer."""
 
 from __future__ import annotations
 

@@ -196,7 +196,6 @@ class Whole(GuardedOptimizer):
         self._probed = describe_for_probe(self.param_groups, self._moving) if offset == 0 else []
 
     def owner_of(self, shard: Tensor) -> int | None:
-        """Return the owner, as an index among the ranks of a replica; None in a ``frozen_format``."""
         return self._owners.get(shard)
 
     @torch.no_grad()

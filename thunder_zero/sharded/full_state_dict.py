@@ -1,14 +1,4 @@
-"""``tz.full_state_dict``. Converts optimizers' state dicts to full tensors and back, for Fabric.
-
-::
-
-    full_state_dict               model: DTensors -> full tensors, on every rank
-    full_optimizer_state_dict     optimizer: states by rows -> full states on the CPU, on ranks with wanted=True
-    shard_optimizer_state_dict    full states -> this rank's rows, before an optimizer loads them
-    step_shards                   an optimizer of the plain module's parameters -> an optimizer of the shards
-
-The first two are collectives. ``lightning/`` uses the last three.
-"""
+"""``tz.full_state_dict``. Converts optimizers' state dicts to full tensors and back, for Fabric."""
 
 from __future__ import annotations
 

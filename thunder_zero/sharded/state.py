@@ -1,9 +1,6 @@
 """One model on one rank: parameters, process groups, and objects with the lifetime of the model.
 
-Training code steps the shards. Compiled traces reach this state through ``runtime.py``::
-
-    params['w']          ShardedParam: shard, rows, placeholder       ranks                process groups
-    labels, clock        what measure_times and profilers read        transport            gathers and reduces
+Training code steps the shards. Compiled traces reach this state through ``runtime.py``.
 """
 
 from __future__ import annotations

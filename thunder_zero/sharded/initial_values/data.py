@@ -8,8 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -108,39 +107,20 @@ def whole_like(tensor: Tensor) -> Tensor:
     return parameter_like(tensor, whole)
 
 
-class Failures:
-    """The first exception of this rank, held until the next agreement of all ranks."""
-
-    def __init__(self) -> None:
-        self._first: Exception | None = None
-
-    @contextmanager
-    def capture(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as failure:
-            self._first = self._first or failure
-
-    def raise_first(self) -> None:
-        if self._first is not None:
-            raise self._first
-
-
 class Sharder:
     """A converter from full parameters to this rank's rows. It stores digests for a comparison between ranks."""
 
     def __init__(self, model: PlainModel, *, are_read: bool) -> None:
         self._model, self._are_read = model, are_read
-        self._digests: dict[str, str] = {}
-        self._sliced: set[str] = set()  # paths with digests of this rank's slice
+        # Claims about full values, and (True) about slices, by path.
+        self._claims: dict[bool, dict[str, agree.Claim]] = {False: {}, True: {}}
 
     def shard(self, full: Tensor, path: str) -> Tensor:
         """Return this rank's rows of a parameter, or a resident parameter in full. ``full`` may be a local slice."""
         param, plan, device = self._model.plan.by_name[path], self._model.plan, self._model.device
         is_slice = tuple(full.shape) != plan.whole_shape(param)
         if self._model.sender is None and self._model.ranks.world.size() > 1:
-            self._digests[path] = agree.digest(full)
-            self._sliced |= {path} if is_slice else set()
+            self._claims[is_slice][path] = self._claim(path, agree.digest(full))
         full = full if is_slice else local_slice(full, param, plan)
         if param.resident:
             return full.to(device)
@@ -150,13 +130,9 @@ class Sharder:
     def compare(self) -> None:
         """Raise on all ranks if their full values differ. This is a collective, unless one rank sent the values."""
         if self._model.sender is None:
-            plan, ranks = self._model.plan, self._model.ranks
-            claims: dict[bool, list[agree.Claim]] = {True: [], False: []}  # claims of slices (True), and of full values
-            for path, digest in self._digests.items():
-                claims[path in self._sliced].append(self._claim(path, digest))
-            agree.require_same(claims[False], ranks.world)
-            if plan.mesh.is_sliced:
-                agree.require_same(claims[True], ranks.data)
+            agree.require_same([*self._claims[False].values()], self._model.ranks.world)
+            if self._model.plan.mesh.is_sliced:
+                agree.require_same([*self._claims[True].values()], self._model.ranks.data)
 
     def _claim(self, path: str, digest: str) -> agree.Claim:
         when = "before it builds the module"

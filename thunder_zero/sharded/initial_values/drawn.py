@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from thunder_zero.comm.agree import Failures
 from thunder_zero.comm.backends import transport_for
 from thunder_zero.comm.small_collectives import full_tensor
 from thunder_zero.compat.private import DTensorSpec
 from thunder_zero.sharded.dtensors import as_dtensor, contiguous, parameter_like
-from thunder_zero.sharded.initial_values.data import CPU, Failures, PlainModel, Sharder, fitted, whole_like
+from thunder_zero.sharded.initial_values.data import CPU, PlainModel, Sharder, fitted, whole_like
 from thunder_zero.sharded.wire import decode_frozen
 
 Slot = tuple[MutableMapping[str, Any], str, Tensor]  # a module's dict of tensors, a key in the dict, and its tensor
