@@ -141,7 +141,7 @@ def load(
         loaded = Loaded(own_extras(new_values.of_rank, contents.rank, contents.ranks), new_values.of_rank)
         extra_states = extras_to_load(extra, loaded, contents.ranks)
     _write_all_or_none(new_values.tensors, [*extra_states, *new_values.states], state.group)
-    state.expire(state.params)
+    state.expire(state.params.values())
     return loaded
 
 

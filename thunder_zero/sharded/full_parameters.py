@@ -104,11 +104,10 @@ def _value(module: nn.Module, param: Param, original: Tensor) -> Tensor:
 @torch.no_grad()
 def _write_back(state: State, values: dict[str, Tensor]) -> None:
     """Copy the values of the first data rank into the shards."""
-    for param in state.plan.params:
-        rows, value = state.params[param.path].rows, values.get(param.path)
-        if value is None:
-            value = torch.empty(param.shape, dtype=param.dtype, device=rows.device)
+    for path, param in state.params.items():
+        if (value := values.get(path)) is None:
+            value = torch.empty(param.plan.shape, dtype=param.plan.dtype, device=param.rows.device)
         value = local(value)
         broadcast(value, 0, state.ranks.data, state.device)
-        rows.copy_(rows_at_rest(value, param, state.plan))
-        state.expire([param.path])
+        param.rows.copy_(rows_at_rest(value, param.plan, state.plan))
+    state.expire(state.params.values())

@@ -112,14 +112,13 @@ def agree_on_stale(state: LocalState) -> None:
     """
     if state.holds_gathered:
         _require_unwritten(state)
-    if not state.resident:
+    if not (params := state.resident):
         return
-    params = tuple(state.resident.values())
     stale = {param.path for param in params if param.is_stale or param.is_written}
     is_written, digests = changed_digests(params) if state.compares_digests else (None, ())
     if state.must_agree or stale:
-        for path in state.on_any_rank(tuple(state.resident), stale, is_written):
-            state.resident[path].expire()
+        for path in state.on_any_rank([param.path for param in params], stale, is_written):
+            state.params[path].expire()
         state.must_agree = False
         note_digests(params[: len(digests)], digests)
     elif is_written is not None and is_written.any():

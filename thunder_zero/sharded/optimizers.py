@@ -211,7 +211,7 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Bump versions and mark stale rows, since a step of DTensors does neither. This is a hook after every step."""
     for state, params in _stepped(optimizer).items():
         increment_version([param.rows for param in params])
-        state.expire(param.path for param in params)
+        state.expire(params)
 
 
 def _explain(optimizer: Optimizer, error: BaseException) -> None:

@@ -70,11 +70,14 @@ class LocalState:
             for param in plan.params
         }
         self._outside = OutsideGradients(plan, wire, name, device, self.params)  # to which hooks refer weakly
-        self.resident = {path: param for path, param in self.params.items() if param.plan.resident}
-        is_copied = plan.mesh.shard.size > 1 or not all(param.shares_memory for param in self.resident.values())
+        is_copied = plan.mesh.shard.size > 1 or not all(param.shares_memory for param in self.resident)
         self.compares_digests = digests and is_copied
         if self.compares_digests:
-            note_digests([*self.resident.values()])
+            note_digests(self.resident)
+
+    @property
+    def resident(self) -> list[ShardedParam]:
+        return [param for param in self.params.values() if param.plan.resident]
 
     @property
     def deferred(self) -> list[ShardedParam]:
@@ -97,16 +100,16 @@ class LocalState:
     def require_same_launches(self, phase: str, launches: Sequence[str]) -> None:
         """Do nothing. Only a subclass with process groups compares launches."""
 
-    def expire(self, paths: Iterable[str]) -> None:
+    def expire(self, params: Iterable[ShardedParam]) -> None:
         """Record that kept full values are stale, so that the next forward gathers these parameters again."""
-        for path in paths if self.resident or self.holds_gathered else ():
-            if self.params[path].keeps:
-                self.params[path].expire()
+        for param in params:
+            if param.keeps:
+                param.expire()
 
     def release_gathered(self) -> None:
         if self.holds_gathered:
             self.holds_gathered = False
-            self.expire(path for path, param in self.params.items() if not param.plan.resident)
+            self.expire(param for param in self.params.values() if not param.plan.resident)
 
     def drop_deferred(self) -> None:
         """Drop all deferred gradients, and the unsharded parameters kept for the next micro-batch."""
@@ -237,7 +240,7 @@ class State(LocalState):
     @contextmanager
     def exact(self) -> Iterator[None]:
         """Temporarily send parameters and gradients without lossy formats. All ranks must enter the block."""
-        formatted = [param.path for param in self.plan.params if param.gather_format]
+        formatted = [param for param in self.params.values() if param.plan.gather_format]
         self.expire(formatted)
         try:
             with self.wire.exact():

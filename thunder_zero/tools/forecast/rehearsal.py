@@ -105,12 +105,12 @@ class Rehearsal(LocalState):
         }
         super().__init__(plan, META, "the model", wire, tensors, {}, digests=False)
         self.synced = synced
-        self.expire(self.params)
+        self.expire(self.params.values())
 
     def at_rest(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (path, tensor) pairs of the tensors alive between steps: shards, and ZeRO-1's full parameters."""
         yield from ((path, param.rows) for path, param in self.params.items())
-        yield from ((path, param.full_value()) for path, param in self.resident.items())
+        yield from ((param.path, param.full_value()) for param in self.resident)
 
     def on_host(self) -> Iterator[Tensor]:
         """Yield the shards that are in host memory between steps (``cpu_offload``)."""
