@@ -66,10 +66,10 @@ def params_by_group(contents: Contents, optimizers: Sequence[Optimizer]) -> list
                     )
                 owner = optimizer.owner_of(tensor) if isinstance(optimizer, StepsWhole) else None
                 groups[-1].append(SteppedParam(*known[tensor], tensor, optimizer.state.get(tensor, {}), owner))
-    stepped_ids = {id(member.tensor) for member in chain(*groups)}
+    stepped = {member.tensor for member in chain(*groups)}
     for optimizer in optimizers:
         for key in optimizer.state:
-            if id(key) in stepped_ids:
+            if key in stepped:
                 continue
             label = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
             raise ValueError(

@@ -129,11 +129,18 @@ class EMA:
         ``full_parameters`` or an accumulation.
         """
         with doing("EMA.applied", self.state.name), all_or_none(self.state.group, "EMA.applied") as claims:
-            self._require_applicable()
+            self.state.require_own_values("enter EMA.applied")
+            self.state.require_sharded()
+            if self.counts.averaged == 0:
+                raise RuntimeError(
+                    f"the EMA of {self.state.name} has no average yet, after {self.counts.calls} updates with "
+                    f"every={self.every}; call update() after the optimizer's steps first"
+                )
+            self.state.require_reduced("enter EMA.applied")
             claims.append(self.claim("the EMA"))
         originals: dict[str, Tensor] = {}
         self._swap(originals)
-        self.state.averaged = frozenset(id(self._params[name]) for name in self.averages)
+        self.state.averaged = frozenset(self._params[name] for name in self.averages)
         try:
             yield
         finally:
@@ -143,16 +150,6 @@ class EMA:
     def claim(self, name: str) -> Claim:
         value = f"decay {self.decay}, every {self.every}, {self.counts.calls} updates"
         return Claim(f"{name} of {self.state.name}", value, "make the same EMA and update it on every rank")
-
-    def _require_applicable(self) -> None:
-        self.state.require_own_values("enter EMA.applied")
-        self.state.require_sharded()
-        if self.counts.averaged == 0:
-            raise RuntimeError(
-                f"the EMA of {self.state.name} has no average yet, after {self.counts.calls} updates with "
-                f"every={self.every}; call update() after the optimizer's steps first"
-            )
-        self.state.require_reduced("enter EMA.applied")
 
     @torch.no_grad()
     def _swap(self, originals: dict[str, Tensor]) -> None:

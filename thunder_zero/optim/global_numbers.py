@@ -84,8 +84,8 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     replica, a parameter that is not tensor-parallel on the first rank of the ``tensor`` axis.
     """
     # torch's function on DTensors hangs for an infinite norm_type if a rank has no rows.
-    grads = {param.plan: param.shard.grad for param in state.params.values()}
-    present = {param: local(grad) for param, grad in grads.items() if grad is not None}
+    params = state.params.values()
+    present = {param.plan: local(param.shard.grad) for param in params if param.shard.grad is not None}
     mesh = state.plan.mesh
     counted = [
         rows

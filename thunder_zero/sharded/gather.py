@@ -14,7 +14,7 @@ stale parameters would not take part in the gather.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +22,6 @@ from torch import Tensor
 from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.sharded.param import ShardedParam, changed_digests, note_digests
 from thunder_zero.sharded.state import LocalState
-
-Full = TypeVar("Full", bound=Sequence[Tensor])
 
 
 class GatherBucket:
@@ -95,10 +93,10 @@ class GatherBucket:
             self._state.holds_gathered = True
             note_digests(due)
 
-    def _note_arrival(self, full: Full) -> Full:
+    def _note_arrival(self, full: Sequence[Tensor]) -> tuple[Tensor, ...]:
         for param, tensor in zip(self._params, full, strict=True):
             param.arrive(tensor)
-        return full
+        return tuple(full)
 
 
 def agree_on_stale(state: LocalState) -> None:

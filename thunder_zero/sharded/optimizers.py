@@ -137,11 +137,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _stepped(optimizer: Optimizer) -> dict[State, list[ShardedParam]]:
     """Return the parameters that an optimizer steps, by model."""
-    ids = set(map(id, parameters_of(optimizer)))
-    found = {
-        state: [param for param in state.params.values() if id(param.shard) in ids] for state in sharded_model.states()
-    }
-    return {state: params for state, params in found.items() if params}
+    tensors, found = set(parameters_of(optimizer)), dict[State, list[ShardedParam]]()
+    for state in sharded_model.states():
+        if params := [param for param in state.params.values() if param.shard in tensors]:
+            found[state] = params
+    return found
 
 
 def _refuse_replaced(optimizer: Optimizer) -> None:
@@ -160,7 +160,7 @@ def _refuse_early(optimizer: Optimizer) -> None:
     for state, params in _stepped(optimizer).items():
         state.require_reduced(action, params)
     for state in sharded_model.states():
-        if not state.averaged.isdisjoint(map(id, parameters_of(optimizer))):
+        if not state.averaged.isdisjoint(parameters_of(optimizer)):
             state.require_own_values(action)
 
 

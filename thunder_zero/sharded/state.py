@@ -38,8 +38,7 @@ def unreduced(action: str, where: str) -> RuntimeError:
 class LocalState:
     """What a program reads and writes of one model: a forecast runs programs where no module and no peer exists.
 
-    ``at_rest`` has full values (ZeRO-1, replicated parameters) or this rank's rows, by path, and is emptied. With
-    ``digests``, writes to resident parameters that bump no version are detected, too.
+    ``at_rest`` has full values (ZeRO-1, replicated parameters) or this rank's rows, by path, and is emptied.
     """
 
     def __init__(
@@ -50,8 +49,6 @@ class LocalState:
         wire: Wire,
         at_rest: dict[str, Tensor],
         specs: Mapping[str, DTensorSpec],
-        *,
-        digests: bool = True,
     ) -> None:
         self.plan, self.wire = plan, wire
         self.device = device  # the device that computes
@@ -71,7 +68,7 @@ class LocalState:
         }
         self._outside = OutsideGradients(plan, wire, name, device, self.params)  # to which hooks refer weakly
         is_copied = plan.mesh.shard.size > 1 or not all(param.shares_memory for param in self.resident)
-        self.compares_digests = digests and is_copied
+        self.compares_digests = is_copied and device.type != "meta"  # to find writes that bump no version
         if self.compares_digests:
             note_digests(self.resident)
 
@@ -128,7 +125,7 @@ class State(LocalState):
         """Build the parameters of a plain module. The module is not changed until :meth:`place`."""
         self.ranks, self.group = ranks, ranks.world
         self.in_module: Literal["shards", "placeholders", "full parameters"] = "shards"
-        self.averaged: frozenset[int] = frozenset()  # ids of parameters that hold their averages (``EMA.applied``)
+        self.averaged: frozenset[Tensor] = frozenset()  # parameters that hold their averages (``EMA.applied``)
         self.saves: Any = None  # the thread of asynchronous saves (``checkpoint/save.py``)
         self.class_name = type(module).__name__
         name = f"model {next_number(self.group)} ({self.class_name})"

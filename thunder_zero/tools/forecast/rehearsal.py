@@ -103,7 +103,7 @@ class Rehearsal(LocalState):
             )
             for param in plan.params
         }
-        super().__init__(plan, META, "the model", wire, tensors, {}, digests=False)
+        super().__init__(plan, META, "the model", wire, tensors, {})
         self.synced = synced
         self.expire(self.params.values())
 
