@@ -58,7 +58,6 @@ class HashedFile(io.BufferedWriter):
         return super().write(data)
 
     def seal(self, path: Path) -> File:
-        """Flush the file to disk, and return its entry for the manifest."""
         self.flush()
         os.fsync(self.fileno())
         return File(path.name, self.tell(), self._digest.hexdigest())
@@ -91,7 +90,6 @@ def key_of(path: KeyPath) -> str:
 
 
 def write_planned(folder: Path, rank: int, planner: WritePlanner) -> Part:
-    """Write the items of a rank's plan to a new file, and flush it to disk."""
     plan, places, path = planner.create_local_plan(), dict[MetadataIndex, StorageInfo](), folder / f"__{rank}_0.distcp"
     if not plan.items:
         return Part(plan, places, planner.aliases, ())

@@ -50,7 +50,7 @@ def locate(path: Path) -> Path:
 
 
 def is_unchanged(folder: Path, written: Manifest) -> bool:
-    """Return whether the folder still has the checkpoint of a manifest. Each save has a new number in its manifest."""
+    """Return whether a folder still has the checkpoint of a manifest, in which each save has a new number."""
     try:
         return manifest.read(folder) == written
     except (FileNotFoundError, ValueError):

@@ -37,7 +37,6 @@ class Manifest:
 
 
 def to_text(manifest: Manifest) -> str:
-    """Return the manifest as JSON, with a SHA-256 of itself."""
     body = {"format": FORMAT, **asdict(manifest)}
     return json.dumps({"sha256": _digest(body), **body}, indent=1) + "\n"
 

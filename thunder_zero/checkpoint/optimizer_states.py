@@ -113,7 +113,6 @@ def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tu
 
 
 def _state_entry(contents: Contents, member: SteppedParam, key: str, value: Any) -> Entries:
-    """Return the entry that this rank writes for a state, or {} if another rank writes the state."""
     label, param = f"the optimizer's state {key!r} of parameter {member.name!r}", member.tensor
     path = (OPTIM, STATE, member.name, key)
     if not isinstance(key, str) or "." in key:

@@ -114,8 +114,7 @@ def require_reducible(plan: Plan, reducible: Container[torch.dtype]) -> None:
 
 
 def memory_bytes(device: torch.device, group: dist.ProcessGroup) -> int | None:
-    """Return the memory of the smallest GPU of all ranks, in bytes, so that all ranks make equal plans; a collective.
-    On the CPU return None, without a collective."""
+    """Return the bytes of the smallest GPU of all ranks, for equal plans; a collective. Return None on the CPU."""
     if device.type != "cuda":
         return None
     return min(all_gather_object(torch.cuda.get_device_properties(device).total_memory, group))

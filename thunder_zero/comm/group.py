@@ -135,7 +135,6 @@ def _data_dims(names: tuple[str, ...], dims: object) -> tuple[str, ...]:
 
 
 def _with_sorted_rows(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh with the ranks of each row in ascending order, the order of process groups."""
     rows = mesh.mesh.sort(dim=-1).values
     if rows.equal(mesh.mesh):
         return mesh

@@ -105,7 +105,6 @@ class Task(Generic[Result]):
         lock.release()
 
     def result(self) -> Result:
-        """Wait until the task has ended; return its result, or raise its error."""
         with self._lock:
             error = self._error
         if error is None:

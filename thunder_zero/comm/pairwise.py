@@ -203,8 +203,7 @@ class PairwiseGloo(Transport):
     def _reduce(
         self, bucket: GlooBucket, parts: Sequence[Tensor], mean: Tensor, then: Callable[[], None] | None
     ) -> BucketPart:
-        """Receive a part from each peer, and write their mean, with this rank's part, into ``mean``. The caller sends
-        ``parts[r]`` to rank r."""
+        """Receive a part from each peer, to which the caller sends ``parts``, and write the mean into ``mean``."""
         lowest = min(self._peers)  # its part is summed first or second, so it may be received into ``mean``
         arrived = {rank: mean if rank == lowest else torch.empty_like(mean) for rank in self._peers}
         in_rank_order = [arrived.get(rank, parts[self.rank]) for rank in range(self.world_size)]

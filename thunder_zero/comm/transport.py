@@ -72,8 +72,7 @@ class Transport(ABC):
 
     @abstractmethod
     def all_reduce(self, grads: Sequence[Tensor]) -> Waitable:
-        """Average full tensors over ranks. The handle returns the means in new tensors (for W > 1), equal on all
-        ranks."""
+        """Average full tensors over ranks. The handle returns new tensors (for W > 1), equal on all ranks."""
 
     @abstractmethod
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:

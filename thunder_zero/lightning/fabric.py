@@ -107,7 +107,6 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def policy(self) -> Policy:
-        """The policy, with the changes of the arguments."""
         return self._sharding.arguments.policy
 
     def setup_environment(self) -> None:
@@ -205,8 +204,6 @@ def zero_module(model: nn.Module) -> ZeroModule:
 
 
 class Sharding:
-    """The checked arguments of a strategy. See :class:`~thunder_zero.lightning.ZeroStrategy` for errors."""
-
     def __init__(
         self,
         policy: Policy | int | None,

@@ -54,7 +54,6 @@ def changed_names(before: Sequence[Mapping[str, str]], after: Sequence[Mapping[s
 
 
 def _describe(amounts: bool, value: Any) -> Any:
-    """Return an object whose ``repr`` describes a single value."""
     if isinstance(value, Tensor) and value.numel() <= MANY and not value.requires_grad:
         return tree_map(partial(_describe, amounts), value.tolist())
     if isinstance(value, Tensor):

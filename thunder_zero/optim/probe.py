@@ -251,7 +251,6 @@ def _generators() -> dict[str, Any]:
 
 
 def _seed(device: torch.device, number: int) -> None:
-    """Seed all generators, so that a probe has equal results on all ranks."""
     for module in _generators().values():
         module.seed(number)
     torch.default_generator.manual_seed(number)
@@ -260,7 +259,6 @@ def _seed(device: torch.device, number: int) -> None:
 
 
 def _next_numbers(device: torch.device) -> set[tuple[str, float]]:
-    """Draw a number from each generator; return pairs of the owner's name and the number."""
     drawn = {name: module.random() for name, module in _generators().items()}
     devices = {torch.device("cpu"), device}
     drawn |= {f"torch's on the {place.type}": torch.rand((), device=place).item() for place in devices}

@@ -250,6 +250,5 @@ def _advice(optimizer: Optimizer, error: str, mixed_group: int | None) -> str:
 
 
 def _is_of_dtensors(error: BaseException) -> bool:
-    """Return whether the error comes from torch's DTensor code, or from an operator that was called with DTensors."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return MIXED in str(error) or frames[-1].f_globals.get("__name__", "").startswith("torch.distributed.tensor.")

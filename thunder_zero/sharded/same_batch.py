@@ -31,8 +31,6 @@ KNOWN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 
 
 class SameBatch:
-    """The comparison of inputs and generators between the ranks of one data-parallel index."""
-
     def __init__(self, plan: Plan, ranks: Ranks, device: torch.device, name: str) -> None:
         self._plan, self._device, self._name = plan, device, name
         self._group, self._mesh = ranks.world, ranks.mesh

@@ -65,7 +65,6 @@ class PlainModel:
 
     @property
     def sender(self) -> int | None:
-        """The rank that sends its values to all ranks (``policy.broadcast_from``), or None."""
         return self.plan.policy.broadcast_from
 
     def travels(self, tensor: Tensor) -> bool:
@@ -108,8 +107,6 @@ def whole_like(tensor: Tensor) -> Tensor:
 
 
 class Sharder:
-    """A converter from full parameters to this rank's rows. It stores digests for a comparison between ranks."""
-
     def __init__(self, model: PlainModel, *, are_read: bool) -> None:
         self._model, self._are_read = model, are_read
         # Claims about full values, and (True) about slices, by path.
