@@ -48,10 +48,9 @@ from thunder_zero.capture.refusals import PARTS
 from thunder_zero.compat import aot, dynamo
 from thunder_zero.compat.packed_sequences import packed_as_operators
 from thunder_zero.compat.uncapturable import require_traceable
-from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded
+from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded, path_of, require_unhooked
 from thunder_zero.sharded.reduce import tensors_in
 from thunder_zero.sharded.runtime import ModelRuntime
-from thunder_zero.sharded.slices import path_of, require_unhooked
 from thunder_zero.sharded.state import State
 
 from thunder.common import CompileStats

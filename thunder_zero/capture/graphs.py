@@ -20,7 +20,7 @@ from thunder_zero.compat import aot
 from thunder_zero.compat.aot.nodes import argument_of
 from thunder_zero.compat.dynamo import CompiledFrame
 from thunder_zero.sharded.dtensors import local
-from thunder_zero.sharded.slices import path_of, slice_of
+from thunder_zero.sharded.placeholders import path_of, slice_of
 
 GraphKey = tuple[str, str, tuple[Any, ...]]
 Paths = tuple[str | None, ...]  # for each input of a graph, the path of a parameter or None

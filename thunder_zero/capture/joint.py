@@ -41,7 +41,7 @@ from thunder_zero.compat.slice_generators import GENERATOR_OF_SLICE
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.ops import Work
-from thunder_zero.sharded.slices import is_part
+from thunder_zero.sharded.placeholders import is_part
 from thunder_zero.traces.operators import draws_random_numbers, is_collective, is_view, work_of_operator
 
 

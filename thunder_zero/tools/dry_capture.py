@@ -24,9 +24,8 @@ from thunder_zero.capture.proxies import source_of
 from thunder_zero.compat import aot, dynamo
 from thunder_zero.compat.private import dynamo_config
 from thunder_zero.plan.params import Plan
-from thunder_zero.sharded.placeholders import Placeholder, without_memory
+from thunder_zero.sharded.placeholders import Placeholder, path_of, require_unhooked, without_memory
 from thunder_zero.sharded.reduce import tensors_in
-from thunder_zero.sharded.slices import path_of, require_unhooked
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
 EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default

@@ -26,8 +26,7 @@ from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.sharded.casts import cast_inputs, casting_borders
-from thunder_zero.sharded.placeholders import set_tensor
-from thunder_zero.sharded.slices import placeholder_of, require_plain_tensors
+from thunder_zero.sharded.placeholders import placeholder_of, require_plain_tensors, set_tensor
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of

@@ -116,7 +116,7 @@ class _Around:
         """Return the timeline of a replayed step, including the operators around its phases."""
         plan, timeline, digests = replay.traces.plan, replay.traces.timeline, Operators("digests")
         # ZeRO-1 begins with digests of this rank's rows, which show the ranks which parameters to refresh.
-        rows = [param.rows for param in replay.rehearsal.resident.values()]
+        rows = [param.rows for param in replay.rehearsal.resident]
         if rows and plan.mesh.shard.size > 1:
             with digests:
                 torch.cat(digests_of(rows))
