@@ -63,7 +63,7 @@ def lift(lowered: JointTrace) -> Timeline:
         ops.append(Return(_names(result["output"]), backward=True))
     else:
         ops.append(Return(_names(result["output"])))
-    timeline = Timeline(tuple(ops), _values_of(trace.bound_symbols), facts.plan, inputs, tangents, gradients)
+    timeline = Timeline(tuple(ops), _values_of(trace.bound_symbols), facts.executor.plan, inputs, tangents, gradients)
     return timeline if facts.synced else _deferring(timeline)
 
 
@@ -83,7 +83,7 @@ class _Lifting:
     """The lines of a trace as operations. Handles of collectives are known from the lines so far."""
 
     def __init__(self, lowered: JointTrace) -> None:
-        self._executor, self._plan = lowered.facts.executor, lowered.facts.plan
+        self._executor, self._plan = lowered.facts.executor, lowered.facts.executor.plan
         self._launches: dict[str, Launch] = {}
         self._exchanges: set[str] = set()  # handles of torch's tensor parallelism
 

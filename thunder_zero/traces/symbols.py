@@ -66,7 +66,6 @@ class Facts:
     """Facts about the traces of one program that their lines do not contain."""
 
     executor: ZeroExecutor  # the symbols of our lines
-    plan: Plan  # the plan of each parameter; scheduling marks parameters as kept unsharded
     inputs: Mapping[str, str]  # a mapping from inputs of the trace to the paths of parameters of the plan
     synced: bool  # True if gradients are reduced, False if they are deferred
     # the shapes of all other inputs. A dynamic size is represented by the name of the input that holds its value

@@ -54,7 +54,7 @@ class Phase:
     """A trace that runs. ``lines`` has, for each operation, the positions of its lines: the line that runs it first,
     then a line that encodes or decodes."""
 
-    trace: TraceCtx
+    trace: TraceCtx | None
     lines: Lines
 
 

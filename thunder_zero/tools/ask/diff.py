@@ -63,7 +63,7 @@ def compare_units(first: Traces, second: Traces) -> tuple[Units, tuple[Figures, 
 
 
 def _require_one_module(first: Traces, second: Traces) -> None:
-    if first.synced is not second.synced:
+    if first.facts.synced is not second.facts.synced:
         raise ValueError("one of the programs runs under no_sync and the other does not; compare programs of one kind")
     for param, other in zip_longest(first.plan.params, second.plan.params):
         if param is None or other is None or _identity(param, first.plan) != _identity(other, second.plan):
