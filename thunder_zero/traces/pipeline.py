@@ -49,7 +49,7 @@ def shard(plain: JointTrace) -> list[JointTrace]:
 
 def schedule(lowered: JointTrace) -> Scheduled:
     """Lift a lowered trace, and run the passes (:mod:`thunder_zero.schedule.passes`)."""
-    lifted = lift(lowered)
+    lifted = lift(lowered) if lowered.facts.synced else passes.defer(lift(lowered))
     with telling_all_ranks(lowered.facts, lifted):
         return Scheduled(lowered, lifted, passes.run(lifted))
 
