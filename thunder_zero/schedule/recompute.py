@@ -209,17 +209,10 @@ def _graph(phases: _Phases, refused: set[int]) -> tuple[list[str], dict[str, set
 def cheapest_to_keep(
     nbytes: Sequence[int], made_from: Sequence[Collection[int] | None], wanted: Collection[int]
 ) -> tuple[set[int], set[int]]:
-    """Choose which values to keep, and which to compute again, so that the fewest bytes are kept: a minimum cut.
+    """Return the values to keep, and those to compute again, so that the fewest bytes are kept: a minimum cut.
 
     If there are several minimum cuts, choose the cut that recomputes least. It is unique, so all ranks choose it.
-
-    Args:
-        nbytes: bytes of each value.
-        made_from: for each value, the values from which it can be computed again; None if that is impossible.
-        wanted: the values that are needed.
-
-    Returns:
-        The values to keep, and the values to compute again.
+    ``made_from`` has, for each value, the values from which it can be computed again; None if that is impossible.
 
     >>> cheapest_to_keep([4, 8, 8], [None, {0}, {1}], wanted={1, 2})
     ({0}, {1, 2})

@@ -41,15 +41,9 @@ class HasTimeline(Protocol):
 
 
 def check(timeline: Timeline | HasTimeline, trained: Collection[str] = ()) -> None:
-    """Prove that the timeline of the traces that run is right.
+    """Prove that the timeline of the traces that run is right, or raise ScheduleError for the first broken rule.
 
-    Args:
-        timeline: a timeline, or ``Traces`` with a timeline, as ``tz.traces_of`` and ``tz.trace`` return them.
-        trained: paths of the parameters whose gradients backward must return.
-
-    Raises:
-        ScheduleError: the timeline breaks a rule; the message states the first broken rule.
-        TypeError: ``timeline`` is neither a timeline nor traces.
+    Backward must return the gradients of the parameters whose paths are in ``trained``.
     """
     if isinstance(timeline, HasTimeline):
         timeline = timeline.timeline

@@ -42,13 +42,9 @@ class Traces:
           backward: 140 lines, 2 gathers, 3 reductions, 20.5 KB sent
 
     Attributes:
-        forward: the forward trace, as it runs.
-        backward: the backward trace; None if nothing needs a gradient.
-        timeline: operations of forward, then of backward, from which the traces are written.
         lines: for each operation, the positions of its lines in its phase's trace: the line that runs it first, then a
             line that encodes or decodes. A launch that encodes comes after the FREE of what it encodes.
         fuses: True if inductor compiles the regions between lines of the schedule.
-        pruned: a function that returns the traces without some gradients of outputs (``without``).
         restored: a function that builds the model's result from the forward trace's outputs. None if it is unknown.
         others: a mapping from inputs that are buffers or ignored parameters to their paths.
     """
