@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from thunder_zero.capture.convert import convert
-from thunder_zero.capture.programs import thunder_context
 from thunder_zero.schedule import Plan, passes, verify, verify_recompute
 from thunder_zero.schedule.free import free
 from thunder_zero.schedule.lifetimes import gathered_bytes
@@ -34,6 +33,7 @@ from thunder_zero.tools.printing.line_meanings import format_timeline
 from thunder_zero.traces.insert import insert_reductions, insert_synchronize
 from thunder_zero.traces.lift import lift
 from thunder_zero.traces.lower import lower
+from thunder_zero.traces.pipeline import thunder_context
 from thunder_zero.traces.symbols import JointTrace, Runtime, ZeroExecutor
 from thunder_zero.traces.write import Writer
 

@@ -21,7 +21,7 @@ from tests.harness.errors import fails
 from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.schedule.names import launch_label, wait_label
-from thunder_zero.schedule.ops import LAUNCHES, Gather, Wait, ends
+from thunder_zero.schedule.ops import Gather, Launch, Wait, ends
 from thunder_zero.tools import Device, Link, cli
 from thunder_zero.tools.ask.print_trace import code_of
 from thunder_zero.tools.forecast.rehearsal import Rehearsal
@@ -199,7 +199,7 @@ def test_collectives_and_parameters_are_described_as_in_the_trace_and_in_explain
     assert [param["path"] for param in data["parameters"]] == paths
     for param in data["parameters"]:
         assert param["explained"] == str(tz.explain(program.traces, param["path"], device=DEVICE))
-    launches = [op for op in program.traces.timeline.ops if isinstance(op, LAUNCHES)]
+    launches = [op for op in program.traces.timeline.ops if isinstance(op, Launch)]
     assert [item.params for item in program.collectives] == [op.params for op in launches]
     for item in program.collectives:
         launch, wait = program.lines[item.launch], program.lines[item.wait]
@@ -284,7 +284,7 @@ def make_profile(program: PageProgram, steps: int, gap: float) -> list[dict[str,
     for _ in range(steps):
         for op, cost in zip(timeline.ops, program.estimate.costs, strict=True):
             now += cost.seconds
-            if isinstance(op, (*LAUNCHES, Wait)):
+            if isinstance(op, Launch | Wait):
                 launch = op.launch if isinstance(op, Wait) else op
                 label = (wait_label if isinstance(op, Wait) else launch_label)(launch.kind, launch.params)
                 events.append({"name": label, "ph": "X", "ts": now * 1e6, "dur": gap * 1e6, "cat": "user_annotation"})
@@ -296,7 +296,7 @@ def test_a_profile_puts_launches_and_waits_where_they_ran(tmp_path: Path) -> Non
     program = make_program(with_training=False)
     profile = [{"name": "other", "ph": "X", "ts": 1.0}, *make_profile(program, 2, 0.001)]
     profiled = PageProgram("profile", program.traces, by_profile(program.estimate, profile), None)
-    labelled_ops = sum(isinstance(op, (*LAUNCHES, Wait)) for op in program.traces.timeline.ops)
+    labelled_ops = sum(isinstance(op, Launch | Wait) for op in program.traces.timeline.ops)
     assert profiled.estimate.seconds == pytest.approx(program.estimate.compute_seconds + 0.001 * labelled_ops)
     waits = sum(isinstance(op, Wait) for op in program.traces.timeline.ops)
     assert profiled.estimate.exposed_seconds == pytest.approx(0.001 * waits)

@@ -40,9 +40,8 @@ from thunder_zero.capture.graphs import (
     replaced_parameter,
     shapes_of_inputs,
     shared_memory,
-    with_slices,
 )
-from thunder_zero.capture.joint import joint_of
+from thunder_zero.capture.joint import joint_of, with_slices
 from thunder_zero.capture.programs import Executable, Executables
 from thunder_zero.capture.refusals import PARTS
 from thunder_zero.compat import aot, dynamo

@@ -17,8 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.types import py_sym_types
 
 from thunder_zero.capture.convert import returned_message, written_message
-from thunder_zero.capture.graphs import paths_of, replaced_parameter, with_slices
-from thunder_zero.capture.joint import joint_of
+from thunder_zero.capture.graphs import paths_of, replaced_parameter
+from thunder_zero.capture.joint import joint_of, with_slices
 from thunder_zero.capture.programs import restoring
 from thunder_zero.capture.proxies import source_of
 from thunder_zero.compat import aot, dynamo

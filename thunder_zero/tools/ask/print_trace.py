@@ -165,7 +165,7 @@ def _print_phase(
         console.print("# no backward: nothing here needs a gradient\n", highlight=False)
         return ()
     chosen = select(all_rows, traces.plan, unit, only)
-    print_rows(chosen, traces.plan, phase if traces.synced else f"{phase} under no_sync", console)
+    print_rows(chosen, traces.plan, phase if traces.facts.synced else f"{phase} under no_sync", console)
     if forecast is not None and (phase, forecast.peak_line.phase) == ("forward", "loss"):
         console.print(f"# the peak of the step: {size(forecast.peak)} alive in the loss\n", highlight=False)
     return chosen

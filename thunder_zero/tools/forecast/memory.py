@@ -93,7 +93,7 @@ def begin_replay(
     contexts: tuple[Context, Context] | None = None,
 ) -> Replay:
     """Allocate the memory at rest, and return a replay. Its loss and its optimizer run inside ``contexts``."""
-    rehearsal = Rehearsal(traces.plan, backend, synced=traces.synced)
+    rehearsal = Rehearsal(traces.plan, backend, synced=traces.facts.synced)
     for path, tensor in rehearsal.at_rest():
         watch.record(tensor).name = path
     for tensor in rehearsal.on_host():

@@ -109,7 +109,7 @@ class Replay:
     def step_optimizer(self) -> None:
         """Drop the inputs, then step the optimizer and drop the gradients, unless they are deferred."""
         self.caller_inputs.clear()
-        if self.optimizer is None or not self.gradients or not self.traces.synced:
+        if self.optimizer is None or not self.gradients or not self.traces.facts.synced:
             return
         self.watch.begin_line()
         self.watch.kind = Holds.TEMPORARY

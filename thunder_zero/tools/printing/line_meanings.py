@@ -23,11 +23,11 @@ from thunder_zero.plan.mesh import TENSOR
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.ops import (
-    LAUNCHES,
     Compute,
     Defer,
     Free,
     Gather,
+    Launch,
     Op,
     Reduce,
     Return,
@@ -166,14 +166,14 @@ def _row(
 def _code_row(line: SourceLine, op: Op, timeline: Timeline, gathered: int) -> Row:
     """Return the row of a line that encodes a payload before a launch, or decodes a payload in a wait."""
     launch = op.launch if isinstance(op, Wait) else op
-    assert isinstance(launch, LAUNCHES), "nothing else is encoded"
+    assert isinstance(launch, Launch), "nothing else is encoded"
     form = str(timeline.travels_as(launch, timeline.params_of(launch)[0]))
     return Row(line, None, CODES[op.kind], op.params, isinstance(launch, Reduce), None, 0, gathered, form)
 
 
 def format_of(op: Op, timeline: Timeline) -> str:
     """Return the encoding of a launch's messages; "" without an encoding."""
-    if not isinstance(op, LAUNCHES):
+    if not isinstance(op, Launch):
         return ""
     encoding = timeline.travels_as(op, timeline.params_of(op)[0])
     return str(encoding) if encoding.block else ""
