@@ -337,18 +337,6 @@ def test_the_command_writes_the_file_or_prints_the_data(tmp_path: Path, capsys: 
         assert words in capsys.readouterr().err
 
 
-def test_notebooks_show_a_small_figure() -> None:
-    program = make_program()
-    assert program.memory is not None
-    values: list[Any] = [program.traces, program.memory, program.estimate]
-    for value, words in zip(values, ("gathered at most", "peak", "exposed communication"), strict=True):
-        html = value._repr_html_()
-        assert words in html
-        assert html.count("<svg") == 1
-        assert len(html) < 60_000
-    assert "waits" in program.estimate._repr_html_()
-
-
 @pytest.mark.slow
 def test_the_code_of_the_docs_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Path(__file__).parents[2] / "docs/report.md"

@@ -53,7 +53,6 @@ class Room:
 ROOMS = (  # each room reads only rooms above its row; rooms below the line are tools, which the core never reads
     # file or folder          torch   torch.d. thunder  reads
     Room("lazy.py",           NOT,    NOT,     NOT,     NOTHING),
-    Room("notebook.py",       NOT,    NOT,     NOT,     NOTHING),
     Room("safetensors_files.py",IMPORT,NOT,    NOT,     NOTHING),
     Room("encodings/",        IMPORT, NOT,     NOT,     NOTHING),
     Room("plan/amounts.py",   IMPORT, NOT,     NOT,     NOTHING),
@@ -82,7 +81,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("compat/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule")),
     Room("comm/",             IMPORT, IMPORT,  NOT,     rooms("plan compat/plans_of_transformers compat/private "
                                                               "compat/torch")),
-    Room("traces/",           IMPORT, NOT,     IMPORT,  rooms("notebook plan schedule compat")),
+    Room("traces/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule compat")),
     Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("encodings plan schedule comm traces "
                                                               "compat/private compat/torch compat/accelerate")),
     Room("optim/",            IMPORT, NOT,     NOT,     rooms("plan compat/torch comm sharded")),
@@ -104,9 +103,9 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/format_errors.py",IMPORT,NOT,  IMPORT,  rooms("plan comm sharded traces capture")),
     Room("tools/compiled_programs.py", IMPORT, NOT, IMPORT, rooms("plan traces capture")),
     Room("tools/forecast/unsent.py",IMPORT,IMPORT,NOT,rooms("encodings plan comm sharded")),
-    Room("tools/forecast/",   IMPORT, NOT,     IMPORT,  rooms("notebook plan schedule traces compat sharded "
+    Room("tools/forecast/",   IMPORT, NOT,     IMPORT,  rooms("plan schedule traces compat sharded "
                                                               "capture tools/printing tools/forecast/unsent")),
-    Room("tools/cost/",       NOT,    NOT,     NOT,     rooms("notebook plan schedule traces capture tools/printing "
+    Room("tools/cost/",       NOT,    NOT,     NOT,     rooms("plan schedule traces capture tools/printing "
                                                               "tools/devices tools/forecast")),
     Room("tools/fitting/fit.py",IMPORT,TYPES,  IMPORT,  rooms("plan schedule comm traces capture tools/printing "
                                                               "tools/dry_run tools/forecast")),
@@ -126,7 +125,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
                                                               "tools/devices tools/compiled_programs tools/forecast "
                                                               "tools/cost")),
     Room("tools/convert/",    IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan checkpoint tools/printing")),
-    Room("tools/doctor.py",   IMPORT, IMPORT,  IMPORT,  rooms("compat plan sharded traces capture tools/printing")),
+    Room("tools/doctor.py",   IMPORT, IMPORT,  IMPORT,  rooms("plan sharded traces capture tools/printing")),
     Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint tools/ask tools/convert tools/devices "
                                                               "tools/doctor tools/dry_run tools/from_file tools/models "
                                                               "tools/page tools/planner tools/printing tools/why")),
