@@ -86,7 +86,7 @@ def test_explain_names_each_line_of_a_zero3_parameter() -> None:
             op_at(gather.launch, program).params == op_at(gather.wait, program).params == gather.bucket == (weight(2),)
         )
         view = "aten.t(" if gather.launch.phase == "forward" else "aten.mm("  # backward multiplies by the weight itself
-        assert view in gather.first_read.code
+        assert view in gather.first_read.statement
         assert op_at(gather.last_read, program).flops == 2 * ROWS * WIDTH**2
         assert gather.free.code.startswith("del ")
         assert gather.free.phase == gather.launch.phase

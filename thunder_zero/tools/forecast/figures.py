@@ -21,8 +21,7 @@ from textwrap import wrap
 
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Plan
-from thunder_zero.tools.printing.text import clip, short
-from thunder_zero.tools.printing.words import WIDTH, folded, summed_up
+from thunder_zero.tools.printing.words import WIDTH, clip, folded, short, summed_up
 
 
 class Holds(StrEnum):
