@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from thunder_zero.plan.mesh import TENSOR
 from thunder_zero.plan.params import Plan
@@ -92,9 +93,12 @@ class Row:
 
 
 def explained(
-    lines: Iterable[Row], timeline: Timeline, positions: Sequence[Sequence[int]], *, backward: bool
+    lines: Iterable[Row], timeline: Timeline, positions: Sequence[Sequence[int]], *, backward: bool, unit: str = ""
 ) -> Iterator[Row]:
-    """Yield the lines of one phase with their meanings. ``positions`` are :attr:`Traces.lines`."""
+    """Yield the lines of one phase with their meanings. ``positions`` are :attr:`Traces.lines`.
+
+    A line without parameters has the unit of the computation before it, at first ``unit``.
+    """
     alive, read, made = gathered_bytes(timeline), _parameters_in(timeline), _gradients(timeline)
     index_of = {
         position: index
@@ -106,9 +110,9 @@ def explained(
     for line in lines:
         index = index_of.pop(line.position, None)
         if index is None:
-            yield replace(line, gathered=gathered)
+            yield replace(line, gathered=gathered, unit=unit)
         elif line.position != positions[index][0]:
-            yield replace(_code_row(line, timeline.ops[index], timeline), gathered=gathered)
+            yield _code_row(line, timeline.ops[index], timeline, gathered)
         else:
             gathered = alive[index]
             op = timeline.ops[index]
@@ -116,8 +120,17 @@ def explained(
             paths = _lookup(reads, read) or _lookup(op.writes, made) if isinstance(op, Compute | Return) else op.params
             is_made = isinstance(op, Compute) and not _lookup(op.reads, read) and bool(paths)
             is_of_gradients = is_made or isinstance(op, Reduce | Defer) or ends(op, Reduce)
-            row = replace(line, op=index, params=paths, gradients=is_of_gradients, gathered=gathered)
-            yield _row(row, op, timeline)
+            own = timeline.plan.by_name[paths[0]].unit if paths else unit
+            unit = own if isinstance(op, Compute) else unit
+            yield replace(
+                line,
+                op=index,
+                params=paths,
+                gradients=is_of_gradients,
+                gathered=gathered,
+                unit=own,
+                **({} if _is_plain_free(op) else _meaning(op, timeline)),
+            )
     if missing := [index for index in index_of.values() if not _is_plain_free(timeline.ops[index])]:
         raise ValueError(f"the trace has no lines of the operations at {sorted(missing)} of the timeline")
 
@@ -126,30 +139,35 @@ def _is_plain_free(op: Op) -> bool:
     return isinstance(op, Free) and not op.params
 
 
-def _row(row: Row, op: Op, timeline: Timeline) -> Row:
-    """Return the row of the line that runs an operation, with what the operation alone decides."""
-    if _is_plain_free(op):
-        return row
+def _meaning(op: Op, timeline: Timeline) -> dict[str, Any]:
+    """Return the columns of a row that its operation alone decides."""
     traffic, starts = timeline.traffic(op), starts_collective(op)
     encoding = timeline.travels_as(op, timeline.params_of(op)[0]) if isinstance(op, LAUNCHES) else None
-    return replace(
-        row,
-        kind=TENSOR if isinstance(op, Compute) and op.exchange else op.kind,
-        form=str(encoding) if encoding and encoding.block else "",
-        work=str(op.work) if isinstance(op, Compute) else "",
-        flops=op.flops if isinstance(op, Compute) else 0,
-        over=op.over if isinstance(op, LAUNCHES) else TENSOR * starts,
-        sent=traffic.sent if starts else None,
-        deferred=traffic.full if isinstance(op, Defer) else 0,
-    )
+    return {
+        "kind": TENSOR if isinstance(op, Compute) and op.exchange else op.kind,
+        "form": str(encoding) if encoding and encoding.block else "",
+        "work": str(op.work) if isinstance(op, Compute) else "",
+        "flops": op.flops if isinstance(op, Compute) else 0,
+        "over": op.over if isinstance(op, LAUNCHES) else TENSOR * starts,
+        "sent": traffic.sent if starts else None,
+        "deferred": traffic.full if isinstance(op, Defer) else 0,
+    }
 
 
-def _code_row(line: Row, op: Op, timeline: Timeline) -> Row:
+def _code_row(line: Row, op: Op, timeline: Timeline, gathered: int) -> Row:
     """Return the row of a line that encodes a payload before a launch, or decodes a payload in a wait."""
     launch = op.launch if isinstance(op, Wait) else op
     assert isinstance(launch, LAUNCHES), "nothing else is encoded"
-    form = str(timeline.travels_as(launch, timeline.params_of(launch)[0]))
-    return replace(line, kind=CODES[op.kind], params=op.params, gradients=isinstance(launch, Reduce), form=form)
+    param = timeline.params_of(launch)[0]
+    return replace(
+        line,
+        kind=CODES[op.kind],
+        params=op.params,
+        gradients=isinstance(launch, Reduce),
+        form=str(timeline.travels_as(launch, param)),
+        gathered=gathered,
+        unit=param.unit,
+    )
 
 
 def label(params: Sequence[str], plan: Plan, *, gradients: bool) -> str:

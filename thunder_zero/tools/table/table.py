@@ -118,8 +118,13 @@ def step_table(
     return table_of(traces, memory, step_time(timeline, device_of(device), model=traces.lifted) if device else None)
 
 
-def table_of(traces: Traces, memory: Memory | None = None, time: Estimate | None = None) -> Table:
-    """Return the table of a program, with a forecast of memory and with times if they are given."""
+def table_of(
+    traces: Traces, memory: Memory | None = None, time: Estimate | None = None, *, codes: bool = True
+) -> Table:
+    """Return the table of a program, with a forecast of memory and with times if they are given.
+
+    Printing code takes most of the time: without ``codes``, :func:`with_code` prints a single line.
+    """
     places = operation_places(traces, time) if time else ()
     around = {place for place in places if isinstance(place, str)}
     around |= {line.phase for line in memory.lines if line.position < 0} if memory else set()
@@ -128,10 +133,10 @@ def table_of(traces: Traces, memory: Memory | None = None, time: Estimate | None
         if phase in AROUND:
             rows += [Row(phase, -1, AROUND[phase])] * (phase in around)
         else:
-            rows += explained(_lines(traces, phase), traces.timeline, traces.lines, backward=phase == "backward")
-    with_units = _with_units(rows, traces)
-    with_memory = _with_memory(with_units, memory) if memory else with_units
-    bare = Table(traces, tuple(with_memory), memory, time)
+            unit = next((row.unit for row in reversed(rows) if row.kind in COMPUTES), "")
+            lines, backward = _lines(traces, phase, codes), phase == "backward"
+            rows += explained(lines, traces.timeline, traces.lines, backward=backward, unit=unit)
+    bare = Table(traces, tuple(_with_memory(rows, memory) if memory else rows), memory, time)
     return replace(bare, all=tuple(_with_times(bare))) if time else bare
 
 
@@ -148,16 +153,29 @@ def operation_places(traces: Traces, time: Estimate) -> tuple[int | str, ...]:
     return tuple(places)
 
 
-def _lines(traces: Traces, phase: str) -> Iterator[Row]:
+def with_code(row: Row, traces: Traces) -> Row:
+    """Return a row of a trace with its code and its origin."""
+    trace = traces.forward if row.phase == "forward" else traces.backward
+    assert trace is not None, "it has this line"
+    with tracectx(trace):
+        return _with_code(row, trace.bound_symbols[row.position])
+
+
+def _with_code(row: Row, bsym: BoundSymbol) -> Row:
+    return replace(row, code="\n".join(bsym.python(indent=0, print_depth=1)), origin=_origin(bsym, row.phase))
+
+
+def _lines(traces: Traces, phase: str, codes: bool) -> Iterator[Row]:
     """Yield the lines of a phase, except lines that are only comments, which name the inputs."""
     trace = traces.forward if phase == "forward" else traces.backward
     if trace is None:
         return
     with tracectx(trace):
         for position, bsym in enumerate(trace.bound_symbols):
-            code = "\n".join(bsym.python(indent=0, print_depth=1))
-            if any(not line.startswith("#") for line in code.splitlines()):
-                yield Row(phase, position, code, _origin(bsym, phase))
+            row = Row(phase, position, "")
+            row = _with_code(row, bsym) if codes else row
+            if not codes or any(not line.startswith("#") for line in row.code.splitlines()):
+                yield row
 
 
 def _origin(bsym: BoundSymbol, phase: str) -> str:
@@ -169,15 +187,6 @@ def _origin(bsym: BoundSymbol, phase: str) -> str:
         return ""
     prefix = "gradient of " if phase == "backward" else ""
     return f"{prefix}{Path(name).name}:{positions.lineno}  {get_source_line(name, positions.lineno).strip()}"
-
-
-def _with_units(rows: Iterable[Row], traces: Traces) -> Iterator[Row]:
-    """Yield rows with the unit of their parameters, or else of the computation before them."""
-    unit = ""
-    for row in rows:
-        own = traces.plan.by_name[row.params[0]].unit if row.params else unit
-        unit = own if row.kind in COMPUTES else unit
-        yield replace(row, unit="" if row.phase in AROUND else own)
 
 
 def _with_memory(rows: Iterable[Row], memory: Memory) -> Iterator[Row]:

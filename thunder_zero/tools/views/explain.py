@@ -30,7 +30,7 @@ from thunder_zero.tools.cost.estimate import estimate
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.table.rows import Row, label
-from thunder_zero.tools.table.table import Table, table_of
+from thunder_zero.tools.table.table import Table, table_of, with_code
 from thunder_zero.tools.views.explanation import Explanation, Gathered, Reduced
 from thunder_zero.traces.compiled import Traces
 
@@ -65,7 +65,7 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
     described = None if device is None else device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     _require_parameter(path, traces)
-    table = table_of(traces, time=estimate(traces, described) if described else None)
+    table = table_of(traces, time=estimate(traces, described) if described else None, codes=False)
     return _explanation(_Program(table), traces.plan.by_name[path])
 
 
@@ -150,7 +150,11 @@ class _Program:
 
     def line(self, index: int | None) -> Row | None:
         """Return the row of an operation, if there is one."""
-        return None if index is None else self.table.of(index)
+        return None if index is None else self.of(index)
+
+    def of(self, index: int) -> Row:
+        row = self.table.of(index)
+        return row if row.code else with_code(row, self.traces)
 
     def seconds(self, positions: Iterable[int | None]) -> tuple[float | None, float | None]:
         """Return the seconds of a bucket on the wires, and the seconds that compute waits for it.
@@ -189,9 +193,9 @@ def _gathered(program: _Program, param: Param, launch: int, after: int, bound: B
     return Gathered(
         bucket=op.params,
         bucket_bytes=timeline.traffic(op).full,
-        launch=program.table.of(launch),
+        launch=program.of(launch),
         why_launch=_why_launch(timeline, launch, after, bound),
-        wait=program.table.of(wait),
+        wait=program.of(wait),
         first_read=program.line(first),
         last_read=program.line(last),
         free=program.line(free),
@@ -232,8 +236,8 @@ def _gradient(program: _Program, param: Param) -> Reduced | None:
     deferred = "no_sync keeps all of it until a later backward"
     return Reduced(
         made=program.line(writer),
-        launch=program.table.of(first),
-        across=program.table.of(last) if last > first else None,
+        launch=program.of(first),
+        across=program.of(last) if last > first else None,
         wait=program.line(wait),
         why_wait=deferred if wait is None else _why_wait(program, wait),
         bucket=op.params,
