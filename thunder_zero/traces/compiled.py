@@ -10,12 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from thunder_zero.notebook import curve, small
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES
-from thunder_zero.schedule.lifetimes import gathered_bytes
-from thunder_zero.schedule.ops import Gather, Reduce
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.traces.symbols import Facts, JointTrace
 
@@ -88,19 +85,6 @@ class Traces:
         phases = ("forward", self.forward, self.forward_timeline), ("backward", self.backward, self.backward_timeline)
         summaries = (_summary(name, trace, timeline) for name, trace, timeline in phases if trace is not None)
         return "\n".join([head, *summaries])
-
-    def _repr_html_(self) -> str:
-        """Return HTML for notebooks: what a step sends, and the curve of gathered bytes."""
-        timeline, plan = self.timeline, self.plan
-        gathered = gathered_bytes(timeline)
-        facts = {
-            "gathers": str(sum(isinstance(op, Gather) for op in timeline.ops)),
-            "reductions": str(sum(isinstance(op, Reduce) for op in timeline.ops)),
-            "sent by this rank": size(sum(timeline.traffic(op).sent for op in timeline.ops)),
-            "gathered at most": size(max(gathered, default=0)),
-        }
-        title = f"{STAGES[plan.policy.stage].name}, {plan.mesh}"
-        return small(title, facts, curve(gathered, "bytes of gathered parameters, operation by operation"))
 
     @property
     def forward_timeline(self) -> Timeline:

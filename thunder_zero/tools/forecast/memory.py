@@ -24,8 +24,8 @@ from thunder_zero.tools.forecast.replay import Context, Loss, Replay, RunLine
 from thunder_zero.tools.forecast.resized import Shapes, resized
 from thunder_zero.tools.forecast.unsent import TRANSPORTS
 from thunder_zero.tools.forecast.watch import Allocation, Watch
-from thunder_zero.tools.printing.line_meanings import SourceLine, rows
 from thunder_zero.tools.printing.text import place_of
+from thunder_zero.tools.table.rows import Row, explained
 from thunder_zero.traces.compiled import Traces
 
 from thunder.core.devices import DeviceType
@@ -168,13 +168,14 @@ def _modules(replay: Replay) -> list[str]:
     modules: list[str] = []
     for phase, lines in groupby(replay.lines, key=lambda line: line.phase):
         trace = {"forward": replay.traces.forward, "backward": replay.traces.backward}.get(phase)
-        sources = [SourceLine(line.code, line.position) for line in lines]
+        sources = [Row(phase, line.position, line.code) for line in lines]
         if trace is None:
             modules += [""] * len(sources)
             continue
-        sources.append(SourceLine("return", len(trace.bound_symbols) - 1))
+        sources.append(Row(phase, len(trace.bound_symbols) - 1, "return"))
         module = ""
-        for row in rows(sources, replay.traces.timeline, replay.traces.lines, backward=phase == "backward")[:-1]:
+        rows = list(explained(sources, replay.traces.timeline, replay.traces.lines, backward=phase == "backward"))
+        for row in rows[:-1]:
             if row.kind == "compute" and row.params:
                 module = row.params[0].rpartition(".")[0]
             modules.append(module)

@@ -23,7 +23,7 @@ from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Holds
 from thunder_zero.tools.forecast.lines import PythonLine, empty_like, python_lines, run_region
 from thunder_zero.tools.forecast.rehearsal import Rehearsal, take_step
 from thunder_zero.tools.forecast.watch import META, Watch, needs_no_values
-from thunder_zero.tools.printing.line_meanings import label
+from thunder_zero.tools.table.rows import label
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.symbols import functions_of
 

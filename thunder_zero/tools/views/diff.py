@@ -12,9 +12,9 @@ from thunder_zero.schedule.ops import Compute, Gather, Launch, Reduce, starts_co
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.schedule.units import backward_ends
-from thunder_zero.tools.ask.difference import Difference, Figures
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.forecast.watch import NoForecast
+from thunder_zero.tools.views.difference import Difference, Figures
 from thunder_zero.traces.compiled import Traces
 
 Units = dict[str, tuple[Figures, Figures]]
