@@ -76,14 +76,6 @@ def report(
         beside: other traces of the module to show on the page, such as traces of another stage.
         loss, optimizer: as for :func:`thunder_zero.tools.memory` (default: the step has no loss and no optimizer).
         title: the title of the page, such as the model's name (default: the model's class, if a model is given).
-
-    Raises:
-        TypeError: ``model_or_traces`` is neither traces nor a model with ZeroTransform, or ``estimate`` or ``memory``
-            raises.
-        ValueError: ``beside`` has another module, ``measured`` is not a profile with a whole step of this program, or
-            the device lacks a rate or a link that the step needs.
-        OSError: a file cannot be read or written.
-        RuntimeError: the model was not called yet.
     """
     data = page_of(model_or_traces, device, measured, beside, loss=loss, optimizer=optimizer, title=title)
     Path(path).write_text(html_of(data), encoding="utf-8")
@@ -99,7 +91,7 @@ def page_of(
     optimizer: MakeOptimizer | None = None,
     title: str = "",
 ) -> Data:
-    """Return the page as JSON data. The arguments and errors are the same as in :func:`report`."""
+    """Return the page as JSON data. The arguments are those of :func:`report`."""
     described = device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
 

@@ -56,11 +56,6 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
         This rank's rows, the parameter's gathers, and its gradient. A gather has the lines of the launch, the wait, the
         reads and the free, with reasons for their positions. It also has bytes sent, bytes received and memory. The
         gradient has the lines that compute it, reduce it and wait for the reduction.
-
-    Raises:
-        ValueError: the plan has no parameter with this path, or the device lacks a rate or a link that the step needs.
-        TypeError: ``model_or_traces`` is neither traces nor a model with ZeroTransform, or ``device`` is not a device.
-        RuntimeError: the model has not been called yet.
     """
     described = None if device is None else device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)

@@ -73,13 +73,6 @@ def print_trace(
             in ``aten.mm(x, w.t())``. Unpacking and the ``del`` of activations are left out by default.
         memory: a forecast of memory for these traces. Its figures at rest and in the optimizer's step are also printed.
         rank: the rank of the default process group that prints. A process without a group is rank 0.
-
-    Raises:
-        ValueError: ``phase``, ``unit``, ``rank`` or ``only`` is unknown, or ``memory`` is a forecast of other traces.
-            Or a timeline comes with an argument that chooses lines.
-        RuntimeError: the model was not called yet.
-        TypeError: ``model_or_traces`` is not traces, a timeline or a model with ZeroTransform, or ``memory`` is not
-            a forecast.
     """
     if phase not in PHASES:
         raise ValueError(f"phase is {phase!r}; choose 'forward', 'backward' or 'both'")

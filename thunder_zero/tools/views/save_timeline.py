@@ -59,12 +59,6 @@ def save_timeline(
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
         device: the device of the forecast, as for :func:`thunder_zero.tools.estimate`.
         measured: a file from ``torch.profiler.profile.export_chrome_trace``, which may be compressed (``.gz``).
-
-    Raises:
-        TypeError: ``model_or_traces`` is neither traces nor a model with ZeroTransform, or ``device`` is not a device.
-        ValueError: ``measured`` is not in Chrome's format, or the device lacks a rate or a link that the step needs.
-        OSError: a file cannot be read or written.
-        RuntimeError: the model was not called yet.
     """
     device = device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
