@@ -25,15 +25,15 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from thunder_zero.capture.convert import convert
-from thunder_zero.capture.programs import thunder_context
 from thunder_zero.schedule import Plan, passes, verify, verify_recompute
 from thunder_zero.schedule.free import free
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.tools.dry_run import ProgramSource, TraceRequest
-from thunder_zero.tools.printing.line_meanings import format_timeline
+from thunder_zero.tools.views.selection import format_timeline
 from thunder_zero.traces.insert import insert_reductions, insert_synchronize
 from thunder_zero.traces.lift import lift
 from thunder_zero.traces.lower import lower
+from thunder_zero.traces.pipeline import thunder_context
 from thunder_zero.traces.symbols import JointTrace, Runtime, ZeroExecutor
 from thunder_zero.traces.write import Writer
 

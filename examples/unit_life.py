@@ -9,7 +9,8 @@ from rich.console import Console
 from show import WIDTH, mb
 
 import thunder_zero as tz
-from thunder_zero.tools.ask.explanation import Gathered, Line, Reduced
+from thunder_zero.tools.table.rows import Row
+from thunder_zero.tools.views.explanation import Gathered, Reduced
 
 INDENT = 12  # columns
 
@@ -58,8 +59,8 @@ def _bucket(one: Gathered | Reduced, noun: str) -> str:
     return f"{len(one.bucket)} {noun}s, {mb(one.bucket_bytes)} in full" if len(one.bucket) > 1 else f"one {noun}"
 
 
-def _event(name: str, line: Line, sentence: str) -> Iterator[str]:
-    code = f"{name:{INDENT}}{line.code}"
+def _event(name: str, line: Row, sentence: str) -> Iterator[str]:
+    code = f"{name:{INDENT}}{line.statement}"
     yield code if len(code) <= WIDTH else f"{code[: WIDTH - 1]}…"
     indent = " " * INDENT
     yield from wrap(f"{line.phase}: {sentence}", WIDTH, initial_indent=indent, subsequent_indent=indent)

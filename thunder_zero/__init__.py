@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from thunder_zero.plan.precision import MixedPrecision as MixedPrecision
     from thunder_zero.sharded.full_parameters import full_parameters as full_parameters
     from thunder_zero.sharded.full_state_dict import full_state_dict as full_state_dict
-    from thunder_zero.tools.ask.explain import explain as explain
-    from thunder_zero.tools.ask.print_trace import print_trace as print_trace
     from thunder_zero.tools.dry_run import trace as trace
+    from thunder_zero.tools.views.explain import explain as explain
+    from thunder_zero.tools.views.print_trace import print_trace as print_trace
 
 __version__ = "0.1.0"
 
@@ -71,8 +71,8 @@ NAMES = {  # the public names, by the module that defines them; type checkers re
     "thunder_zero.plan.precision": ("MixedPrecision",),
     "thunder_zero.sharded.full_parameters": ("full_parameters",),
     "thunder_zero.sharded.full_state_dict": ("full_state_dict",),
-    "thunder_zero.tools.ask.explain": ("explain",),
-    "thunder_zero.tools.ask.print_trace": ("print_trace",),
+    "thunder_zero.tools.views.explain": ("explain",),
+    "thunder_zero.tools.views.print_trace": ("print_trace",),
     "thunder_zero.tools.dry_run": ("trace",),
 }
 look_up, list_names, __all__ = lazy(__name__, NAMES)

@@ -24,7 +24,7 @@ from tests.harness.one_rank import communicating, group_of_one
 from tests.harness.ranks import everyone
 from tests.harness.slow_wire import slow_wire
 from thunder_zero.comm.native import CoalescedNccl
-from thunder_zero.schedule.ops import LAUNCHES
+from thunder_zero.schedule.ops import Launch
 from thunder_zero.sharded.dtensors import local
 
 import thunder
@@ -164,7 +164,7 @@ def test_a_model_trains_as_one_process_without_waiting_for_the_device(device: st
         third = step()
     assert relative_error(torch.stack([first, second, third]).cpu(), expected) < 1e-4
     launches = [event for event in seen.events() or () if event.name.startswith("c10d::") and "coalesced" in event.name]
-    planned = [op for op in tz.traces_of(model).timeline.ops if isinstance(op, LAUNCHES)]
+    planned = [op for op in tz.traces_of(model).timeline.ops if isinstance(op, Launch)]
     assert len(launches) == len(planned), sorted({event.name for event in seen.events() or ()})
 
 

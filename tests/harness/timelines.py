@@ -17,7 +17,7 @@ from thunder_zero.plan.layout import is_sharded
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import RECOMPUTE, STAGES, MiB, Policy, Times
-from thunder_zero.schedule.ops import KINDS, Compute, Defer, Free, Gather, Launch, Op, Reduce, Return, Wait, Work, ends
+from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Launch, Op, Reduce, Return, Wait, Work, ends
 from thunder_zero.schedule.timeline import Timeline, Value
 
 CHEAP_BITS = 12
@@ -50,7 +50,7 @@ def lines(timeline: Timeline, *kinds: type[Op], backward: bool | None = None) ->
         return f"{op.kind} {' '.join(op.params)}" if op.params else assignment
 
     ops = (op for op in timeline.ops if op.params or not isinstance(op, Free))
-    return [line(op) for op in ops if isinstance(op, kinds or KINDS) and backward in (None, op.backward)]
+    return [line(op) for op in ops if isinstance(op, kinds or Op) and backward in (None, op.backward)]
 
 
 def gathered(timeline: Timeline, *, backward: bool) -> Counter[str]:
@@ -105,7 +105,9 @@ class Builder:
     def compute(self, reads: Iterable[str], *writes: str, repeatable: bool = True) -> None:
         for name in (*reads, *writes):
             self.values.setdefault(name, Value(8, "float32"))
-        self.ops.append(Compute(tuple(reads), writes, len(self.ops), self.backward, repeatable=repeatable))
+        self.ops.append(
+            Compute(tuple(reads), writes, len(self.ops), self.backward, repeatable=repeatable, number=len(self.ops))
+        )
 
     def launch(self, launch: Launch, result: str) -> None:
         self.ops += launch, Wait(launch, (result,))
@@ -255,7 +257,9 @@ def program(text: str, policy: Policy, nbytes: Mapping[str, int] = MappingProxyT
             inputs, outputs = tuple(reads.split()), tuple(writes.split())
             repeatable, cheap = mark not in ("~", "!"), mark in ("", "/")
             work, updates = WORK.get(mark, Work.POINTWISE), (inputs[1],) if mark == "!" else ()
-            ops.append(Compute(inputs, outputs, line, backward, False, repeatable, work, cheap, updates))
+            ops.append(
+                Compute(inputs, outputs, line, backward, False, repeatable, work, cheap, updates, number=len(ops))
+            )
             base = values[inputs[0]].base or inputs[0] if mark == "/" else ""
             values |= {name: Value(nbytes.get(name, 8), "float32", base) for name in outputs}
     ops.append(Return(ops[-1].writes[:1], backward))

@@ -86,7 +86,7 @@ def test_explain_names_each_line_of_a_zero3_parameter() -> None:
             op_at(gather.launch, program).params == op_at(gather.wait, program).params == gather.bucket == (weight(2),)
         )
         view = "aten.t(" if gather.launch.phase == "forward" else "aten.mm("  # backward multiplies by the weight itself
-        assert view in gather.first_read.code
+        assert view in gather.first_read.statement
         assert op_at(gather.last_read, program).flops == 2 * ROWS * WIDTH**2
         assert gather.free.code.startswith("del ")
         assert gather.free.phase == gather.launch.phase
@@ -459,15 +459,13 @@ def test_doctor_reports_what_works(capsys: pytest.CaptureFixture[str], monkeypat
     for name in ("python", "torch", "lightning-thunder", "a step of ZeRO-3", "backends", "device"):
         assert re.search(rf"^ok +{name} ", out, re.MULTILINE), name
     assert torch.__version__ in out
-    monkeypatch.setattr(doctor, "TESTED", {"torch": ("99.0", "99.1"), "lightning-thunder": ("0.0.1", "0.0.2")})
     monkeypatch.setattr(doctor, "ZeroTransform", None)
     code, out, error = run(capsys, "doctor", "--json")
     result = json.loads(out)
     faults = [finding["what"] for finding in result["findings"] if finding["fault"]]
     steps = [f"a step of {name}" for name in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")]
-    assert (code, result["works"], faults) == (1, False, ["torch", *steps])
-    assert "newer than tested" in out
-    assert error.startswith("thunder-zero: thunder_zero cannot run here: torch, a step of DDP")
+    assert (code, result["works"], faults) == (1, False, steps)
+    assert error.startswith("thunder-zero: thunder_zero cannot run here: a step of DDP")
 
 
 def test_the_page_shows_the_output_of_its_programs(

@@ -10,6 +10,7 @@ import torch
 
 import thunder_zero as tz
 from tests.harness.examples import program_of
+from thunder_zero.tools.views.kept import kept_for_backward
 
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
 
@@ -23,6 +24,18 @@ def test_an_estimate_on_a_users_device_follows_its_numbers(capsys: pytest.Captur
     wire = slow.sent_bytes / (4 * 6e9)  # a ring of 16 ranks leaves each node of 4 by 4 links
     assert slow.wire_seconds["shard"] == pytest.approx(wire, rel=0.1)
     assert slow.wire_seconds["shard"] > fast.wire_seconds["shard"]
+
+
+def test_a_question_to_the_table_is_answered_as_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(program_of(PAGE, "A question"), names)
+    printed, table = capsys.readouterr().out, names["table"]
+    assert f"```text\n{printed}```" in PAGE
+    assert str(kept_for_backward(table)) == printed.strip()
+    storages = tz.tools.memory(table.traces).storages
+    kept = sum(storage.nbytes for storage in storages if storage.kind is tz.tools.Holds.SAVED and storage.line >= 0)
+    assert sum(kept_for_backward(table).values()) == kept > 0
+    assert [row["code"] for row in table.as_dicts()] == [row.code for row in table.rows()]
 
 
 @pytest.mark.slow

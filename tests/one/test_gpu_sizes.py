@@ -16,7 +16,7 @@ from examples.bench.model import Size, make_model
 from tests.harness.tiers import slow
 from thunder_zero.plan.sizes import Sizes
 from thunder_zero.schedule import Mesh, make_plan
-from thunder_zero.schedule.ops import LAUNCHES, Compute, Wait
+from thunder_zero.schedule.ops import Compute, Launch, Wait
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.forecast.figures import Holds
 
@@ -94,7 +94,7 @@ def test_backward_that_keeps_nothing_unsharded_holds_three_blocks(buckets: int, 
 def test_a_unit_with_norms_in_another_dtype_travels_in_two_buckets() -> None:
     precision = tz.MixedPrecision(torch.bfloat16, overrides={"*.norm_?": tz.MixedPrecision()})
     timeline = schedule(tz.Policy(3, mixed_precision=precision))
-    buckets = [op.params for op in timeline.ops if isinstance(op, LAUNCHES) and "blocks.1.down.weight" in op.params]
+    buckets = [op.params for op in timeline.ops if isinstance(op, Launch) and "blocks.1.down.weight" in op.params]
     assert [len(params) for params in buckets] == [8, 4, 8], "backward reads no biases"
     least = flops_of_a_block(timeline, backward=False)
     inner = list(hidden_behind(timeline, "gather", backward=False))[4:-2]

@@ -13,11 +13,10 @@ import torch
 import thunder_zero as tz
 from tests.harness.models import LENGTH, VOCABULARY, GptShape
 from tests.harness.read_traces import plain, require_written
-from thunder_zero.capture.programs import thunder_context
 from thunder_zero.schedule import verify
 from thunder_zero.traces import pipeline
+from thunder_zero.traces.compiled import Scheduled, Traces
 from thunder_zero.traces.lift import lift
-from thunder_zero.traces.pipeline import Program, Scheduled
 from thunder_zero.traces.symbols import JointTrace
 
 from thunder.core.trace import TraceCtx
@@ -44,7 +43,7 @@ def lines_of(trace: TraceCtx | None) -> list[str]:
     return [line for line in text.splitlines() if not line.startswith("#")]  # comments say how long a step took
 
 
-def describe(program: Program) -> dict[str, Any]:
+def describe(program: Traces) -> dict[str, Any]:
     """Return all that two equal programs have in common."""
     return {
         "forward": lines_of(program.forward),
@@ -55,8 +54,8 @@ def describe(program: Program) -> dict[str, Any]:
     }
 
 
-def compile_scheduled(scheduled: Scheduled) -> Program:
-    with thunder_context():
+def compile_scheduled(scheduled: Scheduled) -> Traces:
+    with pipeline.thunder_context():
         return pipeline.compile_program(scheduled, fuses=False)
 
 

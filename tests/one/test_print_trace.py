@@ -20,7 +20,8 @@ from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.plan.amounts import size
 from thunder_zero.schedule.lifetimes import gathered_bytes
-from thunder_zero.tools.ask.print_trace import rows_of
+from thunder_zero.tools.table.table import table_of
+from thunder_zero.tools.views.print_trace import rows_of, shown_rows
 
 import thunder
 
@@ -189,7 +190,7 @@ class Gated(nn.Module):
 
 
 def codes_of(traces: tz.tools.Traces) -> dict[str, list[str]]:
-    return {phase: [row.line.code for row in rows_of(traces, phase, None, every_line=False)] for phase in PHASES}
+    return {phase: [row.code for row in shown_rows(table_of(traces), phase)] for phase in PHASES}
 
 
 def test_names_are_the_users_variables_and_paths() -> None:
@@ -308,12 +309,11 @@ def test_a_forecast_is_printed_beside_the_lines() -> None:
     product = re.compile(r"aten\.(add)?mm\.default\(")
     totals = [line.total for line in adam.lines if product.search(line.code)]
     assert len(totals) == 5 + 2 * 5, "two products of each block, one of the head; each has two gradients"
-    every, some = (
-        [row.line for phase in PHASES for row in rows_of(traces, phase, adam, every_line=bool(flag))] for flag in (1, 0)
-    )
+    table = table_of(traces, adam)
+    every, some = ([row for phase in PHASES for row in rows(table, phase)] for rows in (rows_of, shown_rows))
     assert [line.alive for line in every if product.search(line.code)] == totals
     assert [line[92:].strip() for line in with_memory if ALIVE.search(line)] == [size(line.alive or 0) for line in some]
-    assert [some[-1].alive, max(line.peak or 0 for line in some)] == [every[-1].alive, adam.peak]
+    assert [some[-1].alive, max(line.highest or 0 for line in some if line.is_peak)] == [every[-1].alive, adam.peak]
     assert marks_in(with_memory) == [f"# the peak of the step: {size(adam.peak)} alive in the line above"]
     assert marks_in(plain) == [f"# the peak of the step: {size(tz.tools.memory(traces).peak)} alive in the line above"]
     assert adam.peak - memory.peak == adam.at_rest - memory.at_rest > 0

@@ -75,6 +75,7 @@ def build_values() -> Mapping[str, tuple[Any, ...]]:
         about=about,
     )
     plan = tz.tools.plan_training(alike, y, world_size=1024, stages=(2, 3), loss=loss)
+    table = tz.tools.step_table(three, device="h100")
     return {
         "Calibrated": (measured,),
         "WireError": (
@@ -97,7 +98,9 @@ def build_values() -> Mapping[str, tuple[Any, ...]]:
         "MemoryLine": memory.lines,
         "NamedModel": tuple(tz.tools.MODELS.values()),
         "Prices": (tz.tools.Prices(),),
+        "Row": table.all,
         "Storage": memory.storages,
+        "Table": (table,),
         "TrainingPlan": (plan, plan.rows[0], plan.rows[0].mesh),
         "fit": (tz.tools.fit(alike, y, memory_bytes="1GiB", world_size=8, file=StringIO()),),
     }

@@ -23,7 +23,7 @@ from tests.harness.errors import refused
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.schedule.names import label_of
-from thunder_zero.schedule.ops import LAUNCHES, Compute, Gather, Reduce, Wait, ends
+from thunder_zero.schedule.ops import Compute, Gather, Launch, Reduce, Wait, ends
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.cost.costs import Lane, ring
 from thunder_zero.tools.page.measured import by_profile, by_times
@@ -187,11 +187,11 @@ def test_a_profile_includes_waits_for_slices() -> None:
     events, now, gap = [], 1.0, 1e-3
     for index, (op, cost) in enumerate(zip(estimate.timeline.ops, estimate.costs, strict=True)):
         now += 2 * (cost.seconds + waits[index])
-        if isinstance(op, (*LAUNCHES, Wait)):
+        if isinstance(op, Launch | Wait):
             events.append({"name": label_of(op, estimate.timeline), "ts": now * 1e6, "dur": gap * 1e6})
             now += gap
     measured = by_profile(estimate, events)
-    launching = gap * sum(isinstance(op, LAUNCHES) for op in estimate.timeline.ops)
+    launching = gap * sum(isinstance(op, Launch) for op in estimate.timeline.ops)
     assert measured.compute_seconds - launching == pytest.approx(2 * estimate.compute_seconds)
     assert measured.exposed_on[Lane.TENSOR] == pytest.approx(2 * estimate.exposed_on[Lane.TENSOR])
     rings = [span for span in measured.spans if span.lane is Lane.TENSOR]

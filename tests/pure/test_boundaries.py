@@ -53,7 +53,6 @@ class Room:
 ROOMS = (  # each room reads only rooms above its row; rooms below the line are tools, which the core never reads
     # file or folder          torch   torch.d. thunder  reads
     Room("lazy.py",           NOT,    NOT,     NOT,     NOTHING),
-    Room("notebook.py",       NOT,    NOT,     NOT,     NOTHING),
     Room("safetensors_files.py",IMPORT,NOT,    NOT,     NOTHING),
     Room("encodings/",        IMPORT, NOT,     NOT,     NOTHING),
     Room("plan/amounts.py",   IMPORT, NOT,     NOT,     NOTHING),
@@ -82,7 +81,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("compat/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule")),
     Room("comm/",             IMPORT, IMPORT,  NOT,     rooms("plan compat/plans_of_transformers compat/private "
                                                               "compat/torch")),
-    Room("traces/",           IMPORT, NOT,     IMPORT,  rooms("notebook plan schedule compat")),
+    Room("traces/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule compat")),
     Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("encodings plan schedule comm traces "
                                                               "compat/private compat/torch compat/accelerate")),
     Room("optim/",            IMPORT, NOT,     NOT,     rooms("plan compat/torch comm sharded")),
@@ -95,6 +94,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("lightning/",        IMPORT, IMPORT,  IMPORT,  rooms("plan comm compat/jitted sharded optim capture")),
     # -------------------------------------------------------------------------------------------------------------
     Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),
+    Room("tools/table/rows.py",NOT,   NOT,     NOT,     rooms("plan schedule tools/printing")),
     Room("tools/devices/",    IMPORT, IMPORT,  NOT,     rooms("plan schedule comm tools/printing")),
     Room("tools/absent_ranks.py",NOT,   IMPORT,  NOT,     rooms("plan comm")),
     Room("tools/dry_capture.py",IMPORT,NOT,    NOT,     rooms("plan compat sharded capture")),
@@ -104,15 +104,22 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/format_errors.py",IMPORT,NOT,  IMPORT,  rooms("plan comm sharded traces capture")),
     Room("tools/compiled_programs.py", IMPORT, NOT, IMPORT, rooms("plan traces capture")),
     Room("tools/forecast/unsent.py",IMPORT,IMPORT,NOT,rooms("encodings plan comm sharded")),
-    Room("tools/forecast/",   IMPORT, NOT,     IMPORT,  rooms("notebook plan schedule traces compat sharded "
-                                                              "capture tools/printing tools/forecast/unsent")),
-    Room("tools/cost/",       NOT,    NOT,     NOT,     rooms("notebook plan schedule traces capture tools/printing "
+    Room("tools/forecast/",   IMPORT, NOT,     IMPORT,  rooms("plan schedule traces compat sharded "
+                                                              "capture tools/printing tools/table/rows "
+                                                              "tools/forecast/unsent")),
+    Room("tools/cost/",       NOT,    NOT,     NOT,     rooms("plan schedule traces capture tools/printing "
                                                               "tools/devices tools/forecast")),
     Room("tools/fitting/fit.py",IMPORT,TYPES,  IMPORT,  rooms("plan schedule comm traces capture tools/printing "
                                                               "tools/dry_run tools/forecast")),
     Room("tools/fitting/",    TYPES,  NOT,     NOT,     rooms("plan schedule tools/printing tools/forecast")),
-    Room("tools/ask/",        IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces capture tools/printing "
-                                                              "tools/devices tools/cost tools/forecast")),
+    Room("tools/table/",      NOT,    NOT,     IMPORT,  rooms("plan traces capture tools/printing tools/devices "
+                                                              "tools/cost tools/forecast tools/table/rows")),
+    Room("tools/views/selection.py",NOT,NOT,   NOT,     rooms("plan schedule tools/printing tools/table/rows")),
+    Room("tools/views/print_rows.py",NOT,NOT,  NOT,     rooms("plan schedule tools/printing tools/table/rows "
+                                                              "tools/views/selection")),
+    Room("tools/views/",      IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces capture tools/printing "
+                                                              "tools/devices tools/cost tools/forecast tools/table "
+                                                              "tools/views/selection tools/views/print_rows")),
     Room("tools/from_file.py",IMPORT, NOT,     NOT,     rooms("compat")),
     Room("tools/models/",     IMPORT, IMPORT,  NOT,     NOTHING),
     Room("tools/planner/",    IMPORT, IMPORT,  NOT,     rooms("plan comm schedule traces capture tools/printing "
@@ -121,15 +128,17 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
                                                               "tools/models")),
     Room("tools/page/",       IMPORT, NOT,     TYPES,   rooms("plan schedule compat traces capture tools/printing "
                                                               "tools/devices tools/dry_run tools/forecast "
-                                                              "tools/cost tools/ask tools/models tools/planner")),
+                                                              "tools/cost tools/table tools/views tools/models "
+                                                              "tools/planner")),
     Room("tools/why/",        IMPORT, IMPORT,  NOT,     rooms("plan sharded traces capture tools/printing "
                                                               "tools/devices tools/compiled_programs tools/forecast "
                                                               "tools/cost")),
     Room("tools/convert/",    IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan checkpoint tools/printing")),
-    Room("tools/doctor.py",   IMPORT, IMPORT,  IMPORT,  rooms("compat plan sharded traces capture tools/printing")),
-    Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint tools/ask tools/convert tools/devices "
+    Room("tools/doctor.py",   IMPORT, IMPORT,  IMPORT,  rooms("plan sharded traces capture tools/printing")),
+    Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint tools/convert tools/devices "
                                                               "tools/doctor tools/dry_run tools/from_file tools/models "
-                                                              "tools/page tools/planner tools/printing tools/why")),
+                                                              "tools/page tools/planner tools/table/rows tools/views "
+                                                              "tools/why")),
     Room("tools/__init__.py", NOT,    NOT,     NOT,     ALL),
     Room("__main__.py",       NOT,    NOT,     NOT,     rooms("tools/cli")),
     Room("__init__.py",       NOT,    NOT,     IMPORT,  ALL),

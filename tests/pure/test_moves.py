@@ -17,11 +17,10 @@ def test_a_move_that_the_table_lacks_raises() -> None:
                 moved(status, move, "w")
 
 
-def test_a_full_value_and_a_deferred_gradient_move_as_the_table_has_it() -> None:
+def test_a_full_value_moves_as_the_table_has_it() -> None:
     def after(status: Status, *moves: Move) -> Status:
         return reduce(lambda status, move: moved(status, move, "w"), moves, status)
 
     assert after("sharded", "gather", "arrive", "arrive") == "full"  # the second time beside a parameter that was due
-    assert after("full", "expire", "gather", "gather", "arrive") == "full"  # the step between the gathers failed
+    assert after("full", "expire", "gather", "gather", "arrive") == "full"  # the forward between the gathers failed
     assert after("sharded", "gather", "expire", "arrive") == "sharded"  # written to while it is in flight
-    assert after("reduced", "defer", "take", "defer") == "deferred"

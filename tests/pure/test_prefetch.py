@@ -17,7 +17,7 @@ from tests.harness.timelines import ALONE, Use, in_flight_bytes, lines, model, t
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import MiB, Policy, Times
 from thunder_zero.schedule.bucket import bucket
-from thunder_zero.schedule.ops import LAUNCHES, Compute, Gather, ends
+from thunder_zero.schedule.ops import Compute, Gather, Launch, ends
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.prefetch import ended_before, ended_in_time, prefetch
 from thunder_zero.schedule.regather import regather
@@ -108,7 +108,7 @@ def test_the_busiest_rank_decides() -> None:
         timeline = model(ALONE, "a.w", "a.scalar", a_w={"shape": (7, 3)}, a_scalar={"shape": ()})
         timeline = replace(timeline, plan=replace(timeline.plan, mesh=Mesh.of(world_size)))
         ranks = [with_rank(timeline, rank) for rank in range(world_size)]
-        for op in (op for op in timeline.ops if isinstance(op, LAUNCHES)):
+        for op in (op for op in timeline.ops if isinstance(op, Launch)):
             busiest = max(seen.traffic(op).sent for seen in ranks)
             assert timeline.traffic(op).busiest >= busiest
             if isinstance(op, Gather) or op.params == ("a.scalar",):

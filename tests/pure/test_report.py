@@ -19,9 +19,10 @@ from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.ops import Compute, Free, Gather, Op, Reduce, Return, Wait
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.printing.line_meanings import Gap, Row, SourceLine, format_timeline, label, rows, select
 from thunder_zero.tools.printing.text import fold
-from thunder_zero.tools.printing.trace_printer import print_rows, print_total
+from thunder_zero.tools.table.rows import Row, explained, label
+from thunder_zero.tools.views.print_rows import print_rows, print_total
+from thunder_zero.tools.views.selection import format_timeline, select
 
 POLICY = Policy(stage=3)
 PARAMS = (
@@ -77,11 +78,11 @@ TIMELINE = Timeline((), {}, PLAN).with_ops(OPS)
 @cache
 def phase(*, backward: bool) -> tuple[Row, ...]:
     code = [code for code, _ in (BACKWARD if backward else FORWARD)]
-    lines = [SourceLine(text, index) for index, text in enumerate(code) if not text.startswith("#")]
-    return rows(lines, TIMELINE, POSITIONS, backward=backward)
+    lines = [Row("", index, text) for index, text in enumerate(code) if not text.startswith("#")]
+    return tuple(explained(lines, TIMELINE, POSITIONS, backward=backward))
 
 
-def printed(shown: tuple[Row | Gap, ...]) -> list[str]:
+def printed(shown: tuple[Row | int, ...]) -> list[str]:
     console = Console(file=(file := StringIO()))
     print_rows(shown, PLAN, "forward", console)
     print_total(shown, console)
@@ -124,8 +125,8 @@ def rows_of(*texts: str, backward: bool = False) -> tuple[Row, ...]:
     """Return the rows of a phase with a line for each text. A ";" separates operations of a line."""
     pairs = [((index,), op(text, backward=backward)) for index, line in enumerate(texts) for text in split(line)]
     positions, ops = zip(*[((0,), OPS[0])][:backward], *pairs, strict=True)
-    lines = [SourceLine(f"line {index}", index) for index in range(len(texts))]
-    return rows(lines, TIMELINE.with_ops(ops), positions, backward=backward)
+    lines = [Row("", index, f"line {index}") for index in range(len(texts))]
+    return tuple(explained(lines, TIMELINE.with_ops(ops), positions, backward=backward))
 
 
 def test_a_row_has_several_parameters() -> None:
@@ -135,9 +136,13 @@ def test_a_row_has_several_parameters() -> None:
     assert (freed.kind, freed.params, freed.gathered) == ("free", ("h.0.w", "h.0.b"), 0)
 
 
+def positions_of(shown: tuple[Row | int, ...]) -> list[int | str]:
+    return [item.position if isinstance(item, Row) else f"{item} lines" for item in shown]
+
+
 def test_a_units_rows_leave_out_other_units() -> None:
     shown = select(phase(backward=False), PLAN, "h.0", None)
-    assert [item.line.position if isinstance(item, Row) else item for item in shown] == [1, *range(2, 11)]
+    assert positions_of(shown) == [1, *range(2, 11)]
     assert select(phase(backward=False), PLAN, "", None) == ()
 
 
@@ -146,16 +151,16 @@ def test_lines_without_parameters_become_a_gap() -> None:
         f"gather f{index} <- t_w: h.0.w" if index in (3, 12, 14) else f"compute t{index} <- x" for index in range(20)
     ]
     shown = select(rows_of(*texts), PLAN, None, "parameters")
-    assert [item.line.position if isinstance(item, Row) else item for item in shown] == [3, Gap(8), 12, 13, 14]
+    assert positions_of(shown) == [3, "8 lines", 12, 13, 14]
     texts[4], texts[13] = "wait w <- f3: h.0.w", "compute y <- w"
     shown = select(rows_of(*texts), PLAN, None, "communication")
-    assert [item.line.position if isinstance(item, Row) else item for item in shown] == [3, 4, Gap(7), 12, 13, 14]
+    assert positions_of(shown) == [3, 4, "7 lines", 12, 13, 14]
 
 
 def test_operations_without_a_line_and_unknown_units_are_refused() -> None:
-    lines = [SourceLine("x", index) for index in range(11)]
-    with pytest.raises(ValueError, match=r"operations at \[11\], but the trace has no lines there"):
-        rows(lines, TIMELINE, POSITIONS, backward=False)
+    lines = [Row("", index, "x") for index in range(11)]
+    with pytest.raises(ValueError, match=r"the trace has no lines of the operations at \[9\] of the timeline"):
+        list(explained(lines, TIMELINE, POSITIONS, backward=False))
     with pytest.raises(ValueError, match=r"unit is 'h\.7'; the units of this module are '', 'h\.0'"):
         select((), PLAN, "h.7", None)
     with pytest.raises(ValueError, match="only is 'waits'; choose 'parameters' or 'communication', or None"):
@@ -187,8 +192,8 @@ def test_sizes_have_units() -> None:
 
 def test_origins_stand_above_their_lines_once() -> None:
     origin = "m.py:3  y = f(x)"
-    lines = [SourceLine("a = f(x)", 0, origin), SourceLine("del x", 1), SourceLine("b = f(a)", 2, origin)]
-    text = printed(rows(lines, TIMELINE.with_ops(()), (), backward=False))
+    lines = Row("", 0, "a = f(x)", origin), Row("", 1, "del x"), Row("", 2, "b = f(a)", origin)
+    text = printed(lines)
     assert [line.split("  ")[0] for line in text[1:5]] == ["# m.py:3", "a = f(x)", "del x", "b = f(a)"]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.rows import real_rows
 from thunder_zero.plan.traffic import gather_traffic, reduce_traffic
-from thunder_zero.schedule.ops import KINDS, Gather, Reduce
+from thunder_zero.schedule.ops import Gather, Op, Reduce
 from thunder_zero.sharded.digests import digests_of
 from thunder_zero.sharded.dtensors import local
 
@@ -123,7 +123,9 @@ def check_bytes_sent(model: Any, optimizer: torch.optim.Optimizer, plan: Plan) -
     one_row_sgd.step()
     assert_sends(one_row_sent if stage == 1 else gather, model, X)
 
-    foreseen = {kind: sum(timeline.traffic(op).sent for op in timeline.ops if isinstance(op, kind)) for kind in KINDS}
+    foreseen = {
+        kind: sum(timeline.traffic(op).sent for op in timeline.ops if isinstance(op, kind)) for kind in get_args(Op)
+    }
     assert foreseen.pop(Gather) == gather + again
     assert foreseen.pop(Reduce) == sum(reduce_traffic(plan, param).sent for param in plan.params)
     assert not any(foreseen.values()), foreseen

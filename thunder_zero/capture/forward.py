@@ -40,18 +40,16 @@ from thunder_zero.capture.graphs import (
     replaced_parameter,
     shapes_of_inputs,
     shared_memory,
-    with_slices,
 )
-from thunder_zero.capture.joint import joint_of
+from thunder_zero.capture.joint import joint_of, with_slices
 from thunder_zero.capture.programs import Executable, Executables
 from thunder_zero.capture.refusals import PARTS
 from thunder_zero.compat import aot, dynamo
 from thunder_zero.compat.packed_sequences import packed_as_operators
 from thunder_zero.compat.uncapturable import require_traceable
-from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded
+from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded, path_of, require_unhooked
 from thunder_zero.sharded.reduce import tensors_in
 from thunder_zero.sharded.runtime import ModelRuntime
-from thunder_zero.sharded.slices import path_of, require_unhooked
 from thunder_zero.sharded.state import State
 
 from thunder.common import CompileStats

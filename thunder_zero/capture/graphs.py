@@ -19,8 +19,7 @@ from thunder_zero.capture.programs import Executables
 from thunder_zero.compat import aot
 from thunder_zero.compat.aot.nodes import argument_of
 from thunder_zero.compat.dynamo import CompiledFrame
-from thunder_zero.sharded.dtensors import local
-from thunder_zero.sharded.slices import path_of, slice_of
+from thunder_zero.sharded.placeholders import path_of
 
 GraphKey = tuple[str, str, tuple[Any, ...]]
 Paths = tuple[str | None, ...]  # for each input of a graph, the path of a parameter or None
@@ -28,28 +27,6 @@ Paths = tuple[str | None, ...]  # for each input of a graph, the path of a param
 
 def paths_of(inputs: Sequence[Any]) -> Paths:
     return tuple(map(path_of, inputs))
-
-
-def with_slices(graph: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
-    """Change a graph to take local slices in place of parameters that are DTensors, and return the new inputs.
-
-    The graph's first lines convert the slices to DTensors. So parameters and gradients of the joint graph are plain
-    tensors. In backward torch redistributes each gradient to the placement of its parameter, even a gradient that sums
-    over a part of the sequence.
-    """
-    nodes = graph.graph.find_nodes(op="placeholder")
-    first_line = next(node for node in graph.graph.nodes if node.op != "placeholder")
-    slices = [slice_of(value) for value in inputs]
-    for node, part in zip(nodes, slices, strict=True):
-        if part is not None:
-            _, whole, args = part
-            with graph.graph.inserting_before(first_line):
-                dtensor = graph.graph.call_function(whole, (node, *args))
-            node.replace_all_uses_with(dtensor, delete_user_cb=lambda user, dtensor=dtensor: user is not dtensor)
-            node.meta["example_value"] = local(node.meta["example_value"])
-    if any(slices):
-        graph.recompile()
-    return [value if part is None else part[0] for value, part in zip(inputs, slices, strict=True)]
 
 
 def replaced_parameter(graph: fx.GraphModule, inputs: Sequence[Any]) -> str | None:

@@ -41,7 +41,8 @@ from thunder_zero.compat.slice_generators import GENERATOR_OF_SLICE
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.ops import Work
-from thunder_zero.sharded.slices import is_part
+from thunder_zero.sharded.dtensors import local
+from thunder_zero.sharded.placeholders import is_part, slice_of
 from thunder_zero.traces.operators import draws_random_numbers, is_collective, is_view, work_of_operator
 
 
@@ -56,6 +57,28 @@ def joint_of(graph: fx.GraphModule, inputs: Sequence[Any], paths: Sequence[str |
     _recompute(joint)
     _shorten_view_chains(joint.graph.graph)
     return joint
+
+
+def with_slices(graph: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Change a graph to take local slices in place of parameters that are DTensors, and return the new inputs.
+
+    The graph's first lines convert the slices to DTensors. So parameters and gradients of the joint graph are plain
+    tensors. In backward torch redistributes each gradient to the placement of its parameter, even a gradient that sums
+    over a part of the sequence.
+    """
+    nodes = graph.graph.find_nodes(op="placeholder")
+    first_line = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    slices = [slice_of(value) for value in inputs]
+    for node, part in zip(nodes, slices, strict=True):
+        if part is not None:
+            _, whole, args = part
+            with graph.graph.inserting_before(first_line):
+                dtensor = graph.graph.call_function(whole, (node, *args))
+            node.replace_all_uses_with(dtensor, delete_user_cb=lambda user, dtensor=dtensor: user is not dtensor)
+            node.meta["example_value"] = local(node.meta["example_value"])
+    if any(slices):
+        graph.recompile()
+    return [value if part is None else part[0] for value, part in zip(inputs, slices, strict=True)]
 
 
 def _recompute(joint: Joint) -> None:

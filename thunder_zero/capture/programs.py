@@ -37,8 +37,7 @@ from thunder_zero.traces.function import function_of
 from thunder_zero.traces.kernels import Fakes, with_kernels
 from thunder_zero.traces.symbols import ZeroExecutor
 
-from thunder.common import CompileData, transform_to_torch_types
-from thunder.core.compile_data import compile_data_and_stats
+from thunder.common import transform_to_torch_types
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
 
@@ -133,7 +132,7 @@ class Executables:
         return Executable(
             mode.synced,
             phases.computation_fn,
-            lambda: traces_of_program(phases.ran, restored=self.restored),
+            lambda: replace(phases.ran, restored=self.restored),
             run,
             lambda: spent() + phases.spent,
             TraceList(lambda: [*self._joint_traces(mode), *phases.forward_traces]),
@@ -141,15 +140,15 @@ class Executables:
         )
 
     def _joint_traces(self, mode: Mode) -> list[TraceCtx]:
-        with thunder_context():
+        with pipeline.thunder_context():
             plain = convert(self.joint, self.paths, backward=mode.differentiates)
             return [joint.trace for joint in pipeline.shard(plain.traced(self.executor, synced=mode.synced))]
 
 
 def program_of(
     joint: aot.Joint, paths: Sequence[str | None], executor: ZeroExecutor, mode: Mode, *, fuses: bool
-) -> tuple[Converted, pipeline.Program]:
-    with thunder_context():
+) -> tuple[Converted, Traces]:
+    with pipeline.thunder_context():
         converted = convert(joint, paths, backward=mode.differentiates)
         *_, lowered = pipeline.shard(converted.traced(executor, synced=mode.synced))
         return converted, pipeline.compile_program(pipeline.schedule(lowered), fuses=fuses)
@@ -171,40 +170,8 @@ class TraceList(Sequence[TraceCtx]):
         return len(self.make())
 
 
-def program_without(program: pipeline.Program, missing: Sequence[str]) -> pipeline.Program:
-    with thunder_context():
-        return pipeline.without_tangents(program, missing)
-
-
-def traces_of_program(
-    program: pipeline.Program,
-    *,
-    restored: Callable[[Sequence[Any]], Any] | None,
-    others: Mapping[str, str] | None = None,
-) -> Traces:
-    facts = program.facts
-    return Traces(
-        program.forward,
-        program.backward,
-        program.timeline,
-        program.lines,
-        facts.plan,
-        facts.synced,
-        facts.sizes,
-        others or {},
-        restored,
-        lambda missing: traces_of_program(program_without(program, missing), restored=restored, others=others),
-        program.scheduled.lifted,
-    )
-
-
-def thunder_context() -> Any:
-    """Return Thunder's context of a compilation, with default options. It needs some function."""
-    return compile_data_and_stats(CompileData(fn=lambda: None, disable_preprocessing=True), None)
-
-
 class _Backward(NamedTuple):
-    program: pipeline.Program
+    program: Traces
     run: Callable[..., Any]
     traces: Sequence[TraceCtx]
 
@@ -219,7 +186,7 @@ class TracedPhases:
     def __init__(
         self,
         converted: Converted,
-        program: pipeline.Program,
+        program: Traces,
         module: str,
         transforms: Sequence[Transform],
     ) -> None:
@@ -273,7 +240,7 @@ class TracedPhases:
     def _compile_backward(self, missing: frozenset[int]) -> _Backward:
         with metered() as spent, uncollected():
             names = [self._tangents[position][1] for position in missing]
-            program = program_without(self._program, names) if missing else self._program
+            program = self._program.without(names) if missing else self._program
             assert program.backward is not None, "it returns the remaining gradients"
             trace, _ = self._compile_regions(program.backward, program, self._saved_values)
             traces = self._transformed(trace, program)
@@ -281,17 +248,17 @@ class TracedPhases:
         self.spent += spent()
         return backward
 
-    def _transformed(self, trace: TraceCtx, program: pipeline.Program) -> list[TraceCtx]:
+    def _transformed(self, trace: TraceCtx, program: Traces) -> list[TraceCtx]:
         traces, facts, timeline = [trace], program.facts, program.timeline
         for transform in self._transforms:
-            with thunder_context(), pipeline.telling_all_ranks(facts, timeline):
+            with pipeline.thunder_context(), pipeline.telling_all_ranks(facts, timeline):
                 result = transform.transform_trace_post_optimization(traces[-1], executors_list=[facts.executor])
                 require_own_lines(traces[-1], result, timeline, facts.executor, type(transform).__name__)
             traces.append(result)
         return traces
 
     def _compile_regions(
-        self, trace: TraceCtx, program: pipeline.Program, forward_values: Mapping[str, Any]
+        self, trace: TraceCtx, program: Traces, forward_values: Mapping[str, Any]
     ) -> tuple[TraceCtx, Mapping[str, Any]]:
         """Return a phase with compiled regions, and its fake values. If nothing is fused, there are no fake values."""
         if not program.fuses:
@@ -300,7 +267,7 @@ class TracedPhases:
         return with_kernels(trace, Fakes(self._values, full), forward_values, self._module)
 
 
-def fake_values(converted: Converted, program: pipeline.Program) -> dict[str, Any]:
+def fake_values(converted: Converted, program: Traces) -> dict[str, Any]:
     """Return the fake values of a program, keyed by name. Those of rows are the full parameters'."""
     parameters, inputs = converted.parameters, program.facts.inputs
     return {**converted.values, **converted.constants, **{name: parameters[path] for name, path in inputs.items()}}

@@ -137,11 +137,8 @@ class ZeroModule(Refusals, ShardedModel, ThunderModule):
         """Load DTensors, full tensors and buffers. This rank copies only its rows of a full tensor.
 
         This is not a collective. Values are always copied, even with ``assign=True``, because the optimizer and the
-        programs hold the parameters. A module's ``_load_from_state_dict`` may rename, split or join entries.
-
-        Raises:
-            RuntimeError: ``strict`` is True and names are missing or unexpected, or the call is inside ``EMA.applied``.
-            ValueError: a full tensor and its parameter have different shapes. No value was changed.
+        programs hold the parameters. A module's ``_load_from_state_dict`` may rename, split or join entries. If shapes
+        differ, no value is changed.
         """
         self._state.require_own_values("load a state dict")
         return load_parts(self._model, encoded_values(self._model, state_dict), self.state_dict(), strict)
@@ -260,11 +257,6 @@ def traces_of(model: ThunderModule, synced: bool | None = None, graph: int | Non
         synced: True for the program that reduces gradients, False for the program under ``no_sync``, None for the
             program that ran last. If several programs match, and none of these ran last, the newest is returned.
         graph: the index of a graph of the last forward. None if there was one graph.
-
-    Raises:
-        TypeError: ``model`` is not a sharded model.
-        RuntimeError: the model has not been called, or only with the other value of ``synced``.
-        ValueError: ``graph`` is None and the last forward ran several graphs, or there is no such graph.
     """
     graphs = captured_forward(model).ran
     if graphs and ((graph is None and len(graphs) > 1) or not 0 <= (graph or 0) < len(graphs)):

@@ -68,7 +68,6 @@ class Contents:
         return {path: as_entry(label, value)} if is_mine else {}
 
     def entries(self) -> Entries:
-        """Return the entries that this rank writes for the model."""
         states = {name: value for name, (value, _) in self.states.items()}
         by_turn: list[tuple[int | None, tuple[str, Any]]] = [
             *enumerate(self.params.items()),
@@ -130,8 +129,6 @@ def contents_of(model: ShardedModel) -> Contents:
 
 
 class _ExtraState:
-    """A module's extra state."""
-
     def __init__(self, module: nn.Module) -> None:
         self.state_dict, self.load_state_dict = module.get_extra_state, module.set_extra_state
 
@@ -156,7 +153,6 @@ def extra_entries(contents: Contents, extra: Mapping[str, Any]) -> Entries:
 
 
 def as_entry(label: str, value: Any) -> Tensor | bytes:
-    """Return a tensor, or the pickled bytes of any other value."""
     return value.detach() if isinstance(value, Tensor) else pickle_value(label, value)
 
 
@@ -180,7 +176,6 @@ def is_cut(value: object) -> TypeGuard[DTensor]:
 
 
 def split_rank_prefix(key: str) -> tuple[int, str] | None:
-    """Return the rank number at the start of a key, and the remaining key."""
     match = RANK_KEY.fullmatch(key)
     return None if match is None else (int(match[1]), match[2])
 
@@ -192,7 +187,6 @@ def name_some(names: Sequence[str]) -> str:
 
 
 def require_same_names(problem: str, saved: Iterable[str], expected: Iterable[str], action: str) -> None:
-    """Raise ValueError unless the saved names equal the expected names."""
     missing, unexpected = sorted(set(expected) - set(saved)), sorted(set(saved) - set(expected))
     if missing or unexpected:
         raise ValueError(f"{problem} (missing: {name_some(missing)}; unexpected: {name_some(unexpected)}); {action}")

@@ -167,7 +167,6 @@ def _read_file(
 
 
 def _decode(data: bytes, item: ReadItem, metadata: Metadata, values: dict[str, Any]) -> None:
-    """Decode the bytes of an item, and copy the part that this rank needs into ``values``."""
     key, transforms = item.dest_index.fqn, metadata.storage_data[item.storage_index].transform_descriptors or ()
     stream = io.BytesIO(data)
     if transforms:  # such as compression
@@ -183,7 +182,6 @@ def _decode(data: bytes, item: ReadItem, metadata: Metadata, values: dict[str, A
 
 
 def _require_part(index: MetadataIndex, value: Any, metadata: Metadata) -> None:
-    """Raise ValueError unless a part is the tensor that its metadata describes."""
     stored: Any = metadata.state_dict_metadata[index.fqn]
     shape = next(tuple(chunk.sizes) for chunk in stored.chunks if chunk.offsets == index.offset)
     dtype = stored.properties.dtype

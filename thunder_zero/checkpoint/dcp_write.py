@@ -40,8 +40,6 @@ Entries = dict[KeyPath, Tensor | bytes | KeyPath]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's part of a checkpoint."""
-
     plan: SavePlan
     places: Mapping[MetadataIndex, StorageInfo]  # the files and byte ranges of items
     aliases: Mapping[str, str]  # from an alias's key to the key of the value
@@ -60,7 +58,6 @@ class HashedFile(io.BufferedWriter):
         return super().write(data)
 
     def seal(self, path: Path) -> File:
-        """Flush the file to disk, and return its entry for the manifest."""
         self.flush()
         os.fsync(self.fileno())
         return File(path.name, self.tell(), self._digest.hexdigest())
@@ -77,8 +74,6 @@ class WritePlanner(DefaultSavePlanner):
         self.is_coordinator = False
 
     def create_local_plan(self) -> SavePlan:
-        """Return DCP's plan for this rank, without empty parts."""
-
         def is_empty(item: WriteItem) -> bool:
             data = item.tensor_data
             return data is not None and data.size.numel() > 0 and data.chunk.sizes.numel() == 0
@@ -95,7 +90,6 @@ def key_of(path: KeyPath) -> str:
 
 
 def write_planned(folder: Path, rank: int, planner: WritePlanner) -> Part:
-    """Write the items of a rank's plan to a new file, and flush it to disk."""
     plan, places, path = planner.create_local_plan(), dict[MetadataIndex, StorageInfo](), folder / f"__{rank}_0.distcp"
     if not plan.items:
         return Part(plan, places, planner.aliases, ())

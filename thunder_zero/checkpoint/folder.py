@@ -50,7 +50,7 @@ def locate(path: Path) -> Path:
 
 
 def is_unchanged(folder: Path, written: Manifest) -> bool:
-    """Return whether the folder still has the checkpoint of a manifest. Each save has a new number in its manifest."""
+    """Return whether a folder still has the checkpoint of a manifest, in which each save has a new number."""
     try:
         return manifest.read(folder) == written
     except (FileNotFoundError, ValueError):
@@ -58,7 +58,6 @@ def is_unchanged(folder: Path, written: Manifest) -> bool:
 
 
 def list_checkpoints(parent: Path) -> dict[Path, Manifest]:
-    """Return the visible checkpoints in a folder, with their manifests."""
     manifests = {}
     for folder in parent.iterdir() if parent.is_dir() else ():
         if not folder.name.startswith(".") and not folder.is_symlink() and (folder / manifest.NAME).is_file():
@@ -108,7 +107,6 @@ def create_together() -> Iterator[Create]:
 
 
 def prepare(path: Path) -> None:
-    """Make an empty staging folder for a checkpoint."""
     if path.name in ("", LATEST) or path.name.startswith(".") or path.is_symlink():
         raise ValueError(
             f"cannot save a checkpoint at {str(path)!r}: {LATEST!r}, links and names that begin with a dot are "
@@ -242,7 +240,6 @@ def abandon(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

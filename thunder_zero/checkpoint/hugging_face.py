@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thunder_zero.checkpoint.folder import FILES_UNCHANGED, create_together, explain_write_error
-from thunder_zero.comm.agree import all_or_none, argument_claims
+from thunder_zero.comm.agree import Failures, all_or_none, argument_claims
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0, full_tensor
 from thunder_zero.plan.amounts import bytes_of, float_dtype, name_of
 from thunder_zero.safetensors_files import (
@@ -77,28 +77,22 @@ def save_pretrained(
     >>> tz.save_pretrained(model, "runs/model", dtype=torch.bfloat16)
     >>> LlamaForCausalLM.from_pretrained("runs/model")
 
-    Args:
-        model: a model with ZeroTransform.
-        folder: the folder to write, on a file system that rank 0 sees. It is created if it is missing.
-        max_shard_size: the maximum bytes of tensors in one file: a number, or a text such as ``"5GB"`` or ``"500MiB"``.
-            A larger tensor has a file of its own. Several files have an index. Adapters are always one file.
-        dtype: the dtype of floating-point tensors, such as ``"bfloat16"``. By default it is the shards' dtype.
+    ``max_shard_size`` bounds the bytes of tensors in a file: a number, or a text such as ``"500MiB"``. A larger tensor
+    has a file of its own. Several files have an index. Adapters are always one file. ``dtype`` is for floating-point
+    tensors; by default it is the shards' dtype.
 
-    Raises:
-        ValueError: safetensors files cannot hold a tensor's dtype, or the module's own ``save_pretrained`` raises.
-        OSError: a file cannot be written. Existing files are unchanged.
-        RuntimeError: another rank raised, an argument differs between ranks, or the call is inside
-            ``full_parameters``.
+    All ranks raise if a file cannot be written (existing files are then unchanged), if safetensors files cannot hold a
+    dtype, or if the module's own ``save_pretrained`` raises.
     """
     sharded = sharded_model(model)
     state = sharded.state
-    with all_or_none(state.group, SAVE) as facts:
+    with all_or_none(state.group, SAVE) as claims:
         state.require_sharded()
         dtype = float_dtype("dtype", dtype)
         folder = Path(folder)
         max_bytes = bytes_of("max_shard_size", max_shard_size)
         state_dict = sharded.plain.state_dict(keep_vars=True)
-        facts += argument_claims({"folder": folder, "max_shard_size": max_bytes, "dtype": dtype})
+        claims += argument_claims({"folder": folder, "max_shard_size": max_bytes, "dtype": dtype})
     with all_or_none(state.group, SAVE):
         is_writer = state.group.rank() == 0
         weights, other_files = (
@@ -107,17 +101,14 @@ def save_pretrained(
     files = [members for planned in weights.values() for members in split_into_files(*planned)]
     keys = broadcast_object_from_rank_0([tensor.key for members in files for tensor in members], state.group)
     values = (_gather(state, state_dict[key]) for key in keys)  # lazy, so that only one tensor is held at a time
-    failure: Exception | None = None
-    try:
+    failures = Failures()
+    with failures.capture():
         if state.group.rank() == 0:
             _write(weights, other_files, values)
-    except Exception as error:
-        failure = error
     for _ in values:
         pass  # every rank takes part in every gather, even rank 0 after an error
     with all_or_none(state.group, SAVE):
-        if failure is not None:
-            raise failure
+        failures.raise_first()
 
 
 def _plan_files(

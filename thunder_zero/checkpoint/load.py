@@ -72,8 +72,6 @@ VALUES = (int, float, str, bytes, Tensor, dict, list, tuple, type(None))  # type
 
 
 class OwnExtras(dict[str, Any]):
-    """The extras of one rank, by name."""
-
     def __missing__(self, name: str) -> NoReturn:
         raise KeyError(
             f"no extra {name!r} for this rank, which has {sorted(self)}; where another number of ranks saved it with "
@@ -110,22 +108,15 @@ def load(
     Args:
         path: the folder that :func:`save` wrote, or the link ``latest``; or a folder that another tool wrote with
             ``dcp.save``, with model and optimizer under usual names.
-        model: a model with ZeroTransform.
         optimizer: an optimizer, or several in a list, with the classes and parameter groups of the save.
         extra: objects by name. EMAs and objects with ``load_state_dict`` load their saved states. Other saved
             values are in :attr:`Loaded.own`.
         verify_files: False loads a checkpoint of another tool, which has no manifest with SHA-256.
-
-    Raises:
-        ValueError: the checkpoint is damaged, belongs to another model or optimizer, lacks an extra, or has an extra
-            that differs between the ranks that saved.
-        RuntimeError: another rank raised, arguments differ between ranks, ``no_sync`` holds gradients, or the call is
-            inside ``EMA.applied``.
     """
     state = sharded_model(model).state
-    with all_or_none(state.group, "to load") as facts:
+    with all_or_none(state.group, "to load") as claims:
         contents, optimizers = check_arguments(
-            facts, "load from", Path(path), model, optimizer, extra, verify_files=verify_files
+            claims, "load from", Path(path), model, optimizer, extra, verify_files=verify_files
         )
         wait_for_last(state)  # the next save raises its error
         for name, value in extra.items():
@@ -150,7 +141,7 @@ def load(
         loaded = Loaded(own_extras(new_values.of_rank, contents.rank, contents.ranks), new_values.of_rank)
         extra_states = extras_to_load(extra, loaded, contents.ranks)
     _write_all_or_none(new_values.tensors, [*extra_states, *new_values.states], state.group)
-    state.mark_stale(state.params)
+    state.expire(state.params.values())
     return loaded
 
 
@@ -243,8 +234,6 @@ def _restore_at_end(targets: Sequence[Any]) -> ExitStack:
 
 
 class NewValues(NamedTuple):
-    """Values that were read from a checkpoint, in new memory."""
-
     tensors: Sequence[tuple[Tensor, Tensor]]  # (local tensor, new value) tuples
     states: States  # modules, averages and optimizers; a call may raise
     of_rank: tuple[Mapping[str, Any], ...]  # the extras of each rank that saved, by name
@@ -307,10 +296,7 @@ def _find_prefix(kind: str, score: Callable[[str], int], stored: Iterable[str], 
 
 
 def _match(contents: Contents, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the target of each key: a tensor, the key of the first name (for an alias), or an object with a state.
-
-    Raise ValueError if names, shapes or dtypes differ.
-    """
+    """Return the target of each key: a tensor, the key of the first name (for an alias), or an object with a state."""
     root, label = f"{key_of(contents.root)}.", contents.label
     tensors = {**contents.params, **contents.buffers}
 

@@ -31,15 +31,12 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The manifest of a checkpoint."""
-
     number: int  # larger than the numbers of earlier checkpoints in the folder
     ranks: int
     files: tuple[File, ...]  # all files except the manifest
 
 
 def to_text(manifest: Manifest) -> str:
-    """Return the manifest as JSON, with a SHA-256 of itself."""
     body = {"format": FORMAT, **asdict(manifest)}
     return json.dumps({"sha256": _digest(body), **body}, indent=1) + "\n"
 
@@ -60,7 +57,6 @@ def from_text(text: str) -> Manifest:
 
 
 def read(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint."""
     text = (folder / NAME).read_text(errors="replace")
     try:
         return from_text(text)
@@ -69,7 +65,6 @@ def read(folder: Path) -> Manifest:
 
 
 def require_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint whose files will be verified."""
     try:
         return read(folder)
     except FileNotFoundError:
@@ -130,10 +125,7 @@ def raise_faults(folder: Path, faults: Sequence[str]) -> None:
 def require_no_faults(
     folder: Path, files: Iterable[File], *, contents: bool = True, done: Callable[[int], None] = lambda count: None
 ) -> None:
-    """Raise ValueError unless files still have the sizes and SHA-256 that their manifest lists.
-
-    ``contents=False`` compares sizes only, and reads no file. ``done`` gets the number of bytes of each read.
-    """
+    """Raise ValueError unless files have the listed sizes and, with ``contents``, SHA-256. ``done`` gets bytes read."""
     faults = []
     for file in files:
         fault = _fault_of_size(folder / file.name, file)

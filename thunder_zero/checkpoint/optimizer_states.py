@@ -43,8 +43,6 @@ Group = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SteppedParam:
-    """A parameter that an optimizer steps."""
-
     name: str  # the first name in the model's state dict
     number: int | None  # the index among the model's parameters; None for an ignored parameter
     tensor: Tensor
@@ -54,24 +52,24 @@ class SteppedParam:
 
 def params_by_group(contents: Contents, optimizers: Sequence[Optimizer]) -> list[list[SteppedParam]]:
     """Return the parameters of each group. Raise ValueError if a parameter or a state has no name of its own."""
-    known: dict[int, tuple[str, int | None]] = {id(tensor): (name, None) for name, tensor in contents.ignored.items()}
-    known |= {id(tensor): (name, number) for number, (name, tensor) in enumerate(contents.params.items())}
+    known: dict[Tensor, tuple[str, int | None]] = {tensor: (name, None) for name, tensor in contents.ignored.items()}
+    known |= {tensor: (name, number) for number, (name, tensor) in enumerate(contents.params.items())}
     groups: list[list[SteppedParam]] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             groups.append([])
             for tensor in group["params"]:
-                if id(tensor) not in known:
+                if tensor not in known:
                     raise ValueError(
                         f"{class_name(optimizer)} has a parameter of shape {tuple(tensor.shape)} that is not one of "
                         f"this model's; build the optimizer on model.parameters()"
                     )
                 owner = optimizer.owner_of(tensor) if isinstance(optimizer, StepsWhole) else None
-                groups[-1].append(SteppedParam(*known[id(tensor)], tensor, optimizer.state.get(tensor, {}), owner))
-    stepped_ids = {id(member.tensor) for member in chain(*groups)}
+                groups[-1].append(SteppedParam(*known[tensor], tensor, optimizer.state.get(tensor, {}), owner))
+    stepped = {member.tensor for member in chain(*groups)}
     for optimizer in optimizers:
         for key in optimizer.state:
-            if id(key) in stepped_ids:
+            if key in stepped:
                 continue
             label = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
             raise ValueError(
@@ -115,7 +113,6 @@ def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tu
 
 
 def _state_entry(contents: Contents, member: SteppedParam, key: str, value: Any) -> Entries:
-    """Return the entry that this rank writes for a state, or {} if another rank writes the state."""
     label, param = f"the optimizer's state {key!r} of parameter {member.name!r}", member.tensor
     path = (OPTIM, STATE, member.name, key)
     if not isinstance(key, str) or "." in key:
@@ -255,7 +252,6 @@ def _merge_group(names: Sequence[str], by_param: Mapping[str, Group]) -> Group:
 
 
 def _require_groups(saved: Sequence[Mapping[str, Any]], names_of_groups: Sequence[Sequence[str]]) -> None:
-    """Raise ValueError unless each parameter group has the same parameters as in the checkpoint."""
     if len(saved) != len(names_of_groups):
         raise ValueError(
             f"the checkpoint's optimizer has {len(saved)} parameter groups, this one has {len(names_of_groups)}; "
@@ -269,7 +265,6 @@ def _require_groups(saved: Sequence[Mapping[str, Any]], names_of_groups: Sequenc
 
 
 def _has_shape(entry: Any, member: SteppedParam) -> bool:
-    """Return whether an entry of a checkpoint is a tensor of a parameter's shape."""
     return isinstance(entry, TensorStorageMetadata) and entry.size == member.tensor.shape
 
 

@@ -30,7 +30,7 @@ from thunder_zero.checkpoint import dcp_write, folder
 from thunder_zero.checkpoint.contents import Contents, contents_of, extra_entries
 from thunder_zero.checkpoint.dcp_write import Entries, Part, WritePlanner
 from thunder_zero.checkpoint.optimizer_states import optimizer_entries
-from thunder_zero.comm.agree import Claim, all_or_none, argument_claims
+from thunder_zero.comm.agree import Claim, Failures, all_or_none, argument_claims
 from thunder_zero.comm.group import group_like
 from thunder_zero.comm.small_collectives import gather_object_on_rank_0
 from thunder_zero.optim.ema import EMA
@@ -64,22 +64,14 @@ def save(
 
     Args:
         path: the checkpoint's folder, on a file system that all ranks see. An existing checkpoint is replaced.
-        model: a model with ZeroTransform.
         optimizer: an optimizer on ``model.parameters()``, or several in a list. States are saved by parameter name.
         extra: values of this rank by name: EMAs, objects with ``state_dict`` and ``load_state_dict``, or values that
             ``torch.load(weights_only=True)`` reads (numbers, strings, tensors, dicts and lists).
         max_to_keep: the number of checkpoints to keep. Older checkpoints are deleted if their names differ from this
             name only in the last number.
-        wait: False copies everything to the CPU and writes it in a thread, while training continues.
-
-    Returns:
-        A future with the path of the checkpoint. With ``wait=False`` the future is done once the checkpoint is visible.
-        If a save in the thread fails, the thread emits a warning. The future's ``result`` and the next save then raise.
-
-    Raises:
-        FileExistsError: ``path`` exists and is not a checkpoint, or another live run writes it.
-        RuntimeError: another rank raised, arguments differ between ranks, the call is inside ``no_sync`` or
-            ``EMA.applied``, or the previous save failed.
+        wait: False copies everything to the CPU and writes it in a thread, while training continues. The future, with
+            the checkpoint's path, is then done once the checkpoint is visible. If a save in the thread fails, the
+            thread emits a warning, and the future's ``result`` and the next save raise.
     """
     state = sharded_model(model).state
     with all_or_none(state.group, "to save") as claims:
@@ -140,9 +132,8 @@ def check_arguments(
 def entries_of(
     contents: Contents, optimizers: Sequence[Optimizer], extra: Mapping[str, Any]
 ) -> tuple[Entries, list[Claim]]:
-    """Return the entries that this rank writes, and the claims that ranks must agree on."""
     states, claims = optimizer_entries(contents, optimizers)
-    claims += [ema.fact(f"the extra {name!r}, an EMA,") for name, ema in extra.items() if isinstance(ema, EMA)]
+    claims += [ema.claim(f"the extra {name!r}, an EMA,") for name, ema in extra.items() if isinstance(ema, EMA)]
     return contents.entries() | extra_entries(contents, extra) | states, claims
 
 
@@ -154,15 +145,12 @@ def write_checkpoint(path: Path, entries: Entries, group: dist.ProcessGroup, *, 
         with all_or_none(group, "to save"):
             if rank == 0:
                 folder.prepare(path)
-        part, failure = None, None
-        try:
+        part, failures = None, Failures()
+        with failures.capture():
             part = dcp_write.write_planned(folder.staging_of(path), rank, WritePlanner(entries))
-        except Exception as error:
-            failure = error
         parts = gather_object_on_rank_0(part, group)
         with all_or_none(group, "to save"):
-            if failure is not None:
-                raise failure
+            failures.raise_first()
             complete = [part for part in parts if part is not None]
             if rank == 0 and len(complete) == len(parts):  # otherwise another rank raises now
                 finish_checkpoint(path, complete, max_to_keep)
@@ -184,8 +172,6 @@ def finish_checkpoint(path: Path, parts: Sequence[Part], max_to_keep: int | None
 
 
 class BackgroundSaves:
-    """The asynchronous saves of a model. Saves run one after the other, in one thread."""
-
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.last: Future[Path] | None = None
         self.group = group_like(group, device)  # so that collectives of saves and training do not mix

@@ -38,7 +38,6 @@ class Claim:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return 16 hex digits of the SHA-256 of a tensor's elements."""
     return hashlib.sha256(flat_bytes(tensor.detach().cpu()).numpy().data).hexdigest()[:16]
 
 
@@ -91,8 +90,26 @@ def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[
         _name_difference(all_gather_object(claims, group))
 
 
+class Failures:
+    """The first exception of this rank, held until the next agreement of all ranks."""
+
+    def __init__(self) -> None:
+        self._first: Exception | None = None
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as failure:
+            self._first = self._first or failure
+
+    def raise_first(self) -> None:
+        if self._first is not None:
+            raise self._first
+
+
 def require_same(claims: Sequence[Claim], group: dist.ProcessGroup) -> None:
-    """Raise an error on every rank that names the first fact in which a rank differs from rank 0; a collective."""
+    """Raise an error on every rank that names the first claim in which a rank differs from rank 0; a collective."""
     if len(set(all_gather_object(_digest_of(claims), group))) > 1:
         _name_difference(all_gather_object(claims, group))
 
@@ -101,26 +118,25 @@ def _digest_of(claims: Sequence[Claim]) -> str:
     return hashlib.sha256("\n".join(map(repr, claims)).encode()).hexdigest()
 
 
-def _name_difference(facts_of_ranks: Sequence[Sequence[Claim]]) -> NoReturn:
-    facts_of_rank_0, *other_claims = facts_of_ranks
+def _name_difference(claims_of_ranks: Sequence[Sequence[Claim]]) -> NoReturn:
+    claims_of_rank_0, *other_claims = claims_of_ranks
     rank, expected, actual = next(
         (rank, expected, actual)
         for rank, claims in enumerate(other_claims, 1)
-        for expected, actual in zip_longest(facts_of_rank_0, claims)
+        for expected, actual in zip_longest(claims_of_rank_0, claims)
         if expected != actual
     )
     if expected and actual and expected.name != actual.name:
         raise RuntimeError(
             f"the ranks differ: rank 0 has {expected.name} where rank {rank} has {actual.name}; {expected.remedy}"
         )
-    fact, values = expected or actual, [item.value if item else "nothing" for item in (expected, actual)]
+    claim, values = expected or actual, [item.value if item else "nothing" for item in (expected, actual)]
     raise RuntimeError(
-        f"{fact.name} differs between ranks: rank 0 has {values[0]}, rank {rank} has {values[1]}; {fact.remedy}"
+        f"{claim.name} differs between ranks: rank 0 has {values[0]}, rank {rank} has {values[1]}; {claim.remedy}"
     )
 
 
 def argument_claims(arguments: Mapping[str, object]) -> list[Claim]:
-    """Return a fact for each argument, by name."""
     return [Claim(name, str(value), "pass the same on every rank") for name, value in arguments.items()]
 
 

@@ -1,10 +1,4 @@
-"""Chooses the device and the transport of a model; raises if its group cannot reduce a gradient.
-
-::
-
-    TaggedTransport        compares the tags of ranks, and has one transport for each axis of the mesh
-      -> a transport       PairwiseGloo | CoalescedNccl | PerTensor | SingleRank, chosen by the backend
-"""
+"""Chooses the device and the transport of a model; raises if its group cannot reduce a gradient."""
 
 from __future__ import annotations
 
@@ -120,15 +114,13 @@ def require_reducible(plan: Plan, reducible: Container[torch.dtype]) -> None:
 
 
 def memory_bytes(device: torch.device, group: dist.ProcessGroup) -> int | None:
-    """Return the memory of the smallest GPU of all ranks, in bytes, so that all ranks make equal plans; a collective.
-    On the CPU return None, without a collective."""
+    """Return the bytes of the smallest GPU of all ranks, for equal plans; a collective. Return None on the CPU."""
     if device.type != "cuda":
         return None
     return min(all_gather_object(torch.cuda.get_device_properties(device).total_memory, group))
 
 
 def _has_behaviour(param: nn.Parameter) -> bool:
-    """Return whether the parameter's class overrides operations."""
     function, dispatch = type(param).__torch_function__, type(param).__torch_dispatch__
     return function is not nn.Parameter.__torch_function__ or dispatch is not nn.Parameter.__torch_dispatch__
 

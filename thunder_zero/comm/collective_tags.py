@@ -74,7 +74,6 @@ class CollectiveTag:
 
     @cached_property
     def message(self) -> bytes:
-        """The payload of an announcement, ``BYTES`` long."""
         return (self.digest + self.text.encode()[: BYTES - DIGEST_BYTES]).ljust(BYTES, b"\0")
 
 
@@ -129,7 +128,6 @@ def compare_tags(step: str, group: ProcessGroup) -> str:
 
 
 def is_debugging() -> bool:
-    """Return whether torch's switch for slow checks, ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, is on."""
     return dist.get_debug_level() is dist.DebugLevel.DETAIL
 
 

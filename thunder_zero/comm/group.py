@@ -41,8 +41,6 @@ GLOO_CONNECT_FACTOR = 5  # gloo waits for a connection five times as long as for
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The process groups of a model."""
-
     world: dist.ProcessGroup  # all ranks that train the model
     data: dist.ProcessGroup  # the ranks that hold this rank's slices; ``world`` without tensor parallelism
     shard_group: dist.ProcessGroup  # the ranks that share this rank's replica
@@ -137,7 +135,6 @@ def _data_dims(names: tuple[str, ...], dims: object) -> tuple[str, ...]:
 
 
 def _with_sorted_rows(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh with the ranks of each row in ascending order, the order of process groups."""
     rows = mesh.mesh.sort(dim=-1).values
     if rows.equal(mesh.mesh):
         return mesh

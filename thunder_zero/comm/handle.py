@@ -24,8 +24,6 @@ Result = TypeVar("Result")
 
 
 class Waitable(Protocol):
-    """A launched collective of one bucket."""
-
     def wait(self) -> tuple[Tensor, ...]:
         """Wait until the collective has ended; return one tensor for each parameter."""
 
@@ -39,8 +37,6 @@ class WaitsBy:
 
 @dataclass(frozen=True, slots=True)
 class BucketPart:
-    """A part of a bucket that finishes independently."""
-
     # functions that return when a message has ended, or raise if it failed. They are called in order.
     waits: Iterable[Callable[[], object]]
     then: Callable[[], object] | None = None  # a function that does local work on the received data
@@ -109,7 +105,6 @@ class Task(Generic[Result]):
         lock.release()
 
     def result(self) -> Result:
-        """Wait until the task has ended; return its result, or raise its error."""
         with self._lock:
             error = self._error
         if error is None:

@@ -22,8 +22,6 @@ from thunder_zero.plan import layout
 
 
 class _Native(Transport):
-    """The buffers, padding and handles of both transports."""
-
     averages = FLOATS  # NCCL and MPI have no sum of complex numbers
     means: frozenset[torch.dtype] = frozenset()  # dtypes for which the collective itself averages
 
@@ -94,7 +92,6 @@ class _Native(Transport):
         return {"op": dist.ReduceOp.AVG if means[0].dtype in self.means else dist.ReduceOp.SUM}
 
     def _divisors(self, dtype: torch.dtype) -> tuple[float, float]:
-        """Return the divisor of gradients before the sum, and the divisor of the sum."""
         if dtype in self.means:
             return 1, 1
         return float16_divisors(self.world_size) if dtype is torch.float16 else (self.world_size, 1)

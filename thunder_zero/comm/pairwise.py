@@ -51,8 +51,6 @@ BLOCK = 1 << 16  # elements of half precision summed at a time, so that their fl
 
 
 class PairwiseGloo(Transport):
-    """The transport for gloo."""
-
     averages = FLOATS | COMPLEX  # torch sums, not the backend
 
     def __init__(self, group: ProcessGroup, role: int = 0) -> None:
@@ -205,8 +203,7 @@ class PairwiseGloo(Transport):
     def _reduce(
         self, bucket: GlooBucket, parts: Sequence[Tensor], mean: Tensor, then: Callable[[], None] | None
     ) -> BucketPart:
-        """Receive a part from each peer, and write their mean, with this rank's part, into ``mean``. The caller sends
-        ``parts[r]`` to rank r."""
+        """Receive a part from each peer, to which the caller sends ``parts``, and write the mean into ``mean``."""
         lowest = min(self._peers)  # its part is summed first or second, so it may be received into ``mean``
         arrived = {rank: mean if rank == lowest else torch.empty_like(mean) for rank in self._peers}
         in_rank_order = [arrived.get(rank, parts[self.rank]) for rank in range(self.world_size)]
@@ -271,19 +268,14 @@ class GlooBucket:
         self._sends.append(messages)
 
     def meanwhile(self, work: Callable[[], object]) -> None:
-        """Do local work while messages are in flight."""
         self._meanwhile.append(work)
 
     def post(self, parts: Sequence[BucketPart]) -> list[BucketPart]:
         """Start the messages without blocking the caller. Return the parts of a handle, posting first, sends last."""
-        posted = self.run(self._post)
+        posted = in_background(SENDER, self._post).result
         for work in self._meanwhile:
             work()
         return [BucketPart((posted,)), *parts, BucketPart(self._sent)]
-
-    def run(self, post: Callable[[], None]) -> AwaitMessage:
-        """Run ``post`` on the sender thread; return a function that waits until ``post`` has returned."""
-        return in_background(SENDER, post).result
 
     def start_all(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[AwaitMessage]:
         """Start messages, keyed by rank. Return a wait for each. Empty tensors need no message."""
@@ -303,12 +295,10 @@ def tags_of(role: int, tag: int) -> tuple[int, int, int]:
 
 
 def send(message: Tensor, rank: int, group: ProcessGroup, tag: int) -> AwaitMessage:
-    """Start sending to a rank of the group."""
     return _start(group.send, message, rank, group, tag)
 
 
 def receive(slot: Tensor, rank: int, group: ProcessGroup, tag: int) -> AwaitMessage:
-    """Start receiving from a rank of the group into ``slot``."""
     return _start(group.recv, slot, rank, group, tag)
 
 
@@ -323,7 +313,6 @@ def _start(post: Callable[..., dist.Work], tensor: Tensor, rank: int, group: Pro
 
 
 def _end(work: dist.Work, group: ProcessGroup, rank: int) -> None:
-    """Wait until a message has ended."""
     start = monotonic()
     try:
         work.wait()
@@ -333,8 +322,6 @@ def _end(work: dist.Work, group: ProcessGroup, rank: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackedMessage:
-    """Parameters that share a message."""
-
     members: tuple[int, ...]  # the indices of the parameters in the bucket
     shapes: tuple[Shape, ...]
     shard_shapes: tuple[Shape, ...]  # of the message's tensors: a rank's rows with padding, or all rows

@@ -85,7 +85,6 @@ def partial_of(module: nn.Module, ranks: Ranks) -> frozenset[str]:
 
 
 def _dimension_of(name: str, param: DTensor) -> int | None:
-    """Return the dimension along which a DTensor is sliced, or None if it is replicated."""
     (placement,) = param.placements
     if isinstance(placement, Replicate):
         return None
@@ -196,7 +195,6 @@ def _common(tensor: Tensor, param: Param, other: Param, plan: Plan) -> Tensor:
 
 
 def _tied_by_hugging_face(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Return the two weights that a Hugging Face model's configuration ties, or None."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
         return None

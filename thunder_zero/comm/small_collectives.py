@@ -116,7 +116,6 @@ def full_tensor(value: DTensor, group: ProcessGroup) -> Tensor:
 
 
 def barrier(group: ProcessGroup) -> None:
-    """Wait until all ranks have reached this call."""
     with small_collective("barrier", group):
         dist.barrier(group=group)
 

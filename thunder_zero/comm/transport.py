@@ -72,8 +72,7 @@ class Transport(ABC):
 
     @abstractmethod
     def all_reduce(self, grads: Sequence[Tensor]) -> Waitable:
-        """Average full tensors over ranks. The handle returns the means in new tensors (for W > 1), equal on all
-        ranks."""
+        """Average full tensors over ranks. The handle returns new tensors (for W > 1), equal on all ranks."""
 
     @abstractmethod
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
@@ -105,7 +104,6 @@ class Transport(ABC):
 
     @property
     def in_flight(self) -> bool:
-        """True if a handle was launched and has not ended."""
         return bool(self._pending)
 
     def drain(self) -> None:

@@ -44,7 +44,6 @@ class Encoding:
         return str(self.dtype).removeprefix("torch.")
 
     def blocks(self, numel: int) -> int:
-        """Return the number of scales of ``numel`` elements."""
         return -(-numel // self.block) if self.block else 0
 
     def nbytes(self, numel: int) -> int:
@@ -67,10 +66,7 @@ class Encoding:
 
 @dataclass(frozen=True, repr=False)
 class Blocks(Encoding, ABC):
-    """An encoding with a scale for each block of elements.
-
-    A subclass defines ``encode``, ``decode`` and ``error``.
-    """
+    """An encoding with a scale for each block of elements."""
 
     dtype: torch.dtype = field(default=torch.int8, init=False)
     block: int = 128

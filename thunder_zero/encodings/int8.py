@@ -45,11 +45,7 @@ class Int8(Blocks):
     >>> Int8(128).nbytes(1000)
     1032
 
-    Attributes:
-        block: the number of elements that share a scale.
-
-    Raises:
-        ValueError: ``block`` is not an int from 1 to 65,536.
+    ``block`` is the number of elements that share a scale, up to 65,536.
     """
 
     largest = 127.0

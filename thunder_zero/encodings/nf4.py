@@ -42,11 +42,7 @@ class NF4(Blocks):
     frequent. Only frozen parameters are stored in this format, row by row. The error of an element is at most 15.2% of
     the largest element of its block.
 
-    Attributes:
-        block: the number of elements that share a scale, an even number. Each row begins with a new block.
-
-    Raises:
-        ValueError: ``block`` is not an even int from 2 to 65,536.
+    ``block`` is the number of elements that share a scale, an even number up to 65,536. Each row begins a new block.
     """
 
     dtype: torch.dtype = field(default=torch.uint8, init=False)
@@ -113,7 +109,6 @@ class NF4(Blocks):
 
 
 def _pieces(flat: Tensor, piece: int | None) -> Iterator[tuple[int, int]]:
-    """Yield the start and stop of each piece of rows."""
     step = max((piece or piece_on(flat.device)) // max(flat.shape[1], 1), 1)
     for start in range(0, len(flat), step):
         yield start, min(start + step, len(flat))

@@ -1,9 +1,4 @@
-"""The strategy of Lightning Fabric.
-
-In: a plain or jitted module from ``Fabric.setup``. Out: :class:`Forward`, which Fabric wraps::
-
-    model(x), Fabric's wrapper  ->  Forward  ->  ZeroModule  ->  the module's forward, compiled
-"""
+"""The strategy of Lightning Fabric."""
 
 from __future__ import annotations
 
@@ -108,16 +103,13 @@ class ZeroStrategy(DDPStrategy):
         self._backward_sync_control = self
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
-        """Return the sharded model's ``no_sync`` if enabled."""
         return zero_module(module).no_sync() if enabled else nullcontext()
 
     @property
     def policy(self) -> Policy:
-        """The policy, with the changes of the arguments."""
         return self._sharding.arguments.policy
 
     def setup_environment(self) -> None:
-        """Start the process group."""
         require_supported(self.precision)
         super().setup_environment()
 
@@ -133,10 +125,9 @@ class ZeroStrategy(DDPStrategy):
         return stack
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Do nothing. The full module may not fit on the device. ``setup_module`` moves only shards to the device."""
+        """Do nothing, since the full module may not fit on the device."""
 
     def setup_module(self, module: nn.Module) -> Forward:
-        """Shard a plain module or a jitted one. This is a collective."""
         return Forward(self._sharding.shard(module, self.root_device), module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -153,24 +144,20 @@ class ZeroStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the global norm of the module's gradients with :func:`~thunder_zero.clip_grad_norm_`."""
         return clip_grad_norm_(zero_module(module), max_norm, float(norm_type), error_if_nonfinite)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the full state dict on rank 0's CPU, and an empty dict on other ranks. This is a collective."""
         if not isinstance(module, Forward):
             return super().get_module_state_dict(module)  # type: ignore[no-any-return]
         return full_model_state_dict(module.model)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load a plain module's full state dict into the shards."""
         if not isinstance(module, Forward):
             super().load_module_state_dict(module, state_dict, strict)
             return
         module.model.load_state_dict(state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's full state dict on rank 0's CPU, and {} on other ranks. This is a collective."""
         return full_optimizer_state_dict(optimizer, wanted=self.is_global_zero)
 
 
@@ -203,9 +190,6 @@ def zero_module(model: nn.Module) -> ZeroModule:
     """Return the sharded model inside a module that ``Fabric.setup`` returned.
 
     >>> tz.print_trace(zero_module(model))
-
-    Raises:
-        TypeError: ``model`` was not set up by a Fabric with ZeroStrategy.
     """
     sharded = next((module.model for module in model.modules() if isinstance(module, Forward)), None)
     if sharded is None:
@@ -220,8 +204,6 @@ def zero_module(model: nn.Module) -> ZeroModule:
 
 
 class Sharding:
-    """The checked arguments of a strategy. See :class:`~thunder_zero.lightning.ZeroStrategy` for errors."""
-
     def __init__(
         self,
         policy: Policy | int | None,
@@ -273,7 +255,6 @@ def full_model_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def require_supported(precision: fabric_plugins.Precision | trainer_plugins.Precision) -> None:
-    """Raise TypeError if a plugin would wrap modules."""
     if type(precision) not in SUPPORTED:
         raise TypeError(
             f"thunder_zero does not support precision={precision.precision!r} ({type(precision).__name__}); choose "

@@ -1,9 +1,4 @@
-"""The strategy of Lightning's Trainer.
-
-In: a LightningModule with one submodule that has all parameters. Out: a sharded model that the submodule calls::
-
-    self.net(batch)  ->  Redirect, set as self.net.forward  ->  ZeroModule  ->  original forward of self.net, compiled
-"""
+"""The strategy of Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -72,14 +67,12 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
         return True
 
     def setup_environment(self) -> None:
-        """Start the process group."""
         require_supported(self.precision_plugin)
         if self._layer_sync is not None:
             raise ValueError("ZeroTrainerStrategy does not support sync_batchnorm=True; leave it out")
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the model, then set up optimizers and precision. This is a collective."""
         for callback in trainer.callbacks:
             if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
                 raise ValueError(
@@ -126,16 +119,13 @@ class ZeroTrainerStrategy(TrainerDDPStrategy):
         return self.sharded.no_sync()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the full state dict on rank 0, and an empty dict on other ranks. This is a collective."""
         return full_model_state_dict(self.lightning_module)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a checkpoint's full tensors into the shards."""
         module = self.lightning_module
         load_parts(module, encoded_values(module, checkpoint["state_dict"]), module.state_dict(), strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's full state dict on rank 0, and {} on other ranks. This is a collective."""
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return full_optimizer_state_dict(plain, wanted=self.is_global_zero)
 
@@ -155,7 +145,6 @@ class Redirect:
         self._attributes = {} if forward is None else {"forward": forward}  # set while the module is traced
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the sharded model."""
         attributes = vars(self.model.plain)
         del attributes["forward"]
         attributes |= self._attributes
@@ -166,7 +155,6 @@ class Redirect:
 
 
 def only_submodule(module: LightningModule) -> nn.Module:
-    """Return the submodule that has all parameters of a LightningModule."""
     params = [name for name, _ in module.named_parameters(recurse=False)]
     children: dict[str, nn.Module] = {
         name: child for name, child in module.named_children() if any(True for _ in child.parameters())

@@ -10,7 +10,7 @@ from thunder_zero.comm.agree import Claim, all_or_none, require_same
 from thunder_zero.comm.small_collectives import all_reduce_sum
 from thunder_zero.optim.options import describe_values, hyper_parameters
 from thunder_zero.optim.owners import Member
-from thunder_zero.sharded.gather import out_of_date
+from thunder_zero.sharded.gather import may_be_stale
 from thunder_zero.sharded.state import State
 
 FIRST = "build the same optimizer, with the same groups, on every rank"
@@ -28,13 +28,13 @@ def agree_on_step(
     Return the paths of the parameters with a gradient, and of those that every rank has in full. With ``known``, an
     earlier step compared members and groups.
     """
-    claims = _facts(kind, () if known else members, groups, LATER if known else FIRST)
+    claims = _claims(kind, () if known else members, groups, LATER if known else FIRST)
     if not known:
         require_same(claims, state.group)
     paths = [member.param.path for member in members]
     has_grad = [member.shard.grad is not None for member in members]
     digest = _digest(claims)
-    numbers = [digest, digest**2, *map(int, (*has_grad, *out_of_date(state, paths)))]
+    numbers = [digest, digest**2, *map(int, (*has_grad, *may_be_stale(state, paths)))]
     total, squares, *sums = all_reduce_sum(numbers, state.group, state.device)
     if state.plan.ranks * squares != total**2:  # equal if and only if all digests are equal
         require_same(claims, state.group)
@@ -49,7 +49,7 @@ def agree_on_step(
     return with_grad, frozenset(path for path, count in zip(paths, stale_counts, strict=True) if count == 0)
 
 
-def _facts(kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], remedy: str) -> list[Claim]:
+def _claims(kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], remedy: str) -> list[Claim]:
     claims = [Claim("the optimizer's class", kind, remedy)]
     claims += [
         Claim(f"parameter {number} of {kind}", f"{member.param.path!r}, owned by rank {member.owner}", remedy)

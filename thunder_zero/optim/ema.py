@@ -129,31 +129,27 @@ class EMA:
         ``full_parameters`` or an accumulation.
         """
         with doing("EMA.applied", self.state.name), all_or_none(self.state.group, "EMA.applied") as claims:
-            self._require_applicable()
-            claims.append(self.fact("the EMA"))
+            self.state.require_own_values("enter EMA.applied")
+            self.state.require_sharded()
+            if self.counts.averaged == 0:
+                raise RuntimeError(
+                    f"the EMA of {self.state.name} has no average yet, after {self.counts.calls} updates with "
+                    f"every={self.every}; call update() after the optimizer's steps first"
+                )
+            self.state.require_reduced("enter EMA.applied")
+            claims.append(self.claim("the EMA"))
         originals: dict[str, Tensor] = {}
         self._swap(originals)
-        self.state.averaged = frozenset(id(self._params[name]) for name in self.averages)
+        self.state.averaged = frozenset(self._params[name] for name in self.averages)
         try:
             yield
         finally:
             self.state.averaged = frozenset()
             self._swap(originals)
 
-    def fact(self, name: str) -> Claim:
-        """Return the settings and counts that ranks must agree on. An error begins with ``name``."""
+    def claim(self, name: str) -> Claim:
         value = f"decay {self.decay}, every {self.every}, {self.counts.calls} updates"
         return Claim(f"{name} of {self.state.name}", value, "make the same EMA and update it on every rank")
-
-    def _require_applicable(self) -> None:
-        self.state.require_own_values("enter EMA.applied")
-        self.state.require_sharded()
-        if self.counts.averaged == 0:
-            raise RuntimeError(
-                f"the EMA of {self.state.name} has no average yet, after {self.counts.calls} updates with "
-                f"every={self.every}; call update() after the optimizer's steps first"
-            )
-        self.state.require_reduced("enter EMA.applied")
 
     @torch.no_grad()
     def _swap(self, originals: dict[str, Tensor]) -> None:
@@ -169,6 +165,5 @@ class EMA:
 
 
 def _copy(param: Tensor) -> Tensor:
-    """Copy a parameter, in float32 if its dtype has fewer than 32 bits."""
     is_small = param.dtype.itemsize < torch.float32.itemsize
     return param.detach().to(torch.float32 if is_small else param.dtype, copy=True)

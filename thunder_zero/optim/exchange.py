@@ -94,7 +94,6 @@ class FromOwners:
         self._handle = _launch(state, outgoing, incoming)
 
     def wait(self) -> None:
-        """Wait for the messages, and write the rows into the shards."""
         self._handle.wait()
         for member, rows in self._rows:
             local(member.shard).detach().copy_(rows)
@@ -102,5 +101,4 @@ class FromOwners:
 
 
 def _launch(state: State, outgoing: ByPeer, incoming: ByPeer) -> Waitable:
-    """Launch the messages. This is a no-op on a single rank."""
     return state.transport.trade(outgoing, incoming) if state.plan.mesh.shard.size > 1 else WaitsBy(tuple)

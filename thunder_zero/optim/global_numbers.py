@@ -39,9 +39,7 @@ def clip_grad_norm_(
     ``norm_type`` is the p of the p-norm; ``math.inf`` selects the largest absolute value. Return the norm before
     clipping, equal on all ranks.
 
-    Raises:
-        RuntimeError: a rank has no gradient, ``no_sync`` holds unreduced gradients, or the norm is NaN or Inf and
-            ``error_if_nonfinite`` is True.
+    All ranks raise if a rank has no gradient, or if ``error_if_nonfinite`` is True and the norm is NaN or Inf.
     """
     state = sharded_model(model).state
     if not max_norm >= 0:
@@ -53,8 +51,7 @@ def clip_grad_norm_(
 
 def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Clip as :func:`clip_grad_norm_` does. If a rank raises, all ranks do."""
-    if state.plan.mesh.is_sliced:
-        require_equal_gradients_once(state, {id(param.shard) for param in state.params.values()})
+    require_equal_gradients_once(state, state.params.values())
     norm, statuses = total_norm(state, norm_type)
     if UNREDUCED in statuses:
         param = next(iter(state.deferred), None)
@@ -87,8 +84,8 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     replica, a parameter that is not tensor-parallel on the first rank of the ``tensor`` axis.
     """
     # torch's function on DTensors hangs for an infinite norm_type if a rank has no rows.
-    grads = {param.plan: param.shard.grad for param in state.params.values()}
-    present = {param: local(grad) for param, grad in grads.items() if grad is not None}
+    params = state.params.values()
+    present = {param.plan: local(param.shard.grad) for param in params if param.shard.grad is not None}
     mesh = state.plan.mesh
     counted = [
         rows

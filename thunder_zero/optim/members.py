@@ -35,7 +35,6 @@ from thunder_zero.sharded.state import State
 
 
 def groups_of_params(params: Iterable[Any]) -> Groups:
-    """Return parameter groups, given parameters, named parameters or groups."""
     if isinstance(params, nn.Module):
         raise TypeError(f"tz.whole was given a {type(params).__name__}; give it model.parameters(), or some of them")
     return Optimizer(params, {}).param_groups
@@ -100,7 +99,7 @@ def make_ordinary(
 def _planned_shards(groups: Groups) -> list[tuple[Param, Tensor, int, str | None]]:
     """List (``Param``, shard, number of the group, name in the group) tuples for the parameters in groups."""
     return [
-        (owner[1], shard, number, name)
+        (owner[1].plan, shard, number, name)
         for number, group in enumerate(groups)
         for name, shard in zip(names_of(group), group["params"], strict=True)
         if (owner := owner_of(shard)) is not None

@@ -57,16 +57,12 @@ def whole(
     Only the owner has a parameter's state. Together, ranks hold at most two buckets of whole parameters and gradients,
     and a third bucket of whole parameters.
 
-    Args:
-        optimizer: an optimizer's class, or a function that takes parameter groups and options and returns an optimizer.
-        params: parameters, named parameters or parameter groups of one sharded model.
-        trust_optimizer: True promises that the optimizer steps each parameter independently, and draws equal random
-            numbers in all replicas. False raises if it does not, or cannot be probed.
+    ``optimizer`` is a class, or a function that takes parameter groups and options and returns an optimizer.
+    ``trust_optimizer`` promises that it steps each parameter independently, and draws equal random numbers in all
+    replicas; without it, an optimizer that does not, or cannot be probed, raises.
 
-    Returns:
-        A ``torch.optim.Optimizer`` over the shards: schedulers, ``add_param_group``, ``zero_grad``, gradient scalers
-        and ``tz.clip_grad_norm_`` work as usual. The optimizer's ``state`` has only the states of parameters that this
-        rank owns. Its ``repr`` names the owners.
+    The result is an optimizer over the shards: schedulers, ``add_param_group``, ``zero_grad``, gradient scalers and
+    ``tz.clip_grad_norm_`` work as usual. Its ``repr`` names the owners.
     """
     if isinstance(optimizer, Optimizer) or not callable(optimizer):
         raise TypeError(
@@ -77,7 +73,6 @@ def whole(
 
 
 def update_options(groups: Sequence[dict[str, Any]], new_options: Sequence[Mapping[str, Any]]) -> None:
-    """Copy the options that a step returned into groups."""
     for group, options in zip(groups, new_options, strict=True):
         for key, value in options.items():
             if isinstance(current := group.get(key), Tensor) and isinstance(value, Tensor):
@@ -146,7 +141,7 @@ class Whole(GuardedOptimizer):
         self._is_compared = False
         self._stepped: frozenset[BucketStepper] = frozenset()  # buckets whose ordinary optimizers exist on all owners
         self.members: list[Member] = []  # in the order in which they are sent
-        self._owners: dict[int, int] = {}  # owners, keyed by the shard's id
+        self._owners: dict[Tensor, int] = {}  # by shard
         groups = groups_of_params(params)
         self.model: State = model_of([shard for group in groups for shard in group["params"]])
         self._user_options: list[frozenset[str]] = [frozenset(hyper_parameters(group)) for group in groups]
@@ -194,15 +189,14 @@ class Whole(GuardedOptimizer):
         named = "param_names" in groups[0]
         for members in members_of(groups, offset, self.model, loads):
             self.members += members
-            self._owners |= {id(member.shard): member.owner for member in members}
+            self._owners |= {member.shard: member.owner for member in members}
             self._buckets.append(BucketStepper(self._make, self._options, members, shard.place, named=named))
         self._is_compared = False
         self._param_ids = tuple(map(id, parameters_of(self)))
         self._probed = describe_for_probe(self.param_groups, self._moving) if offset == 0 else []
 
     def owner_of(self, shard: Tensor) -> int | None:
-        """Return the owner, as an index among the ranks of a replica; None in a ``frozen_format``."""
-        return self._owners.get(id(shard))
+        return self._owners.get(shard)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

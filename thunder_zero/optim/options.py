@@ -45,7 +45,6 @@ def describe_for_probe(groups: Sequence[Mapping[str, Any]], moving: Collection[s
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the attributes that an optimizer has in addition to those of ``torch.optim.Optimizer``."""
     return {name: value for name, value in vars(optimizer).items() if name not in OF_BASE}
 
 
@@ -55,7 +54,6 @@ def changed_names(before: Sequence[Mapping[str, str]], after: Sequence[Mapping[s
 
 
 def _describe(amounts: bool, value: Any) -> Any:
-    """Return an object whose ``repr`` describes a single value."""
     if isinstance(value, Tensor) and value.numel() <= MANY and not value.requires_grad:
         return tree_map(partial(_describe, amounts), value.tolist())
     if isinstance(value, Tensor):

@@ -20,8 +20,6 @@ from thunder_zero.plan.params import Param
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A parameter to be stepped whole."""
-
     number: int  # the index among the optimizer's parameters
     work: int
     nbytes: int
@@ -30,8 +28,6 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A parameter of a bucket."""
-
     param: Param
     shard: Tensor  # the parameter in the optimizer over shards, and the key of its states
     group: int
@@ -43,10 +39,7 @@ ParamAndGrad = tuple[Tensor, Tensor | None]  # a whole parameter and its gradien
 
 
 def work_of_shape(shape: tuple[int, ...]) -> int:
-    """Return the work of stepping a parameter: its elements times the smaller side of its matrix, as for Muon.
-
-    Elementwise optimizers are balanced, too, if most smaller sides are equal.
-    """
+    """Return the work of stepping a parameter: its elements times the smaller side of its matrix, as for Muon."""
     elements = prod(shape)
     return elements * max(1, min(shape[0], elements // shape[0])) if len(shape) > 1 and elements else elements
 

@@ -38,8 +38,6 @@ MakeOn = Callable[[Sequence[Mapping[str, Any]], GroupedParams], Optimizer]  # ta
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The result of a probe."""
-
     couples: str = ""  # a difference between stepping a parameter alone and with others
     draws: str = ""  # the names of the generators that a step draws from
     unknown: str = ""  # the reason why the optimizer cannot be probed
@@ -51,8 +49,6 @@ class ProbeResult:
 
 @dataclass(frozen=True, eq=False)
 class _ProbeParameter:
-    """A small parameter that stands for a parameter of the model."""
-
     number: int  # seeds its values
     group: int
     shape: tuple[int, ...]
@@ -86,8 +82,6 @@ def probe_optimizer(make_on: MakeOn, like: Optimizer, device: torch.device) -> P
 
 
 class _ProbeRun:
-    """Probe parameters that an optimizer has stepped together."""
-
     def __init__(
         self, make: Callable[[GroupedParams], Optimizer], kinds: Sequence[_ProbeParameter], device: torch.device
     ) -> None:
@@ -120,7 +114,6 @@ class _ProbeRun:
         return [describe_values(hyper_parameters(group)) for group in self._optimizer.param_groups]
 
     def _step(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """Step, and return the change of each probe parameter."""
         old_values = [param.detach().clone() for param in self._params]
         for param, grad in zip(self._params, grads, strict=True):
             param.grad = None if grad is None else grad.clone()
@@ -239,7 +232,6 @@ class NoCollectives(TorchDispatchMode):
 
 @contextmanager
 def _preserved_random_state(device: torch.device) -> Iterator[None]:
-    """Restore all random states at the end of the block, which emits no warnings."""
     numpy = sys.modules.get("numpy")
     state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
@@ -259,7 +251,6 @@ def _generators() -> dict[str, Any]:
 
 
 def _seed(device: torch.device, number: int) -> None:
-    """Seed all generators, so that a probe has equal results on all ranks."""
     for module in _generators().values():
         module.seed(number)
     torch.default_generator.manual_seed(number)
@@ -268,7 +259,6 @@ def _seed(device: torch.device, number: int) -> None:
 
 
 def _next_numbers(device: torch.device) -> set[tuple[str, float]]:
-    """Draw a number from each generator; return pairs of the owner's name and the number."""
     drawn = {name: module.random() for name, module in _generators().items()}
     devices = {torch.device("cpu"), device}
     drawn |= {f"torch's on the {place.type}": torch.rand((), device=place).item() for place in devices}

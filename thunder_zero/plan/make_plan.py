@@ -68,19 +68,8 @@ def make_plan(
 ) -> Plan:
     """Plan every parameter of ``module`` for one rank, except those that the policy ignores.
 
-    Args:
-        module: the module to shard.
-        policy: the policy for sharding the module.
-        mesh: the ranks that train the module, with this rank's index along each axis.
-        slices: a mapping from parameter names to the dimensions along which torch's tensor parallelism slices.
-        partial: names of the parameters whose gradients are sums over the ranks along ``tensor``.
-
-    Returns:
-        The plan, with its parameters in the order of ``module.named_parameters()``.
-
-    Raises:
-        ValueError: the module has no parameters, a unit is not a submodule, an ignored path does not exist, a pattern
-            matches nothing, or a rank has no slice of a parameter.
+    ``slices`` has the dimensions along which torch's tensor parallelism slices parameters. ``partial`` has the names of
+    parameters whose gradients are sums over the ranks along ``tensor``.
     """
     modules = {path for path, _ in module.named_modules()}
     names = _names(module, policy, modules)

@@ -56,16 +56,7 @@ class Mesh:
     ) -> Mesh:
         """Return a mesh with both data axes, and with ``tensor`` if ``slices`` is given.
 
-        Args:
-            world_size: number of ranks along ``shard``.
-            rank: this rank's index along ``shard``.
-            replicas: number of replicas of the sharded model.
-            copy: this rank's index along ``replicate``.
-            slices: number of ranks along ``tensor``; None if the model is not tensor-parallel.
-            part: this rank's index along ``tensor``.
-
-        Raises:
-            ValueError: ``world_size``, ``rank`` or ``replicas`` is out of range.
+        ``rank``, ``copy`` and ``part`` are this rank's indices along ``shard``, ``replicate`` and ``tensor``.
         """
         if not (is_count(world_size) and world_size):
             raise ValueError(f"world_size is {world_size!r}; give the number of ranks, at least 1")

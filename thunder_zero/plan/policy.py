@@ -53,9 +53,6 @@ class Times:
         backward: a mapping like ``forward``, for the gathers of backward.
         bytes_per_second: the speed at which a rank sends, and receives, in a gather that has the wire to itself;
             ``math.inf`` if nothing is sent.
-
-    Raises:
-        ValueError: a time is negative or infinite, or ``bytes_per_second`` is not positive.
     """
 
     forward: Mapping[str, float] = field(hash=False)
@@ -187,9 +184,6 @@ class Policy:
         transport: a function from a process group and a number to a :class:`thunder_zero.comm.transport.Transport`, for
             example a subclass of ``thunder_zero.comm.pairwise.PairwiseGloo``. Hybrid sharding has three transports,
             which may share a group but have different numbers (default None: by the backend).
-
-    Raises:
-        ValueError: a field has a value of the wrong type, or out of range.
     """
 
     stage: int = 3

@@ -37,9 +37,6 @@ class MixedPrecision:
             parameters and submodules; the last pattern that matches decides. A matching submodule casts its inputs to
             the override's ``param_dtype``, or to the dtype of its parameters. It casts its outputs to the override's
             ``output_dtype``, or back to the surrounding ``param_dtype``.
-
-    Raises:
-        ValueError: a field is not a supported dtype, or an override has overrides itself.
     """
 
     param_dtype: torch.dtype | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 
-from thunder_zero.schedule.ops import LAUNCHES, Free, Gather, Op, Return, Wait, ends
+from thunder_zero.schedule.ops import Free, Gather, Launch, Op, Return, Wait, ends
 from thunder_zero.schedule.timeline import Timeline
 
 
@@ -42,7 +42,7 @@ def lifetimes(timeline: Timeline, stop: int | None = None) -> dict[str, range]:
     parameter, or a reduced gradient, is alive from the launch of its collective. The gradients that a reduction reads
     are alive until its wait. Forward's return keeps nothing alive: the caller may drop the outputs.
     """
-    launched = {op.handle: index for index, op in enumerate(timeline.ops) if isinstance(op, LAUNCHES)}
+    launched = {op.handle: index for index, op in enumerate(timeline.ops) if isinstance(op, Launch)}
     forward = {timeline.memory(name) for op in timeline.ops[: timeline.backward_start] for name in op.writes}
 
     def uses(op: Op) -> Iterable[str]:
@@ -57,7 +57,7 @@ def lifetimes(timeline: Timeline, stop: int | None = None) -> dict[str, range]:
     return {
         name: range(launched[op.launch.handle] if isinstance(op, Wait) else index, last[name] + 1)
         for index, op in enumerate(timeline.ops[:stop])
-        if not isinstance(op, LAUNCHES)
+        if not isinstance(op, Launch)
         if not (ends(op, Gather) and timeline.params_of(op)[0].resident)
         for name in op.writes
         if timeline.memory(name) == name

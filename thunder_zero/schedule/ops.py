@@ -86,7 +86,6 @@ class Reduce:
 
 
 Launch: TypeAlias = Gather | Reduce
-LAUNCHES = (Gather, Reduce)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +148,7 @@ class Compute:
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    # the line: opaque to passes. A copy has the line of its original; equality ignores it
-    line: object = field(default=None, repr=False, compare=False)
+    line: object = field(default=None, repr=False, compare=False)  # opaque to passes
     backward: bool = False
     repeated: bool = False
     # True if running it twice gives equal values and has no side effect (not random, nothing in place), so that
@@ -161,6 +159,7 @@ class Compute:
     updates: tuple[str, ...] = ()  # values whose memory it overwrites, and values that may share this memory
     flops: int = 0  # FLOPs of its products, attention and convolutions; 0 for all other work
     exchange: Exchange | None = None  # set for a collective of torch's tensor parallelism, and for the wait for one
+    number: int = -1  # its index in the lifted timeline, by which passes know it. A copy has its original's
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +200,6 @@ class Return:
 
 
 Op: TypeAlias = Gather | Reduce | Wait | Defer | Compute | Free | Return
-KINDS: tuple[type[Op], ...] = (Gather, Reduce, Wait, Defer, Compute, Free, Return)
 
 
 def ends(op: Op, launch: type[Launch]) -> TypeGuard[Wait]:
@@ -211,7 +209,7 @@ def ends(op: Op, launch: type[Launch]) -> TypeGuard[Wait]:
 
 def starts_collective(op: Op) -> bool:
     """Return whether an operation starts a collective, of this package or of torch's tensor parallelism."""
-    return isinstance(op, LAUNCHES) or (isinstance(op, Compute) and op.exchange is not None and op.exchange.moves != "")
+    return isinstance(op, Launch) or (isinstance(op, Compute) and op.exchange is not None and op.exchange.moves != "")
 
 
 def ends_collective(op: Op) -> bool:
@@ -236,7 +234,7 @@ def tied(ops: Iterable[Op]) -> Iterator[Op]:
     """Yield the operations, each wait with the launch that writes its handle."""
     launches: dict[str, Launch] = {}
     for op in ops:
-        if isinstance(op, LAUNCHES):
+        if isinstance(op, Launch):
             launches[op.handle] = op
         elif isinstance(op, Wait) and op.launch is not (launch := launches.get(op.launch.handle, op.launch)):
             op = replace(op, launch=launch)
@@ -254,8 +252,8 @@ def identities(op: Op) -> tuple[Hashable, ...]:
             return tuple(("wait", *identity) for identity in identities(launch))  # type: ignore[misc]
         case Defer(params=paths):
             return tuple(("defer", path) for path in paths)
-        case Compute(line=line):
-            return (("line", id(line)),)
+        case Compute(number=number):
+            return (("compute", number),)
         case Return():
             return (("return", op.backward),)
         case Free():

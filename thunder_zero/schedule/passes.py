@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.free import free
 from thunder_zero.schedule.last_units import choose_last_units
+from thunder_zero.schedule.ops import Defer, Op, Reduce, ends
 from thunder_zero.schedule.prefetch import prefetch
 from thunder_zero.schedule.recompute import recompute
 from thunder_zero.schedule.regather import regather
@@ -46,6 +47,18 @@ PASSES = (
     sink_waits,  # end reductions late, within the bytes in flight
     recompute,  # recompute cheap values in backward instead of saving them; from here on no collective moves
 )
+
+
+def defer(timeline: Timeline) -> Timeline:
+    """Keep each gradient for a later backward (``no_sync``): a DEFER in place of its reductions."""
+    mean_of = dict(timeline.gradients)
+    ops: list[Op] = []
+    for op in timeline.ops:
+        if isinstance(op, Reduce) and not timeline.continues(op):
+            ops += [Defer((grad,), (mean_of[path],), (path,)) for grad, path in zip(op.reads, op.params, strict=True)]
+        elif not isinstance(op, Reduce) and not ends(op, Reduce):
+            ops.append(op)
+    return timeline.with_ops(ops)
 
 
 def run(timeline: Timeline) -> Timeline:

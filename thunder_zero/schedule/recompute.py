@@ -125,9 +125,9 @@ class _Phases:
 
     @cached_property
     def copied(self) -> frozenset[int]:
-        """The ids of forward's lines that earlier passes already copied into backward."""
+        """The numbers of forward's computations that earlier passes already copied into backward."""
         ops = (op for op in self.timeline.ops if isinstance(op, Compute))
-        return frozenset(id(op.line) for op in ops if op.backward and op.repeated)
+        return frozenset(op.number for op in ops if op.backward and op.repeated)
 
     def may_repeat(self, index: int) -> bool:
         """Return whether backward may repeat the operation at ``index``, an index of forward."""
@@ -139,7 +139,7 @@ class _Phases:
             and (
                 (op.cheap and self.timeline.plan.policy.recompute != "none")
                 or (unit != ROOT and op.work not in NOT_RECOMPUTED)
-                or id(op.line) in self.copied
+                or op.number in self.copied
             )
             and self.overwritten.isdisjoint(op.reads)
             and all(self.may_read(name) for name in op.reads if name in self.gathered)
@@ -209,17 +209,10 @@ def _graph(phases: _Phases, refused: set[int]) -> tuple[list[str], dict[str, set
 def cheapest_to_keep(
     nbytes: Sequence[int], made_from: Sequence[Collection[int] | None], wanted: Collection[int]
 ) -> tuple[set[int], set[int]]:
-    """Choose which values to keep, and which to compute again, so that the fewest bytes are kept: a minimum cut.
+    """Return the values to keep, and those to compute again, so that the fewest bytes are kept: a minimum cut.
 
     If there are several minimum cuts, choose the cut that recomputes least. It is unique, so all ranks choose it.
-
-    Args:
-        nbytes: bytes of each value.
-        made_from: for each value, the values from which it can be computed again; None if that is impossible.
-        wanted: the values that are needed.
-
-    Returns:
-        The values to keep, and the values to compute again.
+    ``made_from`` has, for each value, the values from which it can be computed again; None if that is impossible.
 
     >>> cheapest_to_keep([4, 8, 8], [None, {0}, {1}], wanted={1, 2})
     ({0}, {1, 2})
@@ -250,7 +243,7 @@ class _Placement:
         self.names: dict[str, str] = {}  # value of forward -> its copy in backward
         self.dropped: dict[str, str] = {}  # copy that regather inserted -> earlier copy that this pass inserted
         self.gathered: defaultdict[str, list[str]] = defaultdict(list)  # path -> its gathered values in forward
-        self.written: dict[int, tuple[str, ...]] = {}  # id of a line -> values that it writes in forward
+        self.written: dict[int, tuple[str, ...]] = {}  # number -> values that it writes in forward
 
     def run(self) -> None:
         """Insert the recomputed operations. Add to ``refused`` the operations that would read a freed parameter."""
@@ -264,7 +257,7 @@ class _Placement:
     def _forward(self, op: Op) -> None:
         self.ops.append(op)
         if isinstance(op, Compute):
-            self.written.setdefault(id(op.line), op.writes)
+            self.written.setdefault(op.number, op.writes)
         elif ends(op, Gather):
             for path, name in zip(op.params, op.writes, strict=True):
                 self.gathered[path].append(name)
@@ -276,7 +269,7 @@ class _Placement:
             for path, name in zip(op.params, op.writes, strict=True):
                 self.names.update(dict.fromkeys(self.gathered[path], name))
         elif isinstance(op, Compute) and op.repeated:
-            originals = self.written[id(op.line)]
+            originals = self.written[op.number]
             if originals[0] in self.names:
                 self.dropped.update(
                     (name, self.names[original]) for original, name in zip(originals, op.writes, strict=True)

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from thunder_zero.schedule.ops import LAUNCHES, Compute, Gather, Op, Reduce, Return, Wait, ends
+from thunder_zero.schedule.ops import Compute, Gather, Launch, Op, Reduce, Return, Wait, ends
 from thunder_zero.schedule.timeline import Timeline
 
 
@@ -92,7 +92,7 @@ class _Sinking:
             self._launch(op, len(self.ops))
         else:
             self.ops.append(op)
-        self._after_collective = len(self.ops) if isinstance(op, (*LAUNCHES, Wait)) else self._after_collective
+        self._after_collective = len(self.ops) if isinstance(op, Launch | Wait) else self._after_collective
 
     def _continue_means(self) -> None:
         """End the reductions whose means another reduction reads."""

@@ -31,7 +31,6 @@ from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.traffic import Traffic, bucket_traffic
 from thunder_zero.schedule.ops import (
-    LAUNCHES,
     Compute,
     Defer,
     Gather,
@@ -151,7 +150,7 @@ class Timeline:
     @cached_property
     def launches(self) -> dict[str, Launch]:
         """A mapping from handles to launches."""
-        return {op.handle: op for op in self.ops if isinstance(op, LAUNCHES)}
+        return {op.handle: op for op in self.ops if isinstance(op, Launch)}
 
     @cached_property
     def collectives(self) -> dict[str, Op]:
@@ -192,7 +191,7 @@ class Timeline:
         """Return the bytes of an operation: on the wire if it is a launch, and of full parameters or gradients."""
         if isinstance(op, Compute):
             return op.exchange.traffic if op.exchange else NO_TRAFFIC
-        if isinstance(op, LAUNCHES):
+        if isinstance(op, Launch):
             return bucket_traffic(self.plan, op.params, op.over if isinstance(op, Reduce) else None)
         of_gradients, params = isinstance(op, Defer) or ends(op, Reduce), self.params_of(op)
         return Traffic(full=sum(param.grad_bytes if of_gradients else param.full_bytes for param in params))

@@ -15,7 +15,6 @@ from thunder_zero.plan.mesh import SHARD
 from thunder_zero.schedule.derived import gathered_from, needed_in_backward, regathered
 from thunder_zero.schedule.lifetimes import last_reads
 from thunder_zero.schedule.ops import (
-    LAUNCHES,
     Compute,
     Defer,
     Free,
@@ -42,15 +41,9 @@ class HasTimeline(Protocol):
 
 
 def check(timeline: Timeline | HasTimeline, trained: Collection[str] = ()) -> None:
-    """Prove that the timeline of the traces that run is right.
+    """Prove that the timeline of the traces that run is right, or raise ScheduleError for the first broken rule.
 
-    Args:
-        timeline: a timeline, or ``Traces`` with a timeline, as ``tz.traces_of`` and ``tz.trace`` return them.
-        trained: paths of the parameters whose gradients backward must return.
-
-    Raises:
-        ScheduleError: the timeline breaks a rule; the message states the first broken rule.
-        TypeError: ``timeline`` is neither a timeline nor traces.
+    Backward must return the gradients of the parameters whose paths are in ``trained``.
     """
     if isinstance(timeline, HasTimeline):
         timeline = timeline.timeline
@@ -144,7 +137,7 @@ def _check_launches(timeline: Timeline) -> None:
     by_name = timeline.plan.by_name
     shards = {name: path for name, path in timeline.inputs.items() if path is not None and by_name[path].sharded}
     for index, op in enumerate(timeline.ops):
-        if isinstance(op, LAUNCHES):
+        if isinstance(op, Launch):
             _check_bucket(timeline, index, op)
             _check_axis(timeline, index, op)
         if isinstance(op, Gather):
@@ -209,7 +202,7 @@ def _check_waits(timeline: Timeline) -> None:
                 raise fault(timeline, index, f"does not wait for what op {launched} launched")
         elif handles := [name for name in op.reads if name in timeline.launches]:
             raise fault(timeline, index, f"reads {handles[0]}, a handle that only a wait may read")
-        if isinstance(op, LAUNCHES):
+        if isinstance(op, Launch):
             in_flight[op.handle] = index
     for launched in in_flight.values():
         raise fault(timeline, launched, "is never waited for")
@@ -401,5 +394,6 @@ def _is_copy(op: Op, original: Op) -> bool:
         return True  # the identity of another operation says all
     return op is original or (
         isinstance(original, Compute)
+        and op.line is original.line
         and op == replace(original, reads=op.reads, writes=op.writes, backward=op.backward, repeated=op.repeated)
     )

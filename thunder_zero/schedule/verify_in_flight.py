@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from thunder_zero.schedule.ops import LAUNCHES, Gather, Launch, Reduce, Wait, ends
+from thunder_zero.schedule.ops import Gather, Launch, Reduce, Wait, ends
 from thunder_zero.schedule.sink_waits import gathers_ahead, making
 from thunder_zero.schedule.timeline import Timeline, fault
 
@@ -26,7 +26,7 @@ def check_in_flight(timeline: Timeline) -> None:
     in_flight: Counter[type[Launch]] = Counter()
     launches: Counter[type[Launch]] = Counter()
     for index, op in enumerate(timeline.ops):
-        if isinstance(op, LAUNCHES):
+        if isinstance(op, Launch):
             kind, size = type(op), timeline.traffic(op).full
             in_flight[kind] += size
             launches[kind] += size > 0

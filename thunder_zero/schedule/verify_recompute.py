@@ -44,12 +44,12 @@ def _check_recomputed(timeline: Timeline, before: Timeline) -> None:
     policy = timeline.plan.policy.recompute
     unit_at = segments(before).unit_at
     pairs = zip(before.ops, unit_at, strict=False)
-    in_units = {id(op.line) for op, unit in pairs if unit != ROOT and isinstance(op, Compute)}
+    in_units = {op.number for op, unit in pairs if unit != ROOT and isinstance(op, Compute)}
     changed_values = overwritten(timeline)
     for index, op in enumerate(timeline.ops):
         if not isinstance(op, Compute) or not timeline.recomputes(op):
             continue
-        if not ((op.cheap and policy != "none") or (id(op.line) in in_units and op.work not in NOT_RECOMPUTED)):
+        if not ((op.cheap and policy != "none") or (op.number in in_units and op.work not in NOT_RECOMPUTED)):
             raise fault(timeline, index, f"does {op.work} work again, which recompute={policy!r} does not allow here")
         if changed := [name for name in op.reads if name in changed_values]:
             raise fault(timeline, index, f"is computed again from {changed[0]}, whose memory an operation overwrites")

@@ -33,19 +33,16 @@ def cast_borders(module: nn.Module, precision: MixedPrecision) -> None:
 
 
 def casting_borders(module: nn.Module, precision: MixedPrecision) -> AbstractContextManager[None]:
-    """Return a context with the effect of :func:`cast_borders`."""
     return _of_classes(_casting(module, precision))
 
 
 def without_casts(module: nn.Module) -> AbstractContextManager[None]:
-    """Return a context without the effect of :func:`cast_borders`."""
     casting = (submodule for submodule in module.modules() if BORDER in vars(type(submodule)))
     return _of_classes({submodule: type(submodule).__base__ for submodule in casting})
 
 
 @contextmanager
 def _of_classes(classes: Mapping[nn.Module, Any]) -> Iterator[None]:
-    """Temporarily replace the classes of modules."""
     before = {submodule: type(submodule) for submodule in classes}
     for submodule, module_class in classes.items():
         submodule.__class__ = module_class

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 
 from thunder_zero.comm.group import Ranks
@@ -30,11 +30,7 @@ IS_PARAM = "_is_param"  # torch's attribute that marks a DTensor as a parameter
 
 
 def specs_of(plan: Plan, ranks: Ranks, device: torch.device) -> dict[str, DTensorSpec]:
-    """Return the DTensor spec of each parameter, by path. The dict is empty if parameters are plain tensors.
-
-    Parameters are plain tensors in stage 0 without tensor parallelism. Otherwise, rows are sharded over the last data
-    dimension of the mesh, or replicated. Slices are sharded over the mesh dimension of tensor parallelism.
-    """
+    """Return the DTensor spec of each parameter, by path; none in stage 0 without tensor parallelism."""
     if not (STAGES[plan.policy.stage].sharded or plan.mesh.is_sliced):
         return {}
     mesh = ranks.mesh or DeviceMesh.from_group(ranks.shard_group, device.type)
@@ -42,7 +38,9 @@ def specs_of(plan: Plan, ranks: Ranks, device: torch.device) -> dict[str, DTenso
     @cache
     def spec(shape: tuple[int, ...], dtype: torch.dtype, sharded: bool, sliced: int | None) -> DTensorSpec:
         # Cached, since each operator call compares specs, which is fast for identical objects.
-        row_placements = (_rows_of_slices(sliced, plan.mesh.tensor.size) if sharded else Replicate(),)
+        slices = plan.mesh.tensor.size
+        rows = StridedShard(0, split_factor=slices) if sliced == 0 and slices > 1 else Shard(0)
+        row_placements = (rows if sharded else Replicate(),)
         slice_placements = (Replicate() if sliced is None else Shard(sliced),) if plan.mesh.is_sliced else ()
         replica_placements = [Replicate()] * (mesh.ndim - 1 - len(slice_placements))
         placements = (*replica_placements, *row_placements, *slice_placements)
@@ -52,10 +50,6 @@ def specs_of(plan: Plan, ranks: Ranks, device: torch.device) -> dict[str, DTenso
         param.path: spec(plan.resting(param).shape, param.rest_dtype, param.sharded, param.sliced)
         for param in plan.params
     }
-
-
-def _rows_of_slices(sliced: int | None, slices: int) -> Placement:
-    return StridedShard(0, split_factor=slices) if sliced == 0 and slices > 1 else Shard(0)
 
 
 def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> TensorMeta:
@@ -117,11 +111,7 @@ def refuse_to_compute(module: nn.Module, args: Any) -> None:
 
 
 def part_of(full: Tensor, param: Tensor) -> Tensor:
-    """Return a DTensor like a parameter, with a copy of this rank's part of a full tensor. This is not a collective.
-
-    Return ``full`` if the parameter is not a DTensor, or ``full`` is a DTensor already. Only this rank's part is copied
-    to the parameter's device.
-    """
+    """Return this rank's part of a full tensor, copied, as a DTensor like ``param``, if that is a DTensor."""
     if not isinstance(param, DTensor) or isinstance(full, DTensor):
         return full
     (chunk,) = param.__create_chunk_list__()
@@ -132,10 +122,7 @@ def part_of(full: Tensor, param: Tensor) -> Tensor:
 
 
 def parts_of(full: Mapping[str, Any], state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the full tensors of a state dict by this rank's parts. ``state_dict`` is the model's state dict.
-
-    Values whose names the model does not have are unchanged.
-    """
+    """Replace full tensors by this rank's parts, for the names in ``state_dict``, the model's state dict."""
     parts = dict(full)
     for name, value in full.items():
         like = state_dict.get(name)

@@ -23,8 +23,8 @@ from thunder_zero.plan.params import Param
 from thunder_zero.sharded.casts import without_casts
 from thunder_zero.sharded.dtensors import local, parameter_like
 from thunder_zero.sharded.frozen import rows_at_rest
+from thunder_zero.sharded.placeholders import as_slice
 from thunder_zero.sharded.sharded_model import sharded_model
-from thunder_zero.sharded.slices import as_slice
 from thunder_zero.sharded.state import State
 
 
@@ -42,22 +42,10 @@ def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bo
     >>> with tz.full_parameters(model) as module, torch.no_grad():
     ...     tokens = module.generate(prompt)
 
-    Args:
-        model: a model with ZeroTransform.
-        writeback: True copies rank 0's parameters into the shards at the end of the block. Of slices, it copies those
-            of the first data rank. If the block raises on any rank, nothing is written, and every rank raises.
-        rank0_only: True gives full parameters to rank 0 of the process group only. On other ranks the module cannot
-            compute.
-
-    Yields:
-        The plain module, without the casts of mixed precision.
-
-    Raises:
-        TypeError: ``model`` has no ZeroTransform.
-        ValueError: ``writeback`` is True, and a parameter has another shape or dtype at the end. Nothing is written. It
-            is also raised for ``rank0_only`` with a tensor-parallel model.
-        RuntimeError: blocks of one model are nested, an argument differs between ranks, or another rank raised with
-            ``writeback``.
+    ``writeback`` copies rank 0's parameters into the shards at the end of the block (of slices, those of the first data
+    rank). If the block raises on any rank, or a parameter then has another shape or dtype, nothing is written and every
+    rank raises. With ``rank0_only``, only rank 0 of the process group gets full parameters, not of a tensor-parallel
+    model. The module casts nothing for mixed precision.
     """
     sharded = sharded_model(model)
     state, module = sharded.state, sharded.plain
@@ -115,12 +103,11 @@ def _value(module: nn.Module, param: Param, original: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _write_back(state: State, values: dict[str, Tensor]) -> None:
-    """Copy the values of the first data rank into the shards, one parameter at a time."""
-    for param in state.plan.params:
-        rows, value = state.params[param.path].rows, values.get(param.path)
-        if value is None:
-            value = torch.empty(param.shape, dtype=param.dtype, device=rows.device)
+    """Copy the values of the first data rank into the shards."""
+    for path, param in state.params.items():
+        if (value := values.get(path)) is None:
+            value = torch.empty(param.plan.shape, dtype=param.plan.dtype, device=param.rows.device)
         value = local(value)
         broadcast(value, 0, state.ranks.data, state.device)
-        rows.copy_(rows_at_rest(value, param, state.plan))
-        state.mark_stale([param.path])
+        param.rows.copy_(rows_at_rest(value, param.plan, state.plan))
+    state.expire(state.params.values())

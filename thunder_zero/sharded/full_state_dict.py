@@ -1,18 +1,8 @@
-"""``tz.full_state_dict``. Converts optimizers' state dicts to full tensors and back, for Fabric.
-
-::
-
-    full_state_dict               model: DTensors -> full tensors, on every rank
-    full_optimizer_state_dict     optimizer: states by rows -> full states on the CPU, on ranks with wanted=True
-    shard_optimizer_state_dict    full states -> this rank's rows, before an optimizer loads them
-    step_shards                   an optimizer of the plain module's parameters -> an optimizer of the shards
-
-The first two are collectives. ``lightning/`` uses the last three.
-"""
+"""``tz.full_state_dict``. Converts optimizers' state dicts to full tensors and back, for Fabric."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from thunder_zero.comm.small_collectives import full_tensor, gather_object_on_rank_0
-from thunder_zero.sharded.dtensors import local, part_of
+from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.frozen import decoded_values
-from thunder_zero.sharded.optimizers import StepsWhole, param_shaped_states, parameters_of
+from thunder_zero.sharded.optimizers import StepsWhole, own_states, param_shaped_states, parameters_of
 from thunder_zero.sharded.sharded_model import owner_of, owner_of_replaced, sharded_model, tagged
 from thunder_zero.sharded.state import State
 
@@ -33,18 +23,9 @@ from thunder_zero.sharded.state import State
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and buffer of the plain module on every rank, in full.
 
-    A collective: all ranks must call it.
+    A collective: all ranks must call it. Values are copies on the model's device.
 
     >>> torch.save(tz.full_state_dict(model), "model.pt")
-
-    Args:
-        model: a model with ZeroTransform.
-
-    Returns:
-        Copies on the model's device, keyed by the plain module's names.
-
-    Raises:
-        TypeError: ``model`` has no ZeroTransform.
     """
     sharded = sharded_model(model)
     parts: dict[str, Any] = get_model_state_dict(sharded)  # keep DTensors: torch would gather values without a tag
@@ -80,10 +61,7 @@ def full_optimizer_state_dict(optimizer: Optimizer, *, wanted: bool) -> dict[str
 
 @torch.no_grad()
 def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Replace full states in a state dict by this rank's parts. DTensors are unchanged.
-
-    This is a hook for ``Optimizer.register_load_state_dict_pre_hook``.
-    """
+    """Replace full states in a state dict by this rank's parts; a hook before an optimizer loads it."""
     params = parameters_of(optimizer)
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     if len(indices) != len(params):
@@ -94,7 +72,7 @@ def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any])
         if (owner := owner_of(param)) is None or index not in states:
             continue
         if not isinstance(optimizer, StepsWhole):
-            states[index] = _parts(owner[1].path, states[index], param, names)
+            states[index] = own_states(states[index], param, names)
         elif optimizer.owner_of(param) != owner[0].plan.mesh.shard.place:
             del states[index]
     return {**state_dict, "state": states}
@@ -108,14 +86,12 @@ def step_shards(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for index, original in enumerate(group["params"]):
             if (owner := owner_of_replaced(original)) is not None:
-                state, param = owner
-                shard = group["params"][index] = state.params[param.path].shard
+                shard = group["params"][index] = owner[1].shard
                 if original in optimizer.state:
-                    optimizer.state[shard] = _parts(param.path, optimizer.state.pop(original), shard, names)
+                    optimizer.state[shard] = own_states(optimizer.state.pop(original), shard, names)
 
 
 def _in_full(values: Mapping[str, Any], state: State) -> dict[str, Any]:
-    """Return the values of a state dict with DTensors gathered. This is a collective."""
     return {
         name: full_tensor(value, state.group) if isinstance(value, DTensor) else value for name, value in values.items()
     }
@@ -123,24 +99,6 @@ def _in_full(values: Mapping[str, Any], state: State) -> dict[str, Any]:
 
 def _memory_of(value: Any) -> int | None:
     return local(value).untyped_storage().data_ptr() if isinstance(value, Tensor) else None
-
-
-def _parts(path: str, values: Mapping[str, Any], param: Tensor, names: Container[str]) -> dict[str, Any]:
-    """Return a parameter's states, with this rank's parts in place of the full states named in ``names``."""
-    parts = dict(values)
-    for name, value in values.items():
-        if not isinstance(value, Tensor) or not isinstance(param, DTensor):
-            continue
-        if value.shape == param.shape and name in names:
-            parts[name] = part_of(value, param)
-        elif value.numel() != 1:
-            raise ValueError(
-                f"cannot cut the optimizer's {name!r} of parameter {path!r} into rows: it has shape "
-                f"{tuple(value.shape)} in the state dict, and is neither one number nor of the parameter's shape "
-                f"{tuple(param.shape)}; load it into an optimizer made by tz.whole, or where the parameter is "
-                f"replicated (stage 0)"
-            )
-    return parts
 
 
 def _on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:

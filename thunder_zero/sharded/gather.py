@@ -14,17 +14,14 @@ stale parameters would not take part in the gather.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
-from thunder_zero.sharded.digests import digests_of
 from thunder_zero.sharded.param import ShardedParam, changed_digests, note_digests
 from thunder_zero.sharded.state import LocalState
-
-Full = TypeVar("Full", bound=Sequence[Tensor])
 
 
 class GatherBucket:
@@ -67,11 +64,10 @@ class GatherBucket:
         return self._note_arrival(self._replace(self._wire.decode, due, arrived))
 
     def _due(self) -> list[int]:
-        """Return the indices of the parameters that must be gathered."""
         for param in self._params:
-            if not self._is_resident and param.status == "full" and param.is_written:  # ranks agree on resident ones
+            if not self._is_resident and not param.is_stale and param.is_written:  # ranks agree on resident ones
                 param.expire()
-        return [index for index, param in enumerate(self._params) if param.is_due]
+        return [index for index, param in enumerate(self._params) if param.is_stale]
 
     def _select(self, due: Sequence[int], tensors: Sequence[Tensor]) -> Any:
         """Return the arguments of a function of ``Wire``: tensors, plans, and ZeRO-1's buffers to gather into."""
@@ -95,12 +91,12 @@ class GatherBucket:
                 param.expire()
         else:
             self._state.holds_gathered = True
-            note_digests(due, digests_of(param.rows for param in due))
+            note_digests(due)
 
-    def _note_arrival(self, full: Full) -> Full:
+    def _note_arrival(self, full: Sequence[Tensor]) -> tuple[Tensor, ...]:
         for param, tensor in zip(self._params, full, strict=True):
             param.arrive(tensor)
-        return full
+        return tuple(full)
 
 
 def agree_on_stale(state: LocalState) -> None:
@@ -114,15 +110,14 @@ def agree_on_stale(state: LocalState) -> None:
     """
     if state.holds_gathered:
         _require_unwritten(state)
-    if not state.resident:
+    if not (params := state.resident):
         return
-    params = tuple(state.resident.values())
-    stale = {param.path for param in params if param.status == "sharded" or param.is_written}
+    stale = {param.path for param in params if param.is_stale or param.is_written}
     is_written, digests = changed_digests(params) if state.compares_digests else (None, ())
-    if state.may_step or stale:
-        for path in state.on_any_rank(tuple(state.resident), stale, is_written):
-            state.resident[path].expire()
-        state.may_step = False
+    if state.must_agree or stale:
+        for path in state.on_any_rank([param.path for param in params], stale, is_written):
+            state.params[path].expire()
+        state.must_agree = False
         note_digests(params[: len(digests)], digests)
     elif is_written is not None and is_written.any():
         raise RuntimeError(
@@ -133,12 +128,9 @@ def agree_on_stale(state: LocalState) -> None:
 
 
 def _require_unwritten(state: LocalState) -> None:
-    """Raise RuntimeError if a shard was written to since ZeRO-2 gathered it, by a write that bumped no version.
-
-    A rank without the write would not join a second gather.
-    """
+    """Raise RuntimeError if a write since ZeRO-2 gathered bumped no version: other ranks join no second gather."""
     params = (param for param in state.params.values() if not param.plan.resident)
-    kept = [param for param in params if param.status == "full" and not param.is_written]
+    kept = [param for param in params if not param.is_stale and not param.is_written]
     if kept and (is_written := changed_digests(kept)[0]).any():
         raise RuntimeError(
             f"parameter {_first(kept, is_written)!r} was written to in the middle of an accumulation, in a way that "
@@ -151,13 +143,13 @@ def _first(params: Sequence[ShardedParam], flags: Tensor) -> str:
     return params[int(flags.int().argmax())].path
 
 
-def out_of_date(state: LocalState, paths: Sequence[str]) -> list[bool]:
+def may_be_stale(state: LocalState, paths: Sequence[str]) -> list[bool]:
     """Return a flag for each path: False only if this rank knows that ZeRO-1's full value equals the shards.
 
     The flag is True for a parameter without such a value, and for one that shares no memory with the shard.
     """
     params = [state.params[path] for path in paths]
-    seen = [param for param in params if param.shares_memory and param.status == "full" and not param.is_written]
+    seen = [param for param in params if param.shares_memory and not param.is_stale and not param.is_written]
     flags = changed_digests(seen)[0].tolist() if seen and state.compares_digests else [False] * len(seen)
     up_to_date = {param.path for param, is_written in zip(seen, flags, strict=True) if not is_written}
     return [path not in up_to_date for path in paths]

@@ -9,7 +9,7 @@ fails in a step, a hook adds a note that names ``tz.whole``.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from functools import cache
 from traceback import walk_tb
 from typing import Any
@@ -24,6 +24,7 @@ from thunder_zero.compat.accelerate import guard_files
 from thunder_zero.compat.torch.optimizers import on_failed_steps, share_found_inf
 from thunder_zero.sharded import sharded_model
 from thunder_zero.sharded.dtensors import part_of, require_own
+from thunder_zero.sharded.param import ShardedParam
 from thunder_zero.sharded.sharded_model import MIXED
 from thunder_zero.sharded.state import State
 from thunder_zero.sharded.unsliced import require_equal_gradients_once
@@ -60,19 +61,21 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def param_shaped_states(states: Iterable[tuple[Mapping[str, Any], Tensor]]) -> set[str]:
-    """Return the names of states with their parameter's shape, given (states, parameter) pairs.
-
-    0-dim parameters are ignored, since a 0-dim state may be a count of steps.
-    """
+    """Return the names of states with the shape of their parameter, unless it is 0-dim, as a count of steps is."""
     triples = [(name, value, param) for values, param in states for name, value in values.items() if param.ndim]
     return {name for name, value, param in triples if isinstance(value, Tensor) and value.shape == param.shape}
 
 
-def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load a state dict into an optimizer. Raise ValueError if another kind of optimizer saved it.
+def own_states(states: Mapping[str, Any], param: Tensor, names: Container[str]) -> dict[str, Any]:
+    """Return a parameter's states, with this rank's rows in place of the full states of these names."""
+    for name, value in states.items():
+        require_own(value, param, f"the state {name!r} of a parameter of shape {tuple(param.shape)}")
+    full = {name: value for name, value in states.items() if name in names and value.shape == param.shape}
+    return {**states, **{name: part_of(value, param) for name, value in full.items()}}
 
-    torch may accept the state of another kind, and fail in a later step.
-    """
+
+def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Load a state dict. Raise ValueError if another kind of optimizer saved it, with which torch may fail later."""
     kind, old_groups = class_name(optimizer), [dict(group) for group in optimizer.param_groups]
     defaults = set(optimizer.defaults)
     try:
@@ -93,10 +96,7 @@ def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 
 
 def load_exactly(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load a state dict, and keep the saved dtypes of states.
-
-    torch casts states to the parameter's dtype, so a float32 momentum of a bfloat16 parameter would lose bits.
-    """
+    """Load a state dict, and keep the saved dtypes, since torch casts states to the parameter's dtype."""
     load_state(optimizer, saved)
     params = parameters_of(optimizer)
     for number, values in saved["state"].items():
@@ -129,18 +129,23 @@ def _has_gradient_of_shard(grads: Iterable[Tensor]) -> bool:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise if a step would be lost or wrong. This is a hook before every step."""
     guard_files(_refuse_model_file, _refuse_optimizer_files)  # Accelerate may be imported at any time
-    stepped = parameters_of(optimizer)
-    _refuse_replaced(optimizer, stepped)
-    _refuse_early(optimizer, stepped)
-    _check_first_step(optimizer, stepped)
+    _refuse_replaced(optimizer)
+    _refuse_early(optimizer)
+    _check_first_step(optimizer)
 
 
-def _refuse_replaced(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
-    if all(state.replaced.keys().isdisjoint(map(id, stepped)) for state in sharded_model.states()):
-        return
-    for param in stepped:
+def _stepped(optimizer: Optimizer) -> dict[State, list[ShardedParam]]:
+    """Return the parameters that an optimizer steps, by model."""
+    tensors, found = set(parameters_of(optimizer)), dict[State, list[ShardedParam]]()
+    for state in sharded_model.states():
+        if params := [param for param in state.params.values() if param.shard in tensors]:
+            found[state] = params
+    return found
+
+
+def _refuse_replaced(optimizer: Optimizer) -> None:
+    for param in parameters_of(optimizer):
         if (owner := sharded_model.owner_of_replaced(param)) is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} holds the plain module's parameter {owner[1].path!r}, which the "
@@ -149,37 +154,34 @@ def _refuse_replaced(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
             )
 
 
-def _refuse_early(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
+def _refuse_early(optimizer: Optimizer) -> None:
     """Raise RuntimeError if the parameters' gradients are not reduced yet, or if the parameters hold averages."""
-    kind = type(optimizer).__name__
+    action = f"step {type(optimizer).__name__}"
+    for state, params in _stepped(optimizer).items():
+        state.require_reduced(action, params)
     for state in sharded_model.states():
-        state.require_reduced(f"step {kind}", stepped)
-        if state.averaged and not state.averaged.isdisjoint(map(id, stepped)):
-            state.require_own_values(f"step {kind}")
+        if not state.averaged.isdisjoint(parameters_of(optimizer)):
+            state.require_own_values(action)
 
 
-def _check_first_step(optimizer: Optimizer, stepped: Sequence[Tensor]) -> None:
+def _check_first_step(optimizer: Optimizer) -> None:
     """Check an optimizer before its first step of shards. Register a hook that checks its states after each load."""
     hooks = getattr(optimizer, "_optimizer_load_state_dict_post_hooks", None)  # a wrapper may lack the attribute
-    if (hooks and _take_own_states in hooks.values()) or not any(map(sharded_model.owner_of, stepped)):
+    if (hooks and _take_own_states in hooks.values()) or not (stepped := _stepped(optimizer)):
         return
-    for state in sharded_model.states():
-        ids = set(map(id, stepped)) & {id(param.shard) for param in state.params.values()}
-        if state.plan.mesh.is_sliced and ids:
-            require_equal_gradients_once(state, ids)
+    for state, params in stepped.items():
+        require_equal_gradients_once(state, params)
     _take_own_states(optimizer)
     if hooks is not None:
         optimizer.register_load_state_dict_post_hook(_take_own_states)
 
 
 def _refuse_model_file(model: object) -> None:
-    """Raise RuntimeError if an accelerator that is not sharded collects the values of a sharded model."""
     if isinstance(model, sharded_model.ShardedModel) and any(param.spec for param in model.state.params.values()):
         raise _written_by_accelerate(f"the state dict of {type(model.plain).__name__}")
 
 
 def _refuse_optimizer_files(optimizers: Iterable[Optimizer]) -> None:
-    """Raise RuntimeError if an accelerator that is not sharded saves an optimizer of shards."""
     for optimizer in optimizers:
         if any(map(sharded_model.owner_of, parameters_of(optimizer))):
             raise _written_by_accelerate(f"the state of {class_name(optimizer)}")
@@ -202,23 +204,17 @@ def _take_own_states(optimizer: Optimizer) -> None:
     ]
     names = param_shaped_states((states, param) for param, states in params_and_states)
     for param, states in params_and_states:
-        for name, value in states.items():
-            require_own(value, param, f"the state {name!r} of a parameter of shape {tuple(param.shape)}")
-            if name in names and value.shape == param.shape:
-                states[name] = part_of(value, param)
+        states.update(own_states(states, param, names))
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Bump versions and mark stale rows, since a step of DTensors does neither. This is a hook after every step."""
-    stepped_ids = set(map(id, parameters_of(optimizer)))
-    for state in sharded_model.states():
-        stepped = [param for param in state.params.values() if id(param.shard) in stepped_ids]
-        increment_version([param.rows for param in stepped])
-        state.mark_stale(param.path for param in stepped)
+    for state, params in _stepped(optimizer).items():
+        increment_version([param.rows for param in params])
+        state.expire(params)
 
 
 def _explain(optimizer: Optimizer, error: BaseException) -> None:
-    """Add a note with advice to a DTensor error in a step of shards."""
     if isinstance(optimizer, StepsWhole) or getattr(error, "__notes__", None) or not _is_of_dtensors(error):
         return
     owners = [[*map(sharded_model.owner_of, group["params"])] for group in optimizer.param_groups]
@@ -254,6 +250,5 @@ def _advice(optimizer: Optimizer, error: str, mixed_group: int | None) -> str:
 
 
 def _is_of_dtensors(error: BaseException) -> bool:
-    """Return whether the error comes from torch's DTensor code, or from an operator that was called with DTensors."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return MIXED in str(error) or frames[-1].f_globals.get("__name__", "").startswith("torch.distributed.tensor.")

@@ -78,7 +78,6 @@ class OutsideGradients:
         return None
 
     def _average_noted(self, backward: int) -> None:
-        """Average ``.grad`` of the parameters that a backward has noted."""
         paths = sorted(self._noted.pop(backward))
         grads = {path: grad for path in paths if (grad := self._params[path].shard.grad) is not None}
         with torch.no_grad():

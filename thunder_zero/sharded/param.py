@@ -21,27 +21,24 @@ from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import local_rows, padded, real_rows, rows_in
 from thunder_zero.sharded.digests import digests_of
 from thunder_zero.sharded.dtensors import as_dtensor, local, parameter, with_attributes_of
-from thunder_zero.sharded.slices import placeholder_of
+from thunder_zero.sharded.placeholders import placeholder_of
 from thunder_zero.sharded.wire import is_staged, rest_device
 
-Status = Literal["replicated", "sharded", "gathering", "full", "reduced", "deferred"]
-Move = Literal["gather", "arrive", "expire", "defer", "take"]
+Status = Literal["replicated", "sharded", "gathering", "full"]  # a kept full value is stale in all but the last
+Move = Literal["gather", "arrive", "expire"]
 
 # fmt: off
 MOVES: Mapping[tuple[Status, Move], Status] = {
     # The full value that a rank keeps between forwards. A replicated parameter has no moves, and a parameter whose full
     # value is only a local of programs stays sharded.
     ("sharded",   "gather"): "gathering",  # of this rank's memory only its rows are up to date
-    ("gathering", "gather"): "gathering",  # the step that gathered it before has failed
+    ("gathering", "gather"): "gathering",  # the forward that gathered it before has failed
     ("gathering", "arrive"): "full",
     ("full",      "arrive"): "full",       # in one bucket with a parameter that was gathered
     ("sharded",   "arrive"): "sharded",    # it expired in flight
     ("full",      "expire"): "sharded",    # a rank changed its rows, or the accumulation ends
     ("gathering", "expire"): "sharded",
     ("sharded",   "expire"): "sharded",
-    # The gradient.
-    ("reduced",   "defer"):  "deferred",   # a backward under no_sync
-    ("deferred",  "take"):   "reduced",    # a reduction or another backward adds it, or zero_grad drops it
 }
 # fmt: on
 
@@ -68,7 +65,7 @@ class ShardedParam:
 
     def __init__(self, param: Param, plan: Plan, device: torch.device, value: Tensor, spec: DTensorSpec | None) -> None:
         """Lay out the memory of ``value``: this rank's rows with padding, or the full value (ZeRO-1, replicated)."""
-        self.plan, self.path = param, param.path  # :meth:`LocalState.take_plan` replaces the plan
+        self.plan, self.path = param, param.path  # :meth:`LocalState.take_plan` replaces ``plan``
         self.spec = spec  # of the shard; None in stage 0 without tensor parallelism
         keeps = param.resident or (param.kept_unsharded and not plan.policy.reshard_after_backward)
         self.keeps = param.sharded and keeps  # between forwards: in ZeRO-1, or in ZeRO-2 over an accumulation
@@ -87,11 +84,10 @@ class ShardedParam:
         # The first forward, too, must compute with values that were encoded and decoded.
         is_full = param.resident and not plan.decodes(param)
         self.status: Status = "full" if is_full else "sharded" if param.sharded else "replicated"
-        self.grad_status: Status = "reduced"
         self.deferred: Tensor | None = None  # the full gradient that is not reduced yet
-        # The versions of the shard and of its local tensor when they equalled ``full``. An in-place operator bumps the
+        # The versions of the shard and of its local tensor when they were gathered last. An in-place operator bumps the
         # first, a write to the local tensor the second. Fused optimizers bump neither: ``optimizers.py`` reports steps.
-        self.version = self.current_version() if param.resident else (0, 0)
+        self.version = self.current_version()
         self.digest: Tensor | None = None  # of ``rows`` at that time, (1,); None if no digest is compared
 
     def attach(self, module: nn.Module, device: torch.device) -> None:
@@ -126,27 +122,24 @@ class ShardedParam:
         return self.version != self.current_version()
 
     @property
-    def is_due(self) -> bool:
+    def is_stale(self) -> bool:
         """True if a program must gather the parameter, False if it reads :meth:`full_value`."""
-        return self.full is None or self.status == "sharded"
+        return self.status != "full"
 
     def full_value(self) -> Tensor:
-        """Return an unpadded view of the full value. Rows of other ranks may be stale unless ``status`` is "full"."""
+        """Return an unpadded view of the full value. Its rows of other ranks may be stale."""
         assert self.full is not None, f"no full value of {self.path} is kept"
         return self.full[: self.plan.shape[0]]
 
     def gather(self) -> None:
-        """Record that a gather was launched, whose result will be kept."""
+        """Record that a gather was launched."""
         self.status = moved(self.status, "gather", self.path)
-        if self.full is None:  # else noted when it arrives: until then, a step that failed must not look refreshed
-            self.version = self.current_version()
+        self.version = self.current_version()
 
     def arrive(self, full: Tensor) -> None:
         """Keep the full value that was gathered. ZeRO-1's buffer has it already."""
         self.status = moved(self.status, "arrive", self.path)
-        if self.plan.resident:
-            self.version = self.current_version()
-        elif self.status == "full":
+        if not self.plan.resident and not self.is_stale:
             self.full = full
 
     def expire(self) -> None:
@@ -156,18 +149,14 @@ class ShardedParam:
             self.full = None
 
     def defer(self, grad: Tensor) -> None:
-        """Add a full gradient to the deferred gradient."""
         is_first = self.deferred is None
         total = self.with_deferred(grad)
-        self.grad_status = moved(self.grad_status, "defer", self.path)
         # Cloned, since the gradient may be a view, or other code may write to it.
         self.deferred = total.clone() if is_first else total
 
     def take_deferred(self) -> Tensor:
-        """Remove and return the deferred gradient."""
-        self.grad_status = moved(self.grad_status, "take", self.path)
         deferred, self.deferred = self.deferred, None
-        assert deferred is not None
+        assert deferred is not None, f"no gradient of {self.path} is deferred"
         return deferred
 
     def with_deferred(self, grad: Tensor) -> Tensor:
@@ -183,6 +172,7 @@ def changed_digests(params: Sequence[ShardedParam]) -> tuple[Tensor, list[Tensor
     return torch.cat([param.digest for param in params if param.digest is not None]) != torch.cat(digests), digests
 
 
-def note_digests(params: Iterable[ShardedParam], digests: Iterable[Tensor]) -> None:
+def note_digests(params: Sequence[ShardedParam], digests: Iterable[Tensor] | None = None) -> None:
+    digests = digests_of(param.rows for param in params) if digests is None else digests
     for param, digest in zip(params, digests, strict=True):
         param.digest = digest

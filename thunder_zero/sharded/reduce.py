@@ -49,9 +49,8 @@ class ReduceBucket:
         return self._wire.encode_grad(self._with_deferred(grads), self._plans, self._over)
 
     def launch(self, sent: Sequence[OnTheWire]) -> Waitable:
-        """Launch the average of gradients plus deferred gradients, or of intra-replica means."""
         if self.is_first:
-            self._state.may_step = True
+            self._state.must_agree = True
             self._state.release_gathered()  # backward does not gather kept parameters
         if not self._is_encoded:
             sent = self._with_deferred(cast(Sequence[Tensor], sent))
@@ -72,7 +71,7 @@ def reduce_deferred(state: LocalState, paths: Sequence[str]) -> None:
     Ranks agree, by one small collective, on the parameters with a deferred gradient on any rank. These are reduced one
     at a time, and a rank without a deferred gradient sends zeros.
     """
-    state.may_step = True
+    state.must_agree = True
     means = {}
     for path in state.on_any_rank(paths, [param.path for param in state.deferred]):
         param = state.params[path]
@@ -93,18 +92,17 @@ def check_finite(state: LocalState, grads: Sequence[Tensor], paths: Sequence[str
     """Raise RuntimeError on all ranks if a gradient on any rank has NaN or Inf (policy ``check_gradients``)."""
     with doing("policy check_gradients", state.name):
         flags = torch.stack([(~grad.isfinite().all()).to(state.device) for grad in grads])
-        first_bad = state.first_on_any_rank(flags)
-    if first_bad is not None:
+        bad = state.on_any_rank(paths, flags=flags)
+    if bad:
         state.drop_deferred()
         raise RuntimeError(
-            f"the gradient of parameter {paths[first_bad]!r} is NaN or Inf, and policy check_gradients stops here: "
+            f"the gradient of parameter {bad[0]!r} is NaN or Inf, and policy check_gradients stops here: "
             f"no .grad was changed, the gradients that no_sync deferred are dropped; lower the learning rate, "
             f"scale the loss or look at this batch"
         )
 
 
 def wait_offloaded(state: LocalState) -> None:
-    """Wait until reduced gradients are in host memory (policy ``cpu_offload``)."""
     if state.device.type == "cuda":
         torch.cuda.current_stream(state.device).synchronize()
 
@@ -130,10 +128,7 @@ def follow_requires_grad(state: State) -> None:
 
 
 def _reduce_now(state: State, frozen: Sequence[ShardedParam]) -> None:
-    """Reduce the gradients that ``no_sync`` has deferred before these parameters were frozen. This is a collective.
-
-    As in eager mode, ``.grad`` keeps them. No later backward would reduce them.
-    """
+    """Reduce what ``no_sync`` has deferred of frozen parameters, as no later backward will; a collective."""
     paths = [param.path for param in frozen]
     activity = f"a forward of {state.name}{state.refrozen}"
     with doing("a forward", state.name):
@@ -232,7 +227,6 @@ def refuse_wrong_backward(
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested collections and dataclasses."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Mapping):

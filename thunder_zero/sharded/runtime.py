@@ -33,8 +33,6 @@ from thunder_zero.traces.symbols import Runtime
 
 
 class ModelRuntime(Runtime):
-    """The runtime of one model's traces (:class:`thunder_zero.traces.symbols.Runtime`)."""
-
     def __init__(self, state: LocalState) -> None:
         self._state = state
         self._gather = cache(partial(GatherBucket, state))

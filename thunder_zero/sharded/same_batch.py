@@ -31,8 +31,6 @@ KNOWN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 
 
 class SameBatch:
-    """The comparison of inputs and generators between the ranks of one data-parallel index."""
-
     def __init__(self, plan: Plan, ranks: Ranks, device: torch.device, name: str) -> None:
         self._plan, self._device, self._name = plan, device, name
         self._group, self._mesh = ranks.world, ranks.mesh
@@ -73,7 +71,6 @@ class SameBatch:
         )
 
     def _batch_sentence(self, leaves: Sequence[tuple[str, str, Tensor | None]], differing: tuple[int, int]) -> str:
-        """Return the error message for arguments that differ. This is a small collective."""
         local_leaves = [(name, text, None if value is None else int(value)) for name, text, value in leaves]
         leaves_of_ranks = all_gather_object(local_leaves, self._group)
         leaves_of_first, leaves_of_second = (leaves_of_ranks[number] for number in differing)

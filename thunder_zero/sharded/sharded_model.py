@@ -19,11 +19,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import destroy_groups_after_error, has_groups, tell_launcher, uncaught
 from thunder_zero.compat.torch.groups import at_exit
-from thunder_zero.plan.params import Param
+from thunder_zero.sharded.param import ShardedParam
 from thunder_zero.sharded.printed import format_model
 from thunder_zero.sharded.state import State
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _of_plain(method: Function) -> Function:
+    """Return a method that calls the plain module's method of this name, which its class may override."""
+
+    @wraps(method)
+    def call(self: ShardedModel, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.plain, method.__name__)(*args, **kwargs)
+
+    return cast(Function, call)
 
 
 class ShardedModel(nn.Module):
@@ -72,40 +82,22 @@ class ShardedModel(nn.Module):
         super().zero_grad(set_to_none)
         self.state.drop_deferred()
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        return self._model.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        return self._model.named_buffers(*args, **kwargs)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        modules: Iterator[tuple[str, nn.Module]] = self._model.named_modules(*args, **kwargs)
-        return modules
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        return self._model.named_children()
-
-    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
-        self._model.register_buffer(*args, **kwargs)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        self._model.register_parameter(name, param)  # if it is new and trains, the next forward raises
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        self._model.add_module(name, module)
+    named_parameters = _of_plain(nn.Module.named_parameters)
+    named_buffers = _of_plain(nn.Module.named_buffers)
+    named_modules = _of_plain(nn.Module.named_modules)
+    named_children = _of_plain(nn.Module.named_children)
+    register_buffer = _of_plain(nn.Module.register_buffer)
+    register_parameter = _of_plain(nn.Module.register_parameter)  # if it is new and trains, the next forward raises
+    add_module = _of_plain(nn.Module.add_module)
+    state_dict = _of_plain(nn.Module.state_dict)
 
     def train(self, mode: bool = True) -> Self:
-        self._model.train(mode)  # which its class may override
+        self._model.train(mode)
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         self._model.apply(fn)
         return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model.state_dict(*args, **kwargs)
 
     @property
     def training(self) -> bool:
@@ -151,7 +143,6 @@ def tagged(name: str) -> Callable[[Function], Function]:
 
 
 def sharded_model(model: object) -> ShardedModel:
-    """Return ``model`` if it is a sharded model; otherwise raise TypeError."""
     if isinstance(model, ShardedModel):
         return model
     raise TypeError(
@@ -161,17 +152,18 @@ def sharded_model(model: object) -> ShardedModel:
 
 
 _states: weakref.WeakKeyDictionary[State, None] = weakref.WeakKeyDictionary()  # in the order of their registration
-# The model and the path of each shard. A plain module or an optimizer may keep a shard longer than its model, and an
-# attribute of the shard would be copied and pickled with it.
-_shards = WeakTensorKeyDictionary()
+# The model and the path of each shard, and of each parameter that a shard replaced. A plain module or an optimizer may
+# keep these tensors longer than the model, and an attribute of a tensor would be copied and pickled with it.
+_shards, _replaced = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
 
 def register(state: State, module: nn.Module) -> None:
-    """Register a model's shards. Refuse gradients of the parameters that they will replace in the plain module."""
+    """Register a model's shards, and the parameters that they will replace. Refuse gradients of these parameters."""
     _states[state] = None
     for path, param in state.params.items():
-        _shards[param.shard] = weakref.ref(state), path
-        if (original := module.get_parameter(path)).requires_grad:
+        original = module.get_parameter(path)
+        _shards[param.shard] = _replaced[original] = weakref.ref(state), path
+        if original.requires_grad:
             original.register_post_accumulate_grad_hook(_refuse_gradient(path, state.name))
 
 
@@ -191,10 +183,7 @@ MIXED = "mixed torch.Tensor and DTensor"  # a part of torch's error message
 
 
 def _explain_mixed() -> None:
-    """Add advice to an uncaught error of torch about a plain tensor beside a shard, and print it; called at exit.
-
-    torch raises this error in C++, where no code of ours runs.
-    """
+    """Add advice to an uncaught error of torch, raised in C++, about a plain tensor beside a shard; called at exit."""
     error = uncaught()
     if error is None or MIXED not in str(error) or getattr(error, "__notes__", None) or not states():
         return
@@ -208,7 +197,7 @@ def _explain_mixed() -> None:
     print(error.__notes__[-1], file=sys.stderr)
 
 
-def _shards_in(error: BaseException) -> Iterator[tuple[State, Param]]:
+def _shards_in(error: BaseException) -> Iterator[tuple[State, ShardedParam]]:
     """Yield the models and parameters of shards among the local variables of an error, the innermost frame first."""
     for frame, _ in reversed(list(walk_tb(error.__traceback__))):
         for value in frame.f_locals.values():
@@ -242,17 +231,17 @@ def is_transformed(param: nn.Parameter) -> bool:
     return param in _shards
 
 
-def owner_of(param: Tensor) -> tuple[State, Param] | None:
-    """Return the ``State`` and the ``Param`` of a shard; None for any other tensor."""
-    reference, path = _shards.get(param, (None, ""))
+def owner_of(param: Tensor) -> tuple[State, ShardedParam] | None:
+    """Return the model and the parameter of a shard; None for any other tensor."""
+    return _owner(_shards, param)
+
+
+def owner_of_replaced(param: Tensor) -> tuple[State, ShardedParam] | None:
+    """Return the model and the parameter of a parameter that a shard replaced; None for any other tensor."""
+    return _owner(_replaced, param)
+
+
+def _owner(owners: WeakTensorKeyDictionary, param: Tensor) -> tuple[State, ShardedParam] | None:
+    reference, path = owners.get(param, (None, ""))
     state: State | None = reference and reference()
-    return None if state is None else (state, state.plan.by_name[path])
-
-
-def owner_of_replaced(param: Tensor) -> tuple[State, Param] | None:
-    """Return the ``State`` and the ``Param`` of a parameter that a shard replaced; None for any other tensor."""
-    for state in reversed(states()):
-        original, path = state.replaced.get(id(param), (None, ""))
-        if original is not None and original() is param:  # the id of a tensor that was freed may be another tensor's
-            return state, state.plan.by_name[path]
-    return None
+    return None if state is None else (state, state.params[path])

@@ -1,9 +1,6 @@
 """One model on one rank: parameters, process groups, and objects with the lifetime of the model.
 
-Training code steps the shards. Compiled traces reach this state through ``runtime.py``::
-
-    params['w']          ShardedParam: shard, rows, placeholder       ranks                process groups
-    labels, clock        what measure_times and profilers read        transport            gathers and reduces
+Training code steps the shards. Compiled traces reach this state through ``runtime.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +20,6 @@ from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.small_collectives import all_reduce_max, next_number, to_device
 from thunder_zero.compat.private import DTensorSpec
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.sharded.digests import digests_of
 from thunder_zero.sharded.dtensors import specs_of
 from thunder_zero.sharded.outside import OutsideGradients
 from thunder_zero.sharded.param import ShardedParam, note_digests
@@ -41,10 +36,9 @@ def unreduced(action: str, where: str) -> RuntimeError:
 
 
 class LocalState:
-    """The state of one model on one rank, without process groups: only the transport communicates with peers.
+    """What a program reads and writes of one model: a forecast runs programs where no module and no peer exists.
 
-    ``at_rest`` has full values (ZeRO-1, replicated parameters) or this rank's rows, by path, and is emptied. With
-    ``digests``, writes to resident parameters that bump no version are detected, too.
+    ``at_rest`` has full values (ZeRO-1, replicated parameters) or this rank's rows, by path, and is emptied.
     """
 
     def __init__(
@@ -55,8 +49,6 @@ class LocalState:
         wire: Wire,
         at_rest: dict[str, Tensor],
         specs: Mapping[str, DTensorSpec],
-        *,
-        digests: bool = True,
     ) -> None:
         self.plan, self.wire = plan, wire
         self.device = device  # the device that computes
@@ -64,7 +56,7 @@ class LocalState:
         self.transport, self.copies = wire.transport, wire.copies
         self.synced = True  # False under ``no_sync``: the gradients of the current forward will be deferred
         self.grew = False  # True if a backward under ``no_sync`` ran since the deferred gradients were last reduced
-        self.may_step = False  # True if gradients were reduced since ranks last agreed on stale parameters
+        self.must_agree = False  # True if an optimizer may have stepped since ranks last agreed on stale parameters
         self.holds_gathered = False  # True if a parameter that ZeRO-2 gathered may be kept for the next micro-batch
         self.training_forwards = 0  # that have ended in training mode with gradients enabled
         self.clock, self.labels = Clock(device), Labels(plan)
@@ -75,11 +67,14 @@ class LocalState:
             for param in plan.params
         }
         self._outside = OutsideGradients(plan, wire, name, device, self.params)  # to which hooks refer weakly
-        self.resident = {path: param for path, param in self.params.items() if param.plan.resident}
-        is_copied = plan.mesh.shard.size > 1 or not all(param.shares_memory for param in self.resident.values())
-        self.compares_digests = digests and is_copied
+        is_copied = plan.mesh.shard.size > 1 or not all(param.shares_memory for param in self.resident)
+        self.compares_digests = is_copied and device.type != "meta"  # to find writes that bump no version
         if self.compares_digests:
-            note_digests(self.resident.values(), digests_of(param.rows for param in self.resident.values()))
+            note_digests(self.resident)
+
+    @property
+    def resident(self) -> list[ShardedParam]:
+        return [param for param in self.params.values() if param.plan.resident]
 
     @property
     def deferred(self) -> list[ShardedParam]:
@@ -95,28 +90,23 @@ class LocalState:
         count = f" and {len(others)} more" * bool(others)
         self.refrozen = f", with requires_grad of {first!r}{count} changed" if first else ""
 
-    def on_any_rank(self, paths: Sequence[str], changed: Container[str], flags: Tensor | None = None) -> list[str]:
+    def on_any_rank(self, paths: Sequence[str], changed: Container[str] = (), flags: Tensor | None = None) -> list[str]:
         """Return the paths that are in ``changed``. Only a subclass with process groups uses ``flags``."""
         return [path for path in paths if path in changed]
-
-    def first_on_any_rank(self, flags: Tensor) -> int | None:
-        """Return None. Only a subclass with process groups compares ``flags``."""
-        return None
 
     def require_same_launches(self, phase: str, launches: Sequence[str]) -> None:
         """Do nothing. Only a subclass with process groups compares launches."""
 
-    def mark_stale(self, paths: Iterable[str]) -> None:
-        """Record that these parameters changed, so that the next forward gathers them again."""
-        for path in paths if self.resident or self.holds_gathered else ():
-            if self.params[path].keeps:
-                self.params[path].expire()
+    def expire(self, params: Iterable[ShardedParam]) -> None:
+        """Record that kept full values are stale, so that the next forward gathers these parameters again."""
+        for param in params:
+            if param.keeps:
+                param.expire()
 
     def release_gathered(self) -> None:
-        """Free the parameters that ZeRO-2 has gathered and kept for the next micro-batch."""
         if self.holds_gathered:
             self.holds_gathered = False
-            self.mark_stale(path for path, param in self.params.items() if not param.plan.resident)
+            self.expire(param for param in self.params.values() if not param.plan.resident)
 
     def drop_deferred(self) -> None:
         """Drop all deferred gradients, and the unsharded parameters kept for the next micro-batch."""
@@ -135,15 +125,13 @@ class State(LocalState):
         """Build the parameters of a plain module. The module is not changed until :meth:`place`."""
         self.ranks, self.group = ranks, ranks.world
         self.in_module: Literal["shards", "placeholders", "full parameters"] = "shards"
-        self.averaged: frozenset[int] = frozenset()  # ids of parameters that hold their averages (``EMA.applied``)
+        self.averaged: frozenset[Tensor] = frozenset()  # parameters that hold their averages (``EMA.applied``)
         self.saves: Any = None  # the thread of asynchronous saves (``checkpoint/save.py``)
         self.class_name = type(module).__name__
         name = f"model {next_number(self.group)} ({self.class_name})"
         self.same_batch = SameBatch(plan, ranks, device, name)
         wire = Wire(model_transport(ranks, device, name, plan.policy.transport), plan, device)
         super().__init__(plan, device, name, wire, at_rest, specs_of(plan, ranks, device))
-        plain = {path: module.get_parameter(path) for path in self.params}  # which the shards replace
-        self.replaced = {id(original): (ref(original), path) for path, original in plain.items()}
         for param in self.params.values():
             param.attach(module, device)
         self._recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
@@ -175,7 +163,6 @@ class State(LocalState):
             self.in_module = before
 
     def require_at_rest(self) -> None:
-        """Raise RuntimeError while forward runs, and inside ``full_parameters``."""
         if self.in_module == "placeholders":
             raise RuntimeError(
                 f"{self.class_name} was called inside of its own forward, or from a second thread, after thunder_zero "
@@ -205,11 +192,8 @@ class State(LocalState):
             mesh._pg_registry.clear()
         del self.ranks, self.group, self.transport, self.same_batch
 
-    def on_any_rank(self, paths: Sequence[str], changed: Container[str], flags: Tensor | None = None) -> list[str]:
-        """Return the paths that are in ``changed`` or set in ``flags`` on any rank. ``flags`` has a bool for each path.
-
-        This is one small collective if there are several ranks.
-        """
+    def on_any_rank(self, paths: Sequence[str], changed: Container[str] = (), flags: Tensor | None = None) -> list[str]:
+        """Return the paths that are in ``changed`` or set in ``flags`` on any rank, by at most one small collective."""
         if self.plan.ranks == 1 and flags is None:
             return [path for path in paths if path in changed]
         counts = to_device([path in changed for path in paths], torch.int32, self.device)
@@ -219,12 +203,6 @@ class State(LocalState):
             with doing("the comparison of changed parameters", self.name):
                 all_reduce_max(counts, self.group)
         return [path for path, count in zip(paths, counts.tolist(), strict=True) if count]
-
-    def first_on_any_rank(self, flags: Tensor) -> int | None:
-        """Return the index of the first flag that is set on any rank, or None. This is one small collective."""
-        flags = flags.to(torch.int32)
-        all_reduce_max(flags, self.group)
-        return int(flags.argmax()) if flags.any() else None
 
     def require_same_launches(self, phase: str, launches: Sequence[str]) -> None:
         """Compare the launches of a phase between ranks. Raise RuntimeError on all ranks if they differ."""
@@ -236,19 +214,14 @@ class State(LocalState):
         with doing(phase, self.name):
             require_same([Claim("the program to run", phase, calls), *claims], self.group)
 
-    def require_reduced(self, action: str, shards: Iterable[Tensor] | None = None) -> None:
-        """Raise RuntimeError if ``no_sync`` holds gradients of these shards, or by default of any shard."""
-        if deferred := self.deferred:
-            ids = None if shards is None else set(map(id, shards))
-            for param in deferred:
-                if ids is None or id(param.shard) in ids:
-                    raise unreduced(action, f"of parameter {param.path!r}")
+    def require_reduced(self, action: str, params: Iterable[ShardedParam] | None = None) -> None:
+        """Raise RuntimeError if ``no_sync`` holds gradients of these parameters, or by default of any."""
+        for param in self.params.values() if params is None else params:
+            if param.deferred is not None:
+                raise unreduced(action, f"of parameter {param.path!r}")
 
     def gather_now(self, param: Param, shard: Tensor | None = None) -> Tensor:
-        """Gather a full, unpadded parameter from the current shards. This is a collective.
-
-        If ``shard`` is given, gather this tensor instead: this rank's rows of a tensor with the parameter's shape.
-        """
+        """Gather a parameter, or the tensor of which ``shard`` is the rows, in full and unpadded; a collective."""
         encoding = param.frozen_format if shard is None else None
         shard = self.params[param.path].rows if shard is None else shard.contiguous()
         if not param.sharded:
@@ -264,10 +237,10 @@ class State(LocalState):
     @contextmanager
     def exact(self) -> Iterator[None]:
         """Temporarily send parameters and gradients without lossy formats. All ranks must enter the block."""
-        formatted = [param.path for param in self.plan.params if param.gather_format]
-        self.mark_stale(formatted)
+        formatted = [param for param in self.params.values() if param.plan.gather_format]
+        self.expire(formatted)
         try:
             with self.wire.exact():
                 yield
         finally:
-            self.mark_stale(formatted)
+            self.expire(formatted)

@@ -9,7 +9,7 @@ gradient of its local slice, nothing sums these gradients, and ranks drift apart
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -17,23 +17,17 @@ from torch import Tensor
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.small_collectives import all_gather_tensor
 from thunder_zero.sharded.dtensors import local
+from thunder_zero.sharded.param import ShardedParam
 from thunder_zero.sharded.state import State
 
 SAME = 0.05  # relative to a gradient's norm: far above rounding, far below differences between heads
 NOISE = 1e-6  # relative to the largest norm, for gradients that are zero in exact arithmetic
 
 
-def require_equal_gradients_once(state: State, stepped: Collection[int]) -> None:
-    """Compare gradients of unsliced parameters between tensor-parallel ranks, once for each parameter.
-
-    This is a collective of one small message. It is skipped if all shards with an id in ``stepped`` were compared.
-    """
-    params = [
-        param
-        for param in state.params.values()
-        if param.plan.sliced is None and not param.is_compared and id(param.shard) in stepped
-    ]
-    if not params:
+def require_equal_gradients_once(state: State, stepped: Iterable[ShardedParam]) -> None:
+    """Compare gradients of unsliced parameters, once for each parameter; a collective of one small message."""
+    params = [param for param in stepped if param.plan.sliced is None and not param.is_compared]
+    if not params or not state.plan.mesh.is_sliced:
         return
     summaries = torch.zeros(len(params), 2, device=state.device)
     for summary, param in zip(summaries, params, strict=True):

@@ -44,8 +44,6 @@ class Waited:
 
 
 class Clock:
-    """A recorder of the waits of one model."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._waits: list[Waited] | None = None
@@ -84,7 +82,6 @@ NOTHING = nullcontext()
 
 
 def label_launch(kind: str, paths: Sequence[str], over: str = SHARD) -> AbstractContextManager[object]:
-    """Return a context manager that labels a launch if a profiler runs."""
     return record_function(launch_label(kind, paths, over)) if profiler._is_profiler_enabled else NOTHING
 
 
@@ -120,7 +117,6 @@ class Labels:
         return WaitsBy(wait)
 
     def begin(self, unit: str) -> None:
-        """Begin the label of a unit, unless that label is open."""
         if self._open is not None and unit == self._unit:
             return
         self.end()

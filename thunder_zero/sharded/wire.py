@@ -62,7 +62,6 @@ HOST = torch.device("cpu")
 
 
 def rest_device(param: Param, plan: Plan, device: torch.device) -> torch.device:
-    """Return the device of a parameter's shard, gradient and optimizer state."""
     return HOST if plan.rests_on_host(param) else device
 
 
@@ -95,7 +94,6 @@ class Wire:
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Temporarily send without lossy formats. All ranks must enter the block."""
         old_value, self._uses_formats = self._uses_formats, False
         try:
             yield
@@ -117,7 +115,7 @@ class Wire:
         return self._uses_formats and self._plan.gathers_bytes(param)
 
     def read_by_all(self, rows: Tensor, param: Param) -> Tensor:
-        """Return the values that all ranks decode from this rank's rows."""
+        """Return what all ranks decode from this rank's rows."""
         if not self._gathers_bytes(param):
             return rows
         encoding = self._encoding(param)
@@ -162,7 +160,6 @@ class Wire:
     def decode(
         self, arrived: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> tuple[Tensor, ...]:
-        """Return full parameters, decoded into ``into`` if it is given."""
         if params[0].frozen_format:
             pairs = zip(arrived, params, strict=True)
             return tuple(decode_frozen(payload, param, param.compute_dtype, self._piece) for payload, param in pairs)
@@ -251,10 +248,7 @@ class Wire:
 
     @outside_autograd
     def decode_grad(self, arrived: Sequence[Any], params: Sequence[Param], over: str = SHARD) -> tuple[Tensor, ...]:
-        """Return the mean gradients. After the last axis, they have the dtypes and devices of the shards.
-
-        A copy to host memory may still run after the return: ``ModelRuntime.wait_offloaded`` waits for all copies.
-        """
+        """Return the mean gradients; after the last axis in the shards' dtypes, in flight to the shards' devices."""
         means = list(arrived)
         if self._reduces_bytes(params[0], over):
             means = [self._decode_mean(item, param, over) for item, param in zip(arrived, params, strict=True)]
@@ -276,7 +270,6 @@ class Wire:
         return mean.view(-1)[: prod(shape)].view(shape)
 
     def average_now(self, grads: Sequence[Tensor], params: Sequence[Param]) -> tuple[Tensor, ...]:
-        """Return the means of gradients over all ranks, with the dtypes and devices of the shards."""
         for over in self._plan.reduced_over(params[0]):
             handle = self.reduce(self.encode_grad(grads, params, over), params, over)
             grads = self.decode_grad(handle.wait(), params, over)

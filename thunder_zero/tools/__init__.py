@@ -2,12 +2,12 @@
 
 In: a module and inputs, a model that ran, or a checkpoint. Out: frozen data with a printed form::
 
-    module, inputs -- dry_run.py --> Traces --> ask/ printing/   what each line does, and why it is there
-                                      |   |
-                                      |   +---> forecast/        bytes alive after each line
-                                      +-------> cost/ devices/   seconds on each lane
+    module, inputs -- dry_run.py --> Traces --+---------------------> table/   a row for each line of a step
+                                      |   |                             ^  |
+                                      |   +---> forecast/ bytes --------+  +-> views/ text, JSON, Perfetto
+                                      +-------> cost/ devices/ seconds -+  +-> page/ one HTML page
                                                   |
-                  page/ one HTML page of a step --+- fitting/ many policies -- planner/ stages and meshes
+                                                  +- fitting/ many policies -- planner/ stages and meshes
 
     checkpoint on disk <-- convert/ --> safetensors files
 """
@@ -18,10 +18,6 @@ from thunder_zero.lazy import lazy
 
 if TYPE_CHECKING:
     from thunder_zero.tools.absent_ranks import fake_mesh as fake_mesh
-    from thunder_zero.tools.ask.diff import diff as diff
-    from thunder_zero.tools.ask.difference import Difference as Difference
-    from thunder_zero.tools.ask.explanation import Explanation as Explanation
-    from thunder_zero.tools.ask.save_timeline import save_timeline as save_timeline
     from thunder_zero.tools.compiled_programs import CompiledProgram as CompiledProgram
     from thunder_zero.tools.compiled_programs import programs as programs
     from thunder_zero.tools.convert.consolidate import consolidate as consolidate
@@ -53,15 +49,22 @@ if TYPE_CHECKING:
     from thunder_zero.tools.page.report import report as report
     from thunder_zero.tools.planner.plan_training import plan_training as plan_training
     from thunder_zero.tools.planner.training_plan import TrainingPlan as TrainingPlan
+    from thunder_zero.tools.table.rows import Row as Row
+    from thunder_zero.tools.table.table import Table as Table
+    from thunder_zero.tools.table.table import step_table as step_table
+    from thunder_zero.tools.views.diff import diff as diff
+    from thunder_zero.tools.views.difference import Difference as Difference
+    from thunder_zero.tools.views.explanation import Explanation as Explanation
+    from thunder_zero.tools.views.save_timeline import save_timeline as save_timeline
     from thunder_zero.traces.compiled import Traces as Traces
 
 NAMES = {  # names keyed by module; type checkers read the imports above
     "thunder_zero.traces.compiled": ("Traces",),
     "thunder_zero.tools.absent_ranks": ("fake_mesh",),
-    "thunder_zero.tools.ask.diff": ("diff",),
-    "thunder_zero.tools.ask.difference": ("Difference",),
-    "thunder_zero.tools.ask.explanation": ("Explanation",),
-    "thunder_zero.tools.ask.save_timeline": ("save_timeline",),
+    "thunder_zero.tools.views.diff": ("diff",),
+    "thunder_zero.tools.views.difference": ("Difference",),
+    "thunder_zero.tools.views.explanation": ("Explanation",),
+    "thunder_zero.tools.views.save_timeline": ("save_timeline",),
     "thunder_zero.tools.compiled_programs": ("CompiledProgram", "programs"),
     "thunder_zero.tools.convert.consolidate": ("consolidate",),
     "thunder_zero.tools.convert.shard_safetensors": ("shard_safetensors",),
@@ -82,6 +85,8 @@ NAMES = {  # names keyed by module; type checkers read the imports above
     "thunder_zero.tools.page.report": ("report",),
     "thunder_zero.tools.planner.plan_training": ("plan_training",),
     "thunder_zero.tools.planner.training_plan": ("TrainingPlan",),
+    "thunder_zero.tools.table.rows": ("Row",),
+    "thunder_zero.tools.table.table": ("Table", "step_table"),
 }
 look_up, list_names, __all__ = lazy(__name__, NAMES)
 

@@ -33,11 +33,6 @@ def fake_mesh(shape: Sequence[int], names: Sequence[str] = ("dp", "tp"), *, rank
         shape: number of ranks along each dimension.
         names: names of the dimensions, data dimensions first, as for :func:`thunder_zero.compile`.
         rank: the rank of this process.
-
-    Raises:
-        ValueError: ``shape`` and ``names`` differ in length, a size is not a positive number, or ``rank`` is out of
-            range.
-        RuntimeError: a process group already exists.
     """
     if not shape or len(shape) != len(names) or not all(is_count(size) and size for size in shape):
         raise ValueError(

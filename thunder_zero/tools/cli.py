@@ -25,7 +25,8 @@ from typing import Any
 
 from thunder_zero.tools.devices.device import DEVICES
 from thunder_zero.tools.models.named import MODELS
-from thunder_zero.tools.printing.line_meanings import ONLY, PHASES
+from thunder_zero.tools.table.rows import PHASES
+from thunder_zero.tools.views.selection import ONLY
 
 INPUTS = "(module, input, ...) or (module, (input, ...), {name: input, ...})"
 INTERRUPTED = 130  # the exit code that shells use for an interrupted command
@@ -233,9 +234,9 @@ def _show_plan(options: argparse.Namespace) -> None:
 
 def _show_trace(options: argparse.Namespace) -> None:
     """Print the traces of a module from ``FILE.py:function``."""
-    from thunder_zero.tools.ask.print_trace import json_of, print_trace
     from thunder_zero.tools.dry_run import trace
     from thunder_zero.tools.from_file import module_and_inputs, naming_the_users_line
+    from thunder_zero.tools.views.print_trace import json_of, print_trace
 
     module, args, kwargs = module_and_inputs(options.place)
     world = {name: getattr(options, name) for name in ("world_size", "rank", "replicas", "device")}

@@ -59,9 +59,6 @@ def programs(model: ThunderModule) -> ProgramTable:
     >>> print(tz.tools.programs(model))
     graph 0  training  tokens (2, 128)  1.4 s  11.2 MiB
     graph 0  training  tokens (2, s27)  2.3 s  14.0 MiB  tensor 'tokens' size mismatch at index 1. expected 128, ...
-
-    Raises:
-        TypeError: ``model`` is not a sharded model.
     """
     rows = []
     for captured in captured_forward(model).kept.values():

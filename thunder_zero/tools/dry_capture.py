@@ -17,16 +17,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.types import py_sym_types
 
 from thunder_zero.capture.convert import returned_message, written_message
-from thunder_zero.capture.graphs import paths_of, replaced_parameter, with_slices
-from thunder_zero.capture.joint import joint_of
+from thunder_zero.capture.graphs import paths_of, replaced_parameter
+from thunder_zero.capture.joint import joint_of, with_slices
 from thunder_zero.capture.programs import restoring
 from thunder_zero.capture.proxies import source_of
 from thunder_zero.compat import aot, dynamo
 from thunder_zero.compat.private import dynamo_config
 from thunder_zero.plan.params import Plan
-from thunder_zero.sharded.placeholders import Placeholder, without_memory
+from thunder_zero.sharded.placeholders import Placeholder, path_of, require_unhooked, without_memory
 from thunder_zero.sharded.reduce import tensors_in
-from thunder_zero.sharded.slices import path_of, require_unhooked
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
 EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default

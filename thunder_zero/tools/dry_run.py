@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from thunder_zero.capture.arguments import Fuser, check_arguments, did_you_mean, require_known
-from thunder_zero.capture.programs import Mode, program_of, traces_of_program
+from thunder_zero.capture.programs import Mode, program_of
 from thunder_zero.capture.refusals import require_unwrapped
 from thunder_zero.comm.slices import mesh_and_slices, require_in_plan
 from thunder_zero.compat.plans_of_transformers import left_to_plan
@@ -26,8 +26,7 @@ from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.sharded.casts import cast_inputs, casting_borders
-from thunder_zero.sharded.placeholders import set_tensor
-from thunder_zero.sharded.slices import placeholder_of, require_plain_tensors
+from thunder_zero.sharded.placeholders import placeholder_of, require_plain_tensors, set_tensor
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
@@ -168,10 +167,10 @@ class ProgramSource:
         exported, fuses = self.exported, self._request.fuse is not None
         plan = replace(self._request, mesh=mesh or self._request.mesh).plan(policy)
         executor = ZeroExecutor(plan, Runtime())
-        converted, program = program_of(exported.joint, exported.paths, executor, self._mode, fuses=fuses)
+        converted, traces = program_of(exported.joint, exported.paths, executor, self._mode, fuses=fuses)
         names = [proxy.name for proxy in converted.trace.args]
         buffer_paths = {names[position]: path for position, path in exported.buffers.items()}
-        return traces_of_program(program, others=buffer_paths, restored=exported.restored)
+        return replace(traces, others=buffer_paths, restored=exported.restored)
 
 
 def _memory_bytes(module: nn.Module, device: Device | str | None) -> int | None:

@@ -7,23 +7,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from thunder_zero.notebook import curve, small
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES
-from thunder_zero.schedule.lifetimes import gathered_bytes
-from thunder_zero.schedule.ops import Gather, Reduce
 from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.traces.symbols import Facts, JointTrace
 
 from thunder.core.trace import TraceCtx
 
 
+@dataclass(frozen=True, eq=False)
+class Scheduled:
+    """The operations of a lowered trace, scheduled and proved."""
+
+    lowered: JointTrace  # the trace
+    lifted: Timeline  # its operations before the first pass, with the plan before scheduling
+    timeline: Timeline  # its operations after the last pass, with the plan after scheduling
+
+
 @dataclass(frozen=True, repr=False)
 class Traces:
-    """The program for one kind of input: the traces of forward and backward, their timeline and the plan.
+    """A program: the proved traces of forward and backward that run, and their timeline.
 
     ``str`` gives a summary. :func:`thunder_zero.print_trace` prints all lines::
 
@@ -32,37 +39,45 @@ class Traces:
           backward: 140 lines, 2 gathers, 3 reductions, 20.5 KB sent
 
     Attributes:
-        forward: the forward trace, as it runs.
-        backward: the backward trace; None if nothing needs a gradient.
-        timeline: operations of forward, then of backward, from which the traces are written.
         lines: for each operation, the positions of its lines in its phase's trace: the line that runs it first, then a
             line that encodes or decodes. A launch that encodes comes after the FREE of what it encodes.
-        plan: a ``Param`` for each parameter, keyed by path.
-        synced: True if gradients are reduced, False if they are deferred (``no_sync``).
-        sizes: the shapes of tensor inputs, keyed by name. A dynamic size is the name of the input that holds the
-            number.
-        others: a mapping from inputs that are buffers or ignored parameters to their paths.
+        fuses: True if inductor compiles the regions between lines of the schedule.
         restored: a function that builds the model's result from the forward trace's outputs. None if it is unknown.
-        without: a function that takes names of output gradients, and returns traces whose backward does not read these
-            gradients.
-        lifted: the timeline before scheduling.
+        others: a mapping from inputs that are buffers or ignored parameters to their paths.
     """
 
     forward: TraceCtx
     backward: TraceCtx | None
     timeline: Timeline
     lines: Sequence[Sequence[int]]
-    plan: Plan
-    synced: bool
-    sizes: Mapping[str, tuple[int | str, ...]]
-    others: Mapping[str, str]
-    restored: Callable[[Sequence[Any]], Any] | None
-    without: Callable[[Sequence[str]], Traces]
-    lifted: Timeline
+    scheduled: Scheduled
+    fuses: bool
+    pruned: Callable[[Traces, Sequence[str]], Traces]
+    restored: Callable[[Sequence[Any]], Any] | None = None
+    others: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> Facts:
+        """What the lines of the traces do not contain."""
+        return self.scheduled.lowered.facts
+
+    @property
+    def lifted(self) -> Timeline:
+        """The timeline before scheduling."""
+        return self.scheduled.lifted
+
+    @property
+    def plan(self) -> Plan:
+        """A ``Param`` for each parameter, keyed by path."""
+        return self.timeline.plan
+
+    def without(self, tangents: Sequence[str]) -> Traces:
+        """Return the traces whose backward does not read these gradients of outputs."""
+        return self.pruned(self, tangents)
 
     def __repr__(self) -> str:
         plan, stage = self.plan, STAGES[self.plan.policy.stage].name
-        gradients = "reduced" if self.synced else "deferred"
+        gradients = "reduced" if self.facts.synced else "deferred"
         head = (
             f"Traces: {stage}, {plan.mesh}, {len(plan.params)} parameters in "
             f"{len(plan.units)} units, gradients are {gradients}"
@@ -70,19 +85,6 @@ class Traces:
         phases = ("forward", self.forward, self.forward_timeline), ("backward", self.backward, self.backward_timeline)
         summaries = (_summary(name, trace, timeline) for name, trace, timeline in phases if trace is not None)
         return "\n".join([head, *summaries])
-
-    def _repr_html_(self) -> str:
-        """Return HTML for notebooks: what a step sends, and the curve of gathered bytes."""
-        timeline, plan = self.timeline, self.plan
-        gathered = gathered_bytes(timeline)
-        facts = {
-            "gathers": str(sum(isinstance(op, Gather) for op in timeline.ops)),
-            "reductions": str(sum(isinstance(op, Reduce) for op in timeline.ops)),
-            "sent by this rank": size(sum(timeline.traffic(op).sent for op in timeline.ops)),
-            "gathered at most": size(max(gathered, default=0)),
-        }
-        title = f"{STAGES[plan.policy.stage].name}, {plan.mesh}"
-        return small(title, facts, curve(gathered, "bytes of gathered parameters, operation by operation"))
 
     @property
     def forward_timeline(self) -> Timeline:

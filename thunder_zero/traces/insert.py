@@ -103,7 +103,7 @@ def insert_reductions(joint: JointTrace) -> JointTrace:
 def _rows(arg: Any, facts: Facts) -> Any:
     """Return the rows of a parameter, or the argument itself if it is another one, or full at rest."""
     path = facts.inputs.get(arg.name)
-    param = None if path is None else facts.plan.by_name[path]
+    param = None if path is None else facts.executor.plan.by_name[path]
     return arg if param is None or _is_full(param) else facts.executor.rows_of(arg, param, free_name(f"t_{path}"))
 
 
@@ -119,7 +119,7 @@ def _stand_ins(line: BoundSymbol, facts: Facts) -> Iterator[tuple[Any, BoundSymb
     """
     for full in read_for_shape(operator_of(line), line.args):
         path = facts.inputs.get(full.name)
-        param = None if path is None else facts.plan.by_name[path]
+        param = None if path is None else facts.executor.plan.by_name[path]
         if param is not None and param.sharded and not param.resident and not param.kept_unsharded:
             output = full.replace_name(free_name(f"{path}_like"))
             options = {"dtype": to_torch_dtype(full.dtype), "device": to_torch_device(full.device)}

@@ -14,11 +14,12 @@ A line belongs to forward if forward's outputs need it. Lines of backward that n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from thunder_zero.plan.traffic import slice_traffic
-from thunder_zero.schedule.ops import Compute, Defer, Exchange, Gather, Launch, Op, Reduce, Return, Wait, Work, ends
+from thunder_zero.schedule.ops import Compute, Exchange, Gather, Launch, Op, Reduce, Return, Wait, Work
 from thunder_zero.schedule.timeline import NUMBER, ScheduleError, Timeline, Value
 from thunder_zero.traces.operators import is_collective, operator_of
 from thunder_zero.traces.symbols import JointTrace, dtype_name
@@ -40,7 +41,7 @@ MOVES = {  # names of collectives of torch's tensor parallelism -> ``Exchange.mo
 
 
 def lift(lowered: JointTrace) -> Timeline:
-    """Return the timeline of a lowered joint trace, forward first. Under ``no_sync``, its reductions are deferred."""
+    """Return the timeline of a lowered joint trace, forward first."""
     trace, facts = lowered.trace, lowered.facts
     *lines, end = trace.bound_symbols
     result, is_forward = end.args[0], forward_lines(trace.bound_symbols)
@@ -63,27 +64,16 @@ def lift(lowered: JointTrace) -> Timeline:
         ops.append(Return(_names(result["output"]), backward=True))
     else:
         ops.append(Return(_names(result["output"])))
-    timeline = Timeline(tuple(ops), _values_of(trace.bound_symbols), facts.plan, inputs, tangents, gradients)
-    return timeline if facts.synced else _deferring(timeline)
-
-
-def _deferring(timeline: Timeline) -> Timeline:
-    """Return the timeline with a DEFER in place of each gradient's reductions."""
-    mean_of = dict(timeline.gradients)
-    ops: list[Op] = []
-    for op in timeline.ops:
-        if isinstance(op, Reduce) and not timeline.continues(op):
-            ops += [Defer((grad,), (mean_of[path],), (path,)) for grad, path in zip(op.reads, op.params, strict=True)]
-        elif not isinstance(op, Reduce) and not ends(op, Reduce):
-            ops.append(op)
-    return timeline.with_ops(ops)
+    numbered = (replace(op, number=index) if isinstance(op, Compute) else op for index, op in enumerate(ops))
+    values = _values_of(trace.bound_symbols)
+    return Timeline(tuple(numbered), values, facts.executor.plan, inputs, tangents, gradients)
 
 
 class _Lifting:
     """The lines of a trace as operations. Handles of collectives are known from the lines so far."""
 
     def __init__(self, lowered: JointTrace) -> None:
-        self._executor, self._plan = lowered.facts.executor, lowered.facts.plan
+        self._executor, self._plan = lowered.facts.executor, lowered.facts.executor.plan
         self._launches: dict[str, Launch] = {}
         self._exchanges: set[str] = set()  # handles of torch's tensor parallelism
 

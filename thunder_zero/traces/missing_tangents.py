@@ -50,25 +50,16 @@ def drop_tangents(timeline: Timeline, missing: Collection[str], writer: Writer) 
 
 
 class _Pruning:
-    """The facts about the values of a timeline so far, whose operations :meth:`remaining` takes in order.
-
-    Attributes:
-        zero: values that are zero.
-        has_tangent: values that depend on tangents that are not missing.
-        replaced_by: a mapping from values to their replacements.
-        kept: a mapping from handles of reductions to bools, one for each tensor: True if the tensor is not zero.
-        lost: paths of parameters without a gradient.
-        left_out: removed values that may not be zero, mapped to the operations that would compute them.
-    """
+    """The facts about the values of a timeline so far, whose operations :meth:`remaining` takes in order."""
 
     def __init__(self, timeline: Timeline, missing: Collection[str], writer: Writer) -> None:
         self.timeline, self.writer = timeline, writer
         self.zero = set(missing)
-        self.has_tangent = set(timeline.tangents.difference(missing))
+        self.has_tangent = set(timeline.tangents.difference(missing))  # values that depend on a tangent
         self.replaced_by: dict[str, str] = {}
-        self.kept: dict[str, list[bool]] = {}
-        self.lost: set[str] = set()
-        self.left_out: dict[str, Compute] = {}
+        self.kept: dict[str, list[bool]] = {}  # handle of a reduction -> for each tensor, whether it is not zero
+        self.lost: set[str] = set()  # paths of parameters without a gradient
+        self.left_out: dict[str, Compute] = {}  # removed value that may not be zero -> what would compute it
 
     def remaining(self, op: Op) -> Iterator[Op]:
         """Yield the operation after the operations that it needs, pruned; or nothing if its results are zero."""

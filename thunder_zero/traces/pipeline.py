@@ -9,7 +9,7 @@
       schedule        lifts the lines into operations, once; the passes reorder them, and are proved
     Scheduled
       compile         last lines, fused regions, frees; the proof; each operation is written (``write.py``)
-    Program         forward and backward
+    Traces          forward and backward
 
 :class:`~thunder_zero.traces.symbols.Facts` accompany the lines through all steps.
 """
@@ -18,51 +18,28 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 from thunder_zero.schedule import passes, verify
 from thunder_zero.schedule.free import free
 from thunder_zero.schedule.ops import Return
 from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.traces.compiled import Scheduled, Traces
 from thunder_zero.traces.fuse import fuse
 from thunder_zero.traces.insert import insert_reductions, insert_synchronize
 from thunder_zero.traces.lift import computation, lift
 from thunder_zero.traces.lower import lower
 from thunder_zero.traces.missing_tangents import drop_tangents
 from thunder_zero.traces.symbols import Facts, JointTrace
-from thunder_zero.traces.write import Lines, Writer
+from thunder_zero.traces.write import Phase, Writer
 
+from thunder.common import CompileData
+from thunder.core.compile_data import compile_data_and_stats
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
 
 TRANSFORMS = (insert_synchronize, insert_reductions, lower)
-
-
-@dataclass(frozen=True, eq=False)
-class Scheduled:
-    """The operations of a lowered trace, scheduled and proved."""
-
-    lowered: JointTrace  # the trace
-    lifted: Timeline  # its operations before the first pass, with the plan before scheduling
-    timeline: Timeline  # its operations after the last pass, with the plan after scheduling
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """The proved traces that run; ``backward`` is None if forward runs alone."""
-
-    scheduled: Scheduled
-    timeline: Timeline  # the operations that the traces are written from, one after another
-    forward: TraceCtx
-    backward: TraceCtx | None
-    fuses: bool  # True if inductor compiles the regions between lines of the schedule
-    lines: Lines  # for each operation, the positions of its lines in its phase's trace (``Phase.lines``)
-
-    @property
-    def facts(self) -> Facts:
-        """The facts of the program, with the plan after scheduling."""
-        return replace(self.scheduled.lowered.facts, plan=self.timeline.plan)
 
 
 def shard(plain: JointTrace) -> list[JointTrace]:
@@ -72,32 +49,36 @@ def shard(plain: JointTrace) -> list[JointTrace]:
 
 def schedule(lowered: JointTrace) -> Scheduled:
     """Lift a lowered trace, and run the passes (:mod:`thunder_zero.schedule.passes`)."""
-    lifted = lift(lowered)
+    lifted = lift(lowered) if lowered.facts.synced else passes.defer(lift(lowered))
     with telling_all_ranks(lowered.facts, lifted):
         return Scheduled(lowered, lifted, passes.run(lifted))
 
 
-def compile_program(scheduled: Scheduled, *, fuses: bool) -> Program:
+def compile_program(scheduled: Scheduled, *, fuses: bool) -> Traces:
     """Finish the operations of a schedule, prove them, and write the traces that run."""
     writer = Writer(scheduled.lowered)
     timeline = _finished(scheduled.timeline, writer, fuses=fuses)
     forward = writer.forward(timeline)
-    if timeline.backward_start == len(timeline.ops):
-        return Program(scheduled, timeline, forward.trace, None, fuses, forward.lines)
-    backward = writer.backward(timeline)
-    return Program(scheduled, timeline, forward.trace, backward.trace, fuses, forward.lines + backward.lines)
+    has_backward = timeline.backward_start < len(timeline.ops)
+    backward = writer.backward(timeline) if has_backward else Phase(None, ())
+    lines = forward.lines + backward.lines
+    return Traces(forward.trace, backward.trace, timeline, lines, scheduled, fuses, without_tangents)
 
 
-def without_tangents(program: Program, missing: Collection[str]) -> Program:
+def without_tangents(traces: Traces, missing: Collection[str]) -> Traces:
     """Return a program with an equal forward, whose backward does not take the tangents that ``missing`` names."""
-    writer = Writer(program.scheduled.lowered)
-    pruned = drop_tangents(program.scheduled.timeline, missing, writer)
-    start = program.timeline.backward_start
-    forward = program.timeline.ops[:start]
-    backward = (op for op in pruned.ops if op.backward)
-    timeline = _finished(pruned.with_ops([*forward, *backward], program.timeline.values), writer, fuses=program.fuses)
-    phase = writer.backward(timeline)
-    return replace(program, timeline=timeline, backward=phase.trace, lines=program.lines[:start] + phase.lines)
+    writer, start = Writer(traces.scheduled.lowered), traces.timeline.backward_start
+    with thunder_context():
+        pruned = drop_tangents(traces.scheduled.timeline, missing, writer)
+        ops = [*traces.timeline.ops[:start], *(op for op in pruned.ops if op.backward)]
+        timeline = _finished(pruned.with_ops(ops, traces.timeline.values), writer, fuses=traces.fuses)
+        phase = writer.backward(timeline)
+    return replace(traces, timeline=timeline, backward=phase.trace, lines=(*traces.lines[:start], *phase.lines))
+
+
+def thunder_context() -> Any:
+    """Return Thunder's context of a compilation, with default options. It needs some function."""
+    return compile_data_and_stats(CompileData(fn=lambda: None, disable_preprocessing=True), None)
 
 
 def _finished(timeline: Timeline, writer: Writer, *, fuses: bool) -> Timeline:
@@ -143,6 +124,6 @@ def telling_all_ranks(facts: Facts, timeline: Timeline) -> Iterator[None]:
         yield
     except Exception as error:  # a user's pass may raise anything
         has_backward = timeline.backward_start < len(timeline.ops)
-        if (facts.synced and has_backward) or any(param.sharded for param in facts.plan.params):
+        if (facts.synced and has_backward) or any(param.sharded for param in timeline.plan.params):
             facts.executor.runtime.tell_failure(error)  # otherwise no rank waits for this one
         raise

@@ -66,7 +66,6 @@ class Facts:
     """Facts about the traces of one program that their lines do not contain."""
 
     executor: ZeroExecutor  # the symbols of our lines
-    plan: Plan  # the plan of each parameter; scheduling marks parameters as kept unsharded
     inputs: Mapping[str, str]  # a mapping from inputs of the trace to the paths of parameters of the plan
     synced: bool  # True if gradients are reduced, False if they are deferred
     # the shapes of all other inputs. A dynamic size is represented by the name of the input that holds its value
@@ -115,17 +114,7 @@ class Runtime:
 
 
 class ZeroExecutor(OperatorExecutor):
-    """The symbols of one model.
-
-    Attributes:
-        plan: the plan of each parameter, for shapes and dtypes.
-        synchronize, reduce: symbols that ``lower.py`` replaces.
-        cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
-        encode, decode, encode_grad, decode_grad: symbols for one tensor each, before a launch and after its wait.
-        coalesced: a mapping from symbols for one tensor to symbols for several tensors.
-        check_finite, reduce_deferred, wait_offloaded: symbols of lines before backward's return.
-        enter: the symbol of the line before the first launch of each phase, in the traces that run.
-    """
+    """The symbols of one model. ``coalesced`` maps symbols for one tensor to symbols for several tensors."""
 
     def __init__(self, plan: Plan, runtime: Runtime) -> None:
         super().__init__("thunder_zero")

@@ -25,7 +25,7 @@ from enum import Enum, auto
 from typing import Any
 
 from thunder_zero.plan.mesh import SHARD
-from thunder_zero.schedule.ops import LAUNCHES, Compute, Defer, Free, Gather, Launch, Op, Reduce, Return, Wait
+from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Launch, Op, Reduce, Return, Wait
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.traces.lift import PREAMBLE, is_joint, read_by, written_by
 from thunder_zero.traces.symbols import JointTrace
@@ -54,7 +54,7 @@ class Phase:
     """A trace that runs. ``lines`` has, for each operation, the positions of its lines: the line that runs it first,
     then a line that encodes or decodes."""
 
-    trace: TraceCtx
+    trace: TraceCtx | None
     lines: Lines
 
 
@@ -169,7 +169,7 @@ class Writer:
                 else:
                     continue  # the lines of the launch before have freed already
                 for role, line in lines:
-                    if role is Role.RUNS and isinstance(op, LAUNCHES) and not is_entered:
+                    if role is Role.RUNS and isinstance(op, Launch) and not is_entered:
                         trace.bound_symbols.append(self._enter(phase, ops))
                         is_entered = True
                     if role is not Role.HELPS:
@@ -249,7 +249,7 @@ class Writer:
         may differ between ranks: recomputing depends on the shapes of a rank's inputs."""
         launches = []
         for op in ops:
-            if isinstance(op, LAUNCHES):
+            if isinstance(op, Launch):
                 name = self._executor.launch_of(op).name.removeprefix("zero_")
                 over = f" over {op.over}" * bool(self._executor.axis(SHARD))
                 launches.append(f"{name} {', '.join(op.params)}{over}")

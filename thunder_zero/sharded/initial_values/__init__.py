@@ -19,7 +19,6 @@ from thunder_zero.plan.params import Plan
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.initial_values.data import (
     CPU,
-    Failures,
     InitialValues,
     PlainModel,
     Sharder,
@@ -52,7 +51,7 @@ def initial_values(
         mesh = agree.Claim("the mesh's dimensions", str(names), "give every rank the same mesh")
         claims = [*_source_claims(plan, sources), mesh]
         agree.require_same([*agree.module_claims(module, plan, device), *claims], group)
-    model, failures = PlainModel(module, plan, ranks, device, names_of(module)), Failures()
+    model, failures = PlainModel(module, plan, ranks, device, names_of(module)), agree.Failures()
     are_read, weights = sources.weights is not None, sources.weights or {}
     saved = module.state_dict() if are_read else {}  # state dicts have no non-persistent buffers
     read = {tensor: names for tensor, names in model.names.items() if any(name in saved for name in names)}
@@ -105,7 +104,7 @@ def _require_names(weights: Collection[str], read: Iterable[Sequence[str]], save
             )
 
 
-def _read(tensor: Tensor, names: Sequence[str], weights: Mapping[str, Tensor], failures: Failures) -> Tensor:
+def _read(tensor: Tensor, names: Sequence[str], weights: Mapping[str, Tensor], failures: agree.Failures) -> Tensor:
     """Read a tensor into CPU memory. If that fails, return the memory, since other ranks may wait to receive it."""
     buffer = torch.empty_like(whole_like(tensor), device=CPU, requires_grad=False)
     with failures.capture():

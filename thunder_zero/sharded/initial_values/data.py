@@ -8,8 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -30,8 +29,6 @@ CPU = torch.device("cpu")  # values are drawn on the CPU, so that a seed gives e
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The user's sources of initial values."""
-
     init: Callable[[nn.Module], object] | None = None  # a function for ``module.apply``, after ``reset_parameters``
     weights: Mapping[str, Tensor] | None = None  # full tensors by name in the plain module's state dict
 
@@ -53,8 +50,6 @@ class InitialValues:
 
 @dataclass(frozen=True, slots=True)
 class PlainModel:
-    """The plain module whose tensors need values."""
-
     module: nn.Module
     plan: Plan
     ranks: Ranks
@@ -70,7 +65,6 @@ class PlainModel:
 
     @property
     def sender(self) -> int | None:
-        """The rank that sends its values to all ranks (``policy.broadcast_from``), or None."""
         return self.plan.policy.broadcast_from
 
     def travels(self, tensor: Tensor) -> bool:
@@ -92,10 +86,7 @@ def names_of(module: nn.Module) -> dict[Tensor, list[str]]:
 
 
 def fitted(value: object, like: Tensor, subject: str) -> Tensor:
-    """Cast a value to the dtype of the module's tensor. Raise ValueError if their shapes differ.
-
-    ``subject`` is the beginning of the error message.
-    """
+    """Cast a value to the dtype of the module's tensor. ``subject`` begins the error about another shape."""
     if not isinstance(value, Tensor) or value.is_meta:
         kind = "tensor on the meta device (without values)" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{subject} as a {kind}; give a tensor of shape {tuple(like.shape)}")
@@ -115,39 +106,18 @@ def whole_like(tensor: Tensor) -> Tensor:
     return parameter_like(tensor, whole)
 
 
-class Failures:
-    """The first exception of this rank, held until the next agreement of all ranks."""
-
-    def __init__(self) -> None:
-        self._first: Exception | None = None
-
-    @contextmanager
-    def capture(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as failure:
-            self._first = self._first or failure
-
-    def raise_first(self) -> None:
-        if self._first is not None:
-            raise self._first
-
-
 class Sharder:
-    """A converter from full parameters to this rank's rows. It stores digests for a comparison between ranks."""
-
     def __init__(self, model: PlainModel, *, are_read: bool) -> None:
         self._model, self._are_read = model, are_read
-        self._digests: dict[str, str] = {}
-        self._sliced: set[str] = set()  # paths with digests of this rank's slice
+        # Claims about full values, and (True) about slices, by path.
+        self._claims: dict[bool, dict[str, agree.Claim]] = {False: {}, True: {}}
 
     def shard(self, full: Tensor, path: str) -> Tensor:
         """Return this rank's rows of a parameter, or a resident parameter in full. ``full`` may be a local slice."""
         param, plan, device = self._model.plan.by_name[path], self._model.plan, self._model.device
         is_slice = tuple(full.shape) != plan.whole_shape(param)
         if self._model.sender is None and self._model.ranks.world.size() > 1:
-            self._digests[path] = agree.digest(full)
-            self._sliced |= {path} if is_slice else set()
+            self._claims[is_slice][path] = self._claim(path, agree.digest(full))
         full = full if is_slice else local_slice(full, param, plan)
         if param.resident:
             return full.to(device)
@@ -157,15 +127,11 @@ class Sharder:
     def compare(self) -> None:
         """Raise on all ranks if their full values differ. This is a collective, unless one rank sent the values."""
         if self._model.sender is None:
-            plan, ranks = self._model.plan, self._model.ranks
-            claims: dict[bool, list[agree.Claim]] = {True: [], False: []}  # claims of slices (True), and of full values
-            for path, digest in self._digests.items():
-                claims[path in self._sliced].append(self._fact(path, digest))
-            agree.require_same(claims[False], ranks.world)
-            if plan.mesh.is_sliced:
-                agree.require_same(claims[True], ranks.data)
+            agree.require_same([*self._claims[False].values()], self._model.ranks.world)
+            if self._model.plan.mesh.is_sliced:
+                agree.require_same([*self._claims[True].values()], self._model.ranks.data)
 
-    def _fact(self, path: str, digest: str) -> agree.Claim:
+    def _claim(self, path: str, digest: str) -> agree.Claim:
         when = "before it builds the module"
         if self._model.module.get_parameter(path).is_meta:
             when = "before the transform, which draws them"

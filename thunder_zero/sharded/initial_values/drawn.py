@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from thunder_zero.comm.agree import Failures
 from thunder_zero.comm.backends import transport_for
 from thunder_zero.comm.small_collectives import full_tensor
 from thunder_zero.compat.private import DTensorSpec
 from thunder_zero.sharded.dtensors import as_dtensor, contiguous, parameter_like
-from thunder_zero.sharded.initial_values.data import CPU, Failures, PlainModel, Sharder, fitted, whole_like
+from thunder_zero.sharded.initial_values.data import CPU, PlainModel, Sharder, fitted, whole_like
 from thunder_zero.sharded.wire import decode_frozen
 
 Slot = tuple[MutableMapping[str, Any], str, Tensor]  # a module's dict of tensors, a key in the dict, and its tensor
@@ -155,10 +156,7 @@ def _copied(tensor: Tensor) -> Tensor | None:
 
 
 def stand_ins_for(owner: nn.Module, before: Callable[[Tensor], Tensor | None]) -> dict[Tensor, Tensor]:
-    """Return a mapping from a module's tensors to temporary stand-ins, which the module may write to.
-
-    ``before`` is a function that returns a stand-in's initial value. None fills the stand-in with NaN.
-    """
+    """Return temporary stand-ins, which the module may write to, with values of ``before``; NaN for None."""
     tensors = dict.fromkeys(tensor for _, _, tensor in direct_tensors(owner))
     return {tensor: _like(tensor, before(tensor)) for tensor in tensors}
 
@@ -253,7 +251,6 @@ class LostWrites(TorchDispatchMode):
         self.addresses: dict[int, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, and record the storages that it writes to according to its schema."""
         kwargs = kwargs or {}
         arguments = func._schema.arguments
         # Not strict, since the schema has more than the positional arguments.

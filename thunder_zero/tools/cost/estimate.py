@@ -19,13 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from thunder_zero.notebook import lanes, small
 from thunder_zero.plan.amounts import duration
 from thunder_zero.schedule.ops import Compute, Op, Return, ends_collective, starts_collective
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.cost.costs import Cost, Lane, compute_dtype, costs_of, in_node
+from thunder_zero.tools.cost.costs import REACHED, Cost, Lane, compute_dtype, costs_of, in_node
 from thunder_zero.tools.cost.lanes import Lanes, Span
-from thunder_zero.tools.cost.published import expected_seconds
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
@@ -171,22 +169,12 @@ class Estimate:
     def __repr__(self) -> str:
         return summed_up(self, str(self))
 
-    def _repr_html_(self) -> str:
-        """Return a short HTML form for notebooks: the times of the step, and its lanes."""
-        facts = {"step": self.seconds, "compute": self.compute_seconds, "exposed communication": self.exposed_seconds}
-        words = {name: duration(seconds) for name, seconds in facts.items()} | {"MFU": f"{self.mfu:.1%}"}
-        bars = {
-            str(lane): [(span.start, span.end, span.waits) for span in self.spans if span.lane is lane]
-            for lane in (Lane.COMPUTE, *self.wire_seconds)
-        }
-        return small(f"a step on {self.device.name}", words, lanes(bars, "lanes of the step over time"))
-
     def __str__(self) -> str:
         tensor_seconds = self.exposed_on.get(Lane.TENSOR, 0.0)
         slices = f"{duration(tensor_seconds)} of it for slices; " if tensor_seconds else ""
         wires = ", ".join(f"{lane} {duration(seconds)}" for lane, seconds in self.wire_seconds.items()) or "none"
         is_bound = not (self.measured or isinstance(self.device, Calibrated))
-        expected = " to ".join(map(duration, expected_seconds(self.seconds)))
+        expected = " to ".join(duration(self.seconds / share) for share in reversed(REACHED))
         return folded(
             f"step {duration(self.seconds)} on {self.device.name}: compute {duration(self.compute_seconds)}, exposed "
             f"communication {duration(self.exposed_seconds)} ({slices}wires: {wires}), MFU {self.mfu:.1%}"

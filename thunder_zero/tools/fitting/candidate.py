@@ -10,7 +10,7 @@ from thunder_zero.plan.amounts import itemsize
 from thunder_zero.plan.params import ROOT, Plan
 from thunder_zero.plan.policy import Policy, is_count
 from thunder_zero.schedule.lifetimes import alive_bytes, lifetimes
-from thunder_zero.schedule.ops import LAUNCHES, Compute, Gather
+from thunder_zero.schedule.ops import Compute, Gather, Launch
 from thunder_zero.schedule.passes import PASSES, apply_passes
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.schedule.units import backward_ends
@@ -139,7 +139,7 @@ class Candidate:
     def _costs(self) -> tuple[float, ...]:
         return tuple(
             self.timeline.traffic(op).sent
-            + self.prices.launch_bytes * isinstance(op, LAUNCHES)
+            + self.prices.launch_bytes * isinstance(op, Launch)
             + flops / self.prices.flops_per_byte
             for op, flops in zip(self.timeline.ops, self._recomputed_flops, strict=True)
         )

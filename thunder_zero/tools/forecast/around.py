@@ -54,7 +54,7 @@ def whole_step(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | Non
     of_loss, of_optimizer = _operators()
     recorder = Recorder(traces, backend_of(traces), loss, optimizer, around=(of_loss, of_optimizer))
     recorder.loss(_outputs_of(traces))
-    if recorder.optimizer is not None and traces.synced:
+    if recorder.optimizer is not None and traces.facts.synced:
         recorder.optimizer_step()
     return _with(recorder, of_loss, of_optimizer)
 
@@ -74,7 +74,7 @@ def _with(recorder: Recorder, of_loss: Operators, of_optimizer: Operators) -> Ti
     """Return the timeline of a step, including the operators around its phases."""
     plan, timeline, digests = recorder.plan, recorder.traces.timeline, Operators("digests")
     # ZeRO-1 begins with digests of this rank's rows, which show the ranks which parameters to refresh.
-    rows = [param.rows for param in recorder.rehearsal.resident.values()]
+    rows = [param.rows for param in recorder.rehearsal.resident]
     if rows and plan.mesh.shard.size > 1:
         with digests:
             torch.cat(digests_of(rows))

@@ -19,11 +19,9 @@ from enum import StrEnum
 from functools import cached_property
 from textwrap import wrap
 
-from thunder_zero.notebook import curve, small
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Plan
-from thunder_zero.tools.printing.text import clip, short
-from thunder_zero.tools.printing.words import WIDTH, folded, summed_up
+from thunder_zero.tools.printing.words import WIDTH, clip, folded, short, summed_up
 
 
 class Holds(StrEnum):
@@ -161,12 +159,6 @@ class Memory:
     def table(self) -> str:
         """Return the text of ``str(self)``, but with all tensors that are alive at the peak."""
         return _text_of(self, len(self.at_peak))
-
-    def _repr_html_(self) -> str:
-        """Return short HTML for notebooks: the peak's kinds, and the curve of memory."""
-        facts = {"peak": size(self.peak)} | {str(kind): size(nbytes) for kind, nbytes in self.by_kind.items()}
-        title = f"peak in {self.peak_line.phase}, at {_statement(self.peak_line.code)}"
-        return small(clip(title, WIDTH), dict(list(facts.items())[:6]), curve(self.curve, "bytes alive, line by line"))
 
     @cached_property
     def peak_line(self) -> MemoryLine:

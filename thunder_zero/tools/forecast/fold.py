@@ -221,7 +221,7 @@ class Fold:
         for rest, allocation in zip(self.recorder.at_rest, self._at_rest, strict=True):
             if rest.kind is Holds.INPUT:
                 self._release(allocation)
-        if self.recorder.optimizer is None or not self.timeline.gradients or not self.recorder.traces.synced:
+        if self.recorder.optimizer is None or not self.timeline.gradients or not self.recorder.traces.facts.synced:
             return
         self._phase, self._kind = OPTIMIZER_STEP, Holds.TEMPORARY
         peak, self._highest = (self.peak, self.events_at_peak), self._now

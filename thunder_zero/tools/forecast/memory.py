@@ -24,8 +24,8 @@ from thunder_zero.tools.forecast.recorder import Loss, Recorder
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.resized import Shapes, resized
 from thunder_zero.tools.forecast.unsent import TRANSPORTS
-from thunder_zero.tools.printing.line_meanings import SourceLine, label, rows
 from thunder_zero.tools.printing.text import place_of
+from thunder_zero.tools.table.rows import Row, explained, label
 from thunder_zero.traces.compiled import Traces
 
 from thunder.core import prims
@@ -185,13 +185,13 @@ def _modules(ran: Sequence[RunLine], traces: Traces) -> list[str]:
     modules: list[str] = []
     for phase, lines in groupby(ran, key=lambda line: line.phase):
         trace = {"forward": traces.forward, "backward": traces.backward}.get(phase)
-        sources = [SourceLine(line.code, line.position) for line in lines]
+        sources = [Row(phase, line.position, line.code) for line in lines]
         if trace is None:
             modules += [""] * len(sources)
             continue
-        sources.append(SourceLine("return", len(trace.bound_symbols) - 1))
+        sources.append(Row(phase, len(trace.bound_symbols) - 1, "return"))
         module = ""
-        for row in rows(sources, traces.timeline, traces.lines, backward=phase == "backward")[:-1]:
+        for row in list(explained(sources, traces.timeline, traces.lines, backward=phase == "backward"))[:-1]:
             if row.kind == "compute" and row.params:
                 module = row.params[0].rpartition(".")[0]
             modules.append(module)

@@ -100,7 +100,7 @@ class Recorder:
         torch's operators, which recorders for several meshes share."""
         self.traces, self.plan, self._loss, self._around = traces, traces.plan, loss, around
         with WithoutValues():  # rows on the host are meta tensors as well
-            self.rehearsal = Rehearsal(traces.plan, backend, synced=traces.synced)
+            self.rehearsal = Rehearsal(traces.plan, backend, synced=traces.facts.synced)
         self.at_rest: list[AtRest] = []
         self.optimizer: torch.optim.Optimizer | None = None
         self._runtime = ModelRuntime(self.rehearsal)

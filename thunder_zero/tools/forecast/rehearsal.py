@@ -97,14 +97,14 @@ class Rehearsal(LocalState):
             )
             for param in plan.params
         }
-        super().__init__(plan, META, "the model", wire, tensors, {}, digests=False)
+        super().__init__(plan, META, "the model", wire, tensors, {})
         self.synced = synced
-        self.mark_stale(self.params)
+        self.expire(self.params.values())
 
     def at_rest(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (path, tensor) pairs of the tensors alive between steps: shards, and ZeRO-1's full parameters."""
         yield from ((path, param.rows) for path, param in self.params.items())
-        yield from ((path, param.full_value()) for path, param in self.resident.items())
+        yield from ((param.path, param.full_value()) for param in self.resident)
 
     def on_host(self) -> Iterator[Tensor]:
         """Yield the shards that are in host memory between steps (``cpu_offload``)."""

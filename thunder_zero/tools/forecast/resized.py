@@ -55,13 +55,13 @@ def resized(traces: Traces, shapes: Shapes) -> Traces:
         ) from error
     forward = _with_values(traces.forward, values)
     backward = None if traces.backward is None else _with_values(traces.backward, values)
-    timeline, without = _timeline(traces, forward, backward, values), traces.without
+    timeline = _timeline(traces, forward, backward, values)
     return replace(
         traces,
         forward=forward,
         backward=backward,
         timeline=timeline,
-        without=lambda missing: resized(without(missing), shapes),
+        pruned=lambda _, missing: resized(traces.without(missing), shapes),
     )
 
 
@@ -70,11 +70,11 @@ def _numbers(traces: Traces, shapes: Shapes) -> dict[str, int]:
     hints = {proxy.name: proxy.value for proxy in traces.forward.args if isinstance(proxy, NumberProxy)}
     requested: dict[str, int] = {}
     for name, shape in shapes.items():
-        sizes = traces.sizes.get(name)
+        sizes = traces.facts.sizes.get(name)
         if sizes is None or len(sizes) != len(shape):
             inputs = (
                 f"{name} {_shown(input_sizes)}"
-                for name, input_sizes in traces.sizes.items()
+                for name, input_sizes in traces.facts.sizes.items()
                 if input_sizes and name not in traces.others
             )
             raise ValueError(
@@ -97,7 +97,7 @@ def _implied_numbers(traces: Traces, shapes: Shapes, requested: Mapping[str, int
     """
     old_shapes = {proxy.name: proxy.shape for proxy in traces.forward.args if isinstance(proxy, TensorProxy)}
     implied: dict[str, int] = {}
-    for name, sizes in traces.sizes.items():
+    for name, sizes in traces.facts.sizes.items():
         for reshaped, shape in shapes.items():
             for size, old_size, old_reshaped_size, new_size in zip(
                 sizes, old_shapes[name], old_shapes[reshaped], shape, strict=False
@@ -119,7 +119,7 @@ def _run(traces: Traces, numbers: Mapping[str, int]) -> dict[str, Any]:
         if isinstance(proxy, NumberProxy):
             values[proxy.name] = numbers[proxy.name]
         elif isinstance(proxy, TensorProxy):
-            sizes = traces.sizes.get(proxy.name, proxy.shape)
+            sizes = traces.facts.sizes.get(proxy.name, proxy.shape)
             values[proxy.name] = _empty(proxy, [numbers.get(size, size) for size in sizes])
     with WithoutValues():
         _run_lines(traces.forward, values)

@@ -7,24 +7,23 @@ are seconds since the step began. Sizes are bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from math import prod
-from typing import Any
 
 from thunder_zero.plan.amounts import duration, size
 from thunder_zero.plan.mesh import TENSOR
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.tools.forecast.figures import Holds, Memory, Storage, outside_of_the_peak
-from thunder_zero.tools.page.program import PageProgram
+from thunder_zero.tools.page.program import Data, PageProgram
 from thunder_zero.tools.printing.text import place_of
+from thunder_zero.tools.printing.words import short
+from thunder_zero.tools.table.rows import CODES, label_of
 
-Data = dict[str, Any]
 DIGITS = 10  # seconds are rounded to a tenth of a nanosecond
 
 
 def data_of(program: PageProgram) -> Data:
     """Return the data of one program."""
-    plan, memory = program.traces.plan, program.memory
+    plan, memory = program.table.traces.plan, program.table.memory
     units = list(plan.units)
     return {
         "name": program.name,
@@ -53,27 +52,20 @@ def data_of(program: PageProgram) -> Data:
         "lanes": list(program.lanes),
         "bars": _columns(
             [
-                {
-                    "lane": program.lanes.index(bar.lane),
-                    "line": bar.line,
-                    "start": round(bar.start, DIGITS),
-                    "end": round(bar.end, DIGITS),
-                    "waits": int(bar.waits),
-                }
+                bar
+                | {"lane": program.lanes.index(bar["lane"]), "waits": int(bar["waits"])}
+                | {moment: round(bar[moment], DIGITS) for moment in ("start", "end")}
                 for bar in program.bars
             ]
         ),
-        "collectives": [
-            asdict(collective) | {"params": len(collective.params), "hidden_share": collective.hidden_share}
-            for collective in program.collectives
-        ],
+        "collectives": list(program.collectives),
         "memory": None if memory is None else _memory_of(program, memory),
     }
 
 
 def figures_of(program: PageProgram) -> dict[str, float | None]:
     """Return named figures of a step, from ``estimate`` and ``memory``, and counts of bytes and launches."""
-    memory, collectives = program.memory, program.collectives
+    memory, collectives = program.table.memory, program.collectives
     return {
         "step_seconds": program.estimate.seconds,
         "compute_seconds": program.estimate.compute_seconds,
@@ -81,10 +73,10 @@ def figures_of(program: PageProgram) -> dict[str, float | None]:
         "peak_bytes": memory.peak if memory else None,
         "at_rest_bytes": memory.at_rest if memory else None,
         "optimizer_step_bytes": memory.optimizer_step if memory else None,
-        "sent_bytes": program.sent_bytes,
-        "gathers": sum(collective.kind == "gather" for collective in collectives),
-        "reductions": sum(collective.kind == "reduce" for collective in collectives),
-        "slices": sum(collective.kind == TENSOR for collective in collectives),
+        "sent_bytes": sum(row.sent or 0 for row in program.table.all),
+        "gathers": sum(collective["kind"] == "gather" for collective in collectives),
+        "reductions": sum(collective["kind"] == "reduce" for collective in collectives),
+        "slices": sum(collective["kind"] == TENSOR for collective in collectives),
         "mfu": program.estimate.mfu,
     }
 
@@ -103,9 +95,11 @@ def text_of(name: str, value: float | None) -> str:
 def top_of(programs: Sequence[PageProgram]) -> list[Data]:
     """Return the tiles at the top of the page. A tile has a name, a text for each program, and a note."""
     first, figures = programs[0], [figures_of(program) for program in programs]
-    exposed = sum(collective.exposed_seconds > 0 for collective in first.collectives)
+    exposed = sum(collective["exposed_seconds"] > 0 for collective in first.collectives)
     shown = figures[0]
-    at_rest = "" if first.memory is None else f", {text_of('at_rest_bytes', shown['at_rest_bytes'])} between steps"
+    at_rest = (
+        "" if first.table.memory is None else f", {text_of('at_rest_bytes', shown['at_rest_bytes'])} between steps"
+    )
     slices = f", {shown['slices']} collectives of slices" if shown["slices"] else ""
     notes = {
         "step_seconds": f"{bound_of(first)}; MFU {text_of('mfu', shown['mfu'])}",
@@ -121,7 +115,7 @@ def top_of(programs: Sequence[PageProgram]) -> list[Data]:
 
 
 def _memory_note(program: PageProgram) -> str:
-    device, memory = program.estimate.device, program.memory
+    device, memory = program.estimate.device, program.table.memory
     if memory is not None and memory.peak > device.memory_bytes:
         return f"does not fit: {device.name} has {size(device.memory_bytes)}"
     return f"of {size(device.memory_bytes)} on {device.name}"
@@ -132,7 +126,7 @@ def bound_of(program: PageProgram) -> str:
     parts = {"compute": program.estimate.compute_seconds}
     waiting = {"gather": "gathers", "reduce": "reductions", TENSOR: "tensor parallelism"}
     for kind, name in waiting.items():
-        exposed = [collective.exposed_seconds for collective in program.collectives if collective.kind == kind]
+        exposed = [collective["exposed_seconds"] for collective in program.collectives if collective["kind"] == kind]
         if sum(exposed):
             parts[f"waiting for {name}"] = sum(exposed)
     ordered = sorted(parts, key=lambda name: -parts[name])
@@ -149,43 +143,41 @@ def _percent(share: float) -> str:
 
 def _phases(program: PageProgram) -> list[Data]:
     phases: dict[str, Data] = {}
-    for index, line in enumerate(program.lines):
-        phase = phases.setdefault(line.phase, {"name": line.phase, "first": index, "start": line.start})
-        phase |= {"last": index, "end": line.end}
+    for index, row in enumerate(program.table.all):
+        phase = phases.setdefault(row.phase, {"name": row.phase, "first": index, "start": row.start})
+        phase |= {"last": index, "end": row.end}
     return list(phases.values())
 
 
 def _lines_of(program: PageProgram, units: Sequence[str]) -> Data:
-    plan, memory = program.traces.plan, program.memory
+    plan = program.table.traces.plan
     params = {path: index for index, path in enumerate(program.explanations)}
     origins: dict[str, int] = {"": 0}
-    rows = []
-    for line in program.lines:
-        row, memory_line = line.row, None if line.memory is None or memory is None else memory.lines[line.memory]
-        origin = origins.setdefault(row.line.origin if row else "", len(origins))
-        rows.append(
-            {
-                "phase": line.phase,
-                "code": line.code,
-                "origin": origin,
-                "kind": (TENSOR if row.does == TENSOR else row.kind) if row else None,
-                "unit": units.index(line.unit) if line.unit in units else -1,
-                "ops": line.ops,
-                "params": [params[path] for path in row.params] if row else [],
-                "label": row.label(plan) if row else "",
-                "sent": row.sent if row else None,
-                "start": round(line.start, DIGITS),
-                "end": round(line.end, DIGITS),
-                "alive": memory_line.total if memory_line else None,
-                "highest": memory_line.highest if memory_line else None,
-            }
-        )
+    rows = [
+        {
+            "phase": row.phase,
+            "code": short(row.code),
+            "origin": origins.setdefault(row.origin, len(origins)),
+            "kind": row.kind if row.kind and row.kind not in CODES.values() else None,
+            "unit": units.index(row.unit) if row.unit in units else -1,
+            "ops": [] if row.op is None else [row.op],
+            "params": [params[path] for path in row.params],
+            "label": label_of(row, plan),
+            "sent": row.sent,
+            "start": round(row.start or 0.0, DIGITS),
+            "end": round(row.end or 0.0, DIGITS),
+            "alive": row.alive,
+            "highest": row.highest,
+        }
+        for row in program.table.all
+    ]
     return {**_columns(rows), "origins": list(origins)}
 
 
 def _memory_of(program: PageProgram, memory: Memory) -> Data:
     """Return the curve (changes of bytes, keyed by kind), the tensors with their lines, and the peak."""
-    places = _places(program, memory)
+    line_of = {(row.phase, row.position): number for number, row in enumerate(program.table.all)}
+    places = [line_of[line.phase, line.position] for line in memory.lines]
     kinds = [kind for kind in Holds if any(storage.kind is kind for storage in memory.storages)]
     previous: dict[Holds, int] = {}
     changes: list[list[int]] = []
@@ -209,15 +201,6 @@ def _memory_of(program: PageProgram, memory: Memory) -> Data:
         "reserve": memory.reserve,
         "capacity": program.estimate.device.memory_bytes,
     }
-
-
-def _places(program: PageProgram, memory: Memory) -> list[int]:
-    """Return the positions on the page of the lines of a forecast of memory."""
-    places: dict[int, int] = {}
-    for number, line in enumerate(program.lines):
-        if line.memory is not None:
-            places.setdefault(line.memory, number)
-    return [places[index] for index in range(len(memory.lines))]
 
 
 def _tensor(storage: Storage, kinds: Sequence[Holds], places: Sequence[int]) -> Data:

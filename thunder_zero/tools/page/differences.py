@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from thunder_zero.tools.ask.diff import compare_units
-from thunder_zero.tools.ask.difference import COLUMNS
 from thunder_zero.tools.page.data import figures_of, text_of
 from thunder_zero.tools.page.program import PageProgram
+from thunder_zero.tools.views.diff import compare_units
+from thunder_zero.tools.views.difference import COLUMNS
 
 WORDS = {
     "step_seconds": "time of a step",
@@ -38,7 +38,7 @@ def differences(programs: Sequence[PageProgram]) -> list[dict[str, Any]]:
     names = [name for name in WORDS if name != "slices" or any(program_figures[name] for program_figures in figures)]
     rows = [[WORDS[name], *(text_of(name, program_figures[name]) for program_figures in figures)] for name in names]
     tables = [{"title": "A step", "heads": ["", *(program.name for program in programs)], "rows": rows}]
-    other_programs = [program for program in programs if program.traces is not programs[0].traces]
+    other_programs = [program for program in programs if program.table.traces is not programs[0].table.traces]
     return tables + [
         {
             "title": f"{programs[0].name} \N{RIGHTWARDS ARROW} {other.name}, by unit",
@@ -50,7 +50,7 @@ def differences(programs: Sequence[PageProgram]) -> list[dict[str, Any]]:
 
 
 def _rows_by_unit(first: PageProgram, second: PageProgram) -> Iterator[list[str]]:
-    units, _ = compare_units(first.traces, second.traces)
+    units, _ = compare_units(first.table.traces, second.table.traces)
     for pair, group in groupby(units, key=lambda unit: units[unit]):
         names = [name or "root unit" for name in group]
         cells = ([column(figures) for figures in pair] for column in COLUMNS.values())

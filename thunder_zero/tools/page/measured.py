@@ -16,9 +16,9 @@ from typing import Any
 from thunder_zero.plan.policy import Times
 from thunder_zero.schedule.names import label_of
 from thunder_zero.schedule.ops import (
-    LAUNCHES,
     Compute,
     Gather,
+    Launch,
     Op,
     Return,
     Wait,
@@ -102,7 +102,7 @@ def by_profile(forecast: Estimate, events: Sequence[Mapping[str, Any]]) -> Estim
     the events, in Chrome's format, only those with labels of this package are used.
     """
     ops = forecast.timeline.ops
-    marked = [index for index, op in enumerate(ops) if isinstance(op, (*LAUNCHES, Wait))]
+    marked = [index for index, op in enumerate(ops) if isinstance(op, Launch | Wait)]
     names = [label_of(ops[index], forecast.timeline) for index in marked]
     labels = set(names)
     ours = sorted(

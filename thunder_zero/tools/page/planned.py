@@ -13,7 +13,7 @@ from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.dry_run import ProgramSource, TraceRequest
 from thunder_zero.tools.models.named import MODELS
-from thunder_zero.tools.page.data import Data
+from thunder_zero.tools.page.program import Data
 from thunder_zero.tools.page.report import page_of
 from thunder_zero.tools.planner.plan_training import PRECISION
 from thunder_zero.tools.planner.subject import subject_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from importlib.resources import files
 from math import prod
 from os import PathLike
@@ -17,7 +16,6 @@ from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.compat.jitted import plain_of
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.plan.policy import STAGES, Times
-from thunder_zero.tools.ask.save_timeline import events_of
 from thunder_zero.tools.cost.estimate import estimate, step_time
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
@@ -26,11 +24,13 @@ from thunder_zero.tools.forecast.for_loss import for_loss
 from thunder_zero.tools.forecast.recorder import Loss
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.watch import NoForecast
-from thunder_zero.tools.page.data import Data, data_of, top_of
+from thunder_zero.tools.page.data import data_of, top_of
 from thunder_zero.tools.page.differences import differences
 from thunder_zero.tools.page.measured import by_profile, by_times
-from thunder_zero.tools.page.program import PageProgram
+from thunder_zero.tools.page.program import Data, PageProgram
 from thunder_zero.tools.printing.words import count
+from thunder_zero.tools.table.table import table_of
+from thunder_zero.tools.views.save_timeline import events_of
 from thunder_zero.traces.compiled import Traces
 
 if TYPE_CHECKING:
@@ -76,14 +76,6 @@ def report(
         beside: other traces of the module to show on the page, such as traces of another stage.
         loss, optimizer: as for :func:`thunder_zero.tools.memory` (default: the step has no loss and no optimizer).
         title: the title of the page, such as the model's name (default: the model's class, if a model is given).
-
-    Raises:
-        TypeError: ``model_or_traces`` is neither traces nor a model with ZeroTransform, or ``estimate`` or ``memory``
-            raises.
-        ValueError: ``beside`` has another module, ``measured`` is not a profile with a whole step of this program, or
-            the device lacks a rate or a link that the step needs.
-        OSError: a file cannot be read or written.
-        RuntimeError: the model was not called yet.
     """
     data = page_of(model_or_traces, device, measured, beside, loss=loss, optimizer=optimizer, title=title)
     Path(path).write_text(html_of(data), encoding="utf-8")
@@ -99,7 +91,7 @@ def page_of(
     optimizer: MakeOptimizer | None = None,
     title: str = "",
 ) -> Data:
-    """Return the page as JSON data. The arguments and errors are the same as in :func:`report`."""
+    """Return the page as JSON data. The arguments are those of :func:`report`."""
     described = device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
 
@@ -109,9 +101,10 @@ def page_of(
             memory, timeline = memory_and_timeline(traces, loss=loss, optimizer=optimizer)
         except NoForecast as error:
             time = estimate(traces, described, loss=loss, optimizer=optimizer)
-            return PageProgram(name, traces, time, None, f"There is no forecast of memory: {error}.")
+            no_memory = f"There is no forecast of memory: {error}."
+            return PageProgram(name, table_of(traces, time=time), time, no_memory)
         time = step_time(timeline, described, model=traces.lifted)
-        return PageProgram(name, traces, time, memory)
+        return PageProgram(name, table_of(traces, memory, time), time)
 
     programs = [forecast(STAGES[traces.plan.policy.stage].name, traces)]
     if measured is not None:
@@ -134,10 +127,13 @@ def page_of(
 
 
 def _measured(first: PageProgram, measured: Measured) -> PageProgram:
+    traces, memory = first.table.traces, first.table.memory
     if isinstance(measured, Times):
-        return replace(first, name="measured times", estimate=by_times(first.estimate, measured), note=BY_TIMES)
-    time = estimate(first.traces, first.estimate.device)  # launches in a profile do not delimit the loss
-    return replace(first, name="profile", estimate=by_profile(time, events_of(Path(measured))), note=BY_PROFILE)
+        name, time, note = "measured times", by_times(first.estimate, measured), BY_TIMES
+    else:
+        forecast = estimate(traces, first.estimate.device)  # launches in a profile do not delimit the loss
+        name, time, note = "profile", by_profile(forecast, events_of(Path(measured))), BY_PROFILE
+    return PageProgram(name, table_of(traces, memory, time), time, note=note)
 
 
 def html_of(data: Any) -> str:

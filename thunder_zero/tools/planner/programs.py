@@ -165,9 +165,8 @@ def _on_mesh(traces: Traces, plan: Plan) -> Traces:
     """Return the program with the plan of another mesh."""
     return replace(
         traces,
-        plan=plan,
         timeline=replace(traces.timeline, plan=plan),
-        lifted=replace(traces.lifted, plan=plan),
+        scheduled=replace(traces.scheduled, lifted=replace(traces.lifted, plan=plan)),
     )
 
 

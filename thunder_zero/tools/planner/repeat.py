@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from thunder_zero.schedule.ops import (
-    LAUNCHES,
     Compute,
     Free,
     Gather,
+    Launch,
     Op,
     Wait,
     ends,
@@ -177,7 +177,7 @@ def _with_handle(op: Op, handle: str) -> Op:
             return replace(op, launch=replace(launch, handle=handle))
         case Compute():
             return replace(op, writes=(handle,)) if starts_collective(op) else replace(op, reads=(handle,))
-    assert isinstance(op, LAUNCHES), "nothing else has a handle"
+    assert isinstance(op, Launch), "nothing else has a handle"
     return replace(op, handle=handle)
 
 
@@ -193,7 +193,7 @@ def _total(timeline: Timeline, seconds: Sequence[float], units: Sequence[str], c
 
 def _require_balance(period: Sequence[Op]) -> None:
     """Raise NotPeriodic if a period has more or fewer waits than launches."""
-    started = sum(isinstance(op, LAUNCHES) for op in period)
+    started = sum(isinstance(op, Launch) for op in period)
     if started != sum(isinstance(op, Wait) for op in period):
         raise NotPeriodic
 

@@ -22,13 +22,14 @@ from thunder_zero.plan.amounts import duration, size
 from thunder_zero.plan.formats import FORMATS, Formats
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import RECOMPUTE, STAGES, Policy, is_count
-from thunder_zero.tools.cost.published import LEAST, MOST, RUNS
+from thunder_zero.tools.cost.costs import REACHED
 from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED
 from thunder_zero.tools.printing.text import table_of, text_of_table
 from thunder_zero.tools.printing.words import summed_up
 
 FACTOR = 8  # the ratio between the numbers of shards of successive meshes
 NARROW = 80  # width of the text
+RUNS = "torchtitan's Llama 3.1 8B on 8 H100, December 2024"  # docs/plan.md
 COLUMNS = ("stage", "shards", "recompute", "needs", "sent", "exposed", "step", "tokens/s", "MFU", "fits")
 
 
@@ -179,7 +180,7 @@ class TrainingPlan:
         """
         if self.chosen is None or not self.is_bound:
             return None
-        return LEAST * self.chosen.tokens_per_second, MOST * self.chosen.tokens_per_second
+        return REACHED[0] * self.chosen.tokens_per_second, REACHED[1] * self.chosen.tokens_per_second
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as data that JSON can hold."""
@@ -222,7 +223,7 @@ def _text(plan: TrainingPlan) -> Iterator[str]:
     yield from wrap(f"{plan.reason}.", NARROW)
     if (expected := plan.expected_tokens_per_second) and plan.chosen:
         fewest, most = (f"{tokens:,.0f}" for tokens in expected)
-        mfu = f"{LEAST * plan.chosen.mfu:.0%} to {MOST * plan.chosen.mfu:.0%}"
+        mfu = " to ".join(f"{share * plan.chosen.mfu:.0%}" for share in REACHED)
         sentence = (
             f"These are bounds. Expect {fewest} to {most} tokens/s, MFU {mfu}: what {RUNS}, reached of such a bound."
         )

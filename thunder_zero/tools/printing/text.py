@@ -21,7 +21,7 @@ from rich.table import Table
 
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES
-from thunder_zero.tools.printing.words import WIDTH
+from thunder_zero.tools.printing.words import WIDTH, clip
 
 INDENT = " " * 4  # indent of continuation lines
 WHOLE_LINES = 2  # statements of at most this many lines are not shortened
@@ -30,7 +30,6 @@ TOKENS = re.compile(
     r"""(?P<string>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
     r"""|(?P<comma>, )|(?P<equals> = )|(?P<opens>[(\[{])|(?P<closes>[)\]}])"""
 )
-OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+)\.\w+\(")
 METHOD = re.compile(r"(?<!\baten)\.\w+\($")  # matches .view( in x.view(
 MOST_ITEMS = 12  # the most items of a collection in a shortened statement
 
@@ -66,11 +65,6 @@ def place_of(plan: Plan) -> str:
     return f"{STAGES[plan.policy.stage].name}, {plan.mesh}{copies}"
 
 
-def short(code: str) -> str:
-    """Shorten names of operators in code, such as ``torch.ops.aten.mm.default`` to ``aten.mm``."""
-    return OPERATOR.sub(r"aten.\1(", code)
-
-
 def fold(code: str, widths: Sequence[int]) -> list[str]:
     """Return lines that show the statements of ``code``, without its comments.
 
@@ -99,11 +93,6 @@ def fill(pieces: Sequence[str], widths: Sequence[int], indent: str = "") -> list
             line = indent
         line += clip(piece, width - len(line))
     return [*lines, line.rstrip()]
-
-
-def clip(text: str, width: int) -> str:
-    """Return the text. If the text is too long, return its beginning and an ellipsis."""
-    return text if len(text.rstrip()) <= width else text[: width - 1] + "…"
 
 
 def _fold(statement: ast.stmt, widths: Sequence[int]) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from textwrap import wrap
 
 WIDTH = 100  # columns, without a terminal
+OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+)\.\w+\(")
 
 
 def summed_up(thing: object, words: str) -> str:
@@ -23,3 +25,13 @@ def count(number: float) -> str:
         if number >= 0.9995 * scale:
             return f"{number / scale:.3g} {unit}"
     return f"{number:.3g}"
+
+
+def short(code: str) -> str:
+    """Shorten names of operators in code, such as ``torch.ops.aten.mm.default`` to ``aten.mm``."""
+    return OPERATOR.sub(r"aten.\1(", code)
+
+
+def clip(text: str, width: int) -> str:
+    """Return the text. If the text is too long, return its beginning and an ellipsis."""
+    return text if len(text.rstrip()) <= width else text[: width - 1] + "…"

@@ -38,11 +38,7 @@ CAUSES = {
 
 
 def why(script: Path, arguments: Sequence[str], *, steps: int, device: str | None) -> None:
-    """Run a script like ``python`` does. Rank 0 prints a page for each model, after ``steps`` steps or at the end.
-
-    Raises:
-        SystemExit: ``script`` or ``device`` does not exist, ``steps`` is out of range, or the script fails.
-    """
+    """Run a script like ``python`` does. Rank 0 prints a page for each model, after ``steps`` steps or at the end."""
     if not script.is_file():
         raise SystemExit(f"thunder-zero: there is no file {script}; give a script that trains, and its arguments")
     if steps < 1:

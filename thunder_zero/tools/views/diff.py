@@ -8,13 +8,13 @@ from itertools import zip_longest
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.plan.params import ROOT, Param, Plan
 from thunder_zero.schedule.lifetimes import gathered_bytes
-from thunder_zero.schedule.ops import LAUNCHES, Compute, starts_collective
+from thunder_zero.schedule.ops import Compute, Gather, Launch, Reduce, starts_collective
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.schedule.units import backward_ends
-from thunder_zero.tools.ask.difference import Difference, Figures
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.forecast.watch import NoForecast
+from thunder_zero.tools.views.difference import Difference, Figures
 from thunder_zero.traces.compiled import Traces
 
 Units = dict[str, tuple[Figures, Figures]]
@@ -63,7 +63,7 @@ def compare_units(first: Traces, second: Traces) -> tuple[Units, tuple[Figures, 
 
 
 def _require_one_module(first: Traces, second: Traces) -> None:
-    if first.synced is not second.synced:
+    if first.facts.synced is not second.facts.synced:
         raise ValueError("one of the programs runs under no_sync and the other does not; compare programs of one kind")
     for param, other in zip_longest(first.plan.params, second.plan.params):
         if param is None or other is None or _identity(param, first.plan) != _identity(other, second.plan):
@@ -97,12 +97,12 @@ def _figures_by_unit(traces: Traces) -> dict[str | None, Figures]:
 
 
 def _figures(timeline: Timeline, recomputed: Sequence[tuple[Compute, str]], unit: str | None) -> Figures:
-    launches = [
-        op for op in timeline.ops if isinstance(op, LAUNCHES) and unit in (None, timeline.params_of(op)[0].unit)
-    ]
-    gathers, reductions = ([timeline.traffic(op).sent for op in launches if isinstance(op, kind)] for kind in LAUNCHES)
+    launches = [op for op in timeline.ops if isinstance(op, Launch) and unit in (None, timeline.params_of(op)[0].unit)]
+    gathers, reductions = (
+        [timeline.traffic(op).sent for op in launches if isinstance(op, kind)] for kind in (Gather, Reduce)
+    )
     recomputed_in_unit = [op for op, unit_of_op in recomputed if unit in (None, unit_of_op)]
-    others = (op for op in timeline.ops if starts_collective(op) and not isinstance(op, LAUNCHES))
+    others = (op for op in timeline.ops if starts_collective(op) and not isinstance(op, Launch))
     slices = [timeline.traffic(op).sent for op in others if unit is None]
     return Figures(
         gathers=len(gathers),

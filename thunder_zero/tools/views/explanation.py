@@ -19,20 +19,12 @@ from thunder_zero.plan.formats import Format
 from thunder_zero.plan.mesh import REPLICATE, SHARD
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.traffic import reduce_traffic
-from thunder_zero.tools.printing.text import clip, place_of
-from thunder_zero.tools.printing.words import WIDTH, summed_up
+from thunder_zero.tools.printing.text import place_of
+from thunder_zero.tools.printing.words import WIDTH, clip, summed_up
+from thunder_zero.tools.table.rows import Row
 
 HANGING = 12  # columns
 MOST = 2  # the most gathers in a summary
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line of a trace. ``phase`` is "forward" or "backward". ``position`` is an index into the phase's trace."""
-
-    phase: str
-    position: int
-    code: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +33,14 @@ class Gathered:
 
     bucket: tuple[str, ...]  # paths of all parameters of the launch, including the explained parameter
     bucket_bytes: int  # the full bytes of the bucket
-    launch: Line  # the line that starts the gather
+    launch: Row  # the line that starts the gather
     why_launch: str  # the reason why the gather does not start earlier
-    wait: Line  # the line that ends the gather. Later lines can read the parameter.
+    wait: Row  # the line that ends the gather. Later lines can read the parameter.
     # first_read, last_read: the first and the last line that reads the parameter, or a view or a cast of it. None if no
     # line reads the parameter.
-    first_read: Line | None
-    last_read: Line | None
-    free: Line | None  # the line that frees the parameter; None if the parameter stays gathered
+    first_read: Row | None
+    last_read: Row | None
+    free: Row | None  # the line that frees the parameter; None if the parameter stays gathered
     why_free: str  # the reason why the parameter is freed at this line, or stays gathered
     # sent_bytes, received_bytes: bytes of this parameter that this rank sends and receives
     sent_bytes: int
@@ -63,10 +55,10 @@ class Gathered:
 class Reduced:
     """The gradient of the parameter."""
 
-    made: Line | None  # the line that computes the full gradient; None if several lines compute it
-    launch: Line  # the line that starts its reduction; under ``no_sync``, the line that defers it
-    across: Line | None  # the line that starts the reduction over replicas; None without replicas
-    wait: Line | None  # the line that ends the reduction; None if it is deferred
+    made: Row | None  # the line that computes the full gradient; None if several lines compute it
+    launch: Row  # the line that starts its reduction; under ``no_sync``, the line that defers it
+    across: Row | None  # the line that starts the reduction over replicas; None without replicas
+    wait: Row | None  # the line that ends the reduction; None if it is deferred
     why_wait: str  # the reason for the position of the wait, or for the deferral of the gradient
     # paths of all parameters whose gradients the launch reduces, including the explained parameter
     bucket: tuple[str, ...]
@@ -283,10 +275,10 @@ def _totals(explanation: Explanation) -> str:
     )
 
 
-def _code(name: str, line: Line, previous: Line | None = None) -> Iterator[str]:
+def _code(name: str, line: Row, previous: Row | None = None) -> Iterator[str]:
     """Yield the text of a trace's line. The phase is included if it differs from the phase of ``previous``."""
     phase = f"  (in {line.phase})" if previous is not None and line.phase != previous.phase else ""
-    yield clip(f"  {name:{HANGING - 2}}{line.code}", WIDTH - len(phase)) + phase
+    yield clip(f"  {name:{HANGING - 2}}{line.statement}", WIDTH - len(phase)) + phase
 
 
 def _part(name: str, text: str) -> Iterator[str]:

@@ -13,14 +13,14 @@ from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.names import label_of
 from thunder_zero.schedule.ops import Compute, Work, ends_collective
-from thunder_zero.tools.ask.print_trace import code_of, rows_of
 from thunder_zero.tools.cost.costs import Lane
 from thunder_zero.tools.cost.estimate import Estimate, estimate
 from thunder_zero.tools.cost.lanes import Span
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.printing.line_meanings import PHASES, Row, label
 from thunder_zero.tools.printing.text import place_of
+from thunder_zero.tools.table.rows import Row, label
+from thunder_zero.tools.table.table import table_of
 from thunder_zero.traces.compiled import Traces
 
 if TYPE_CHECKING:
@@ -59,12 +59,6 @@ def save_timeline(
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
         device: the device of the forecast, as for :func:`thunder_zero.tools.estimate`.
         measured: a file from ``torch.profiler.profile.export_chrome_trace``, which may be compressed (``.gz``).
-
-    Raises:
-        TypeError: ``model_or_traces`` is neither traces nor a model with ZeroTransform, or ``device`` is not a device.
-        ValueError: ``measured`` is not in Chrome's format, or the device lacks a rate or a link that the step needs.
-        OSError: a file cannot be read or written.
-        RuntimeError: the model was not called yet.
     """
     device = device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
@@ -82,20 +76,16 @@ def _forecast_events(forecast: Estimate, traces: Traces, pid: int) -> Iterator[E
     lanes = [lane for lane in LANES if any(span.lane is lane for span in forecast.spans)]
     for number, lane in enumerate(lanes):
         yield {"ph": "M", "pid": pid, "tid": number, "name": "thread_name", "args": {"name": LANES[lane]}}
-    phases = ((phase, row) for phase in PHASES["both"] for row in rows_of(traces, phase, None))
-    rows = {(phase == "backward", row.line.position): row for phase, row in phases}
+    table = table_of(traces)
     for span in forecast.spans:
         if span.seconds > 0:
-            op = forecast.timeline.ops[span.op]
-            line = rows[op.backward, traces.lines[span.op][0]], code_of(span.op, traces)
-            yield _slice(span, forecast, *line, pid, lanes.index(span.lane))
+            yield _slice(span, forecast, table.of(span.op), pid, lanes.index(span.lane))
     yield from _gathered_counter(forecast, pid)
 
 
-def _slice(span: Span, forecast: Estimate, row: Row, code: str, pid: int, tid: int) -> Event:
+def _slice(span: Span, forecast: Estimate, row: Row, pid: int, tid: int) -> Event:
     op, cost = forecast.timeline.ops[span.op], forecast.costs[span.op]
-    phase = "backward" if op.backward else "forward"
-    args: Event = {"line": code, "phase": phase, "parameters": list(row.params)}
+    args: Event = {"line": row.statement, "phase": row.phase, "parameters": list(row.params)}
     if span.lane is not Lane.COMPUTE:
         name, args["sent_bytes"] = label_of(op, forecast.timeline), cost.sent_bytes
     elif span.waits:

@@ -10,7 +10,7 @@ reason for the position of each gather comes from the prefetch pass::
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from math import prod
@@ -26,14 +26,12 @@ from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Op, Reduce, Return, Wait
 from thunder_zero.schedule.prefetch import Bound, bounds
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.ask.explanation import Explanation, Gathered, Line, Reduced
-from thunder_zero.tools.ask.print_trace import code_of
-from thunder_zero.tools.cost.costs import Lane
 from thunder_zero.tools.cost.estimate import estimate
-from thunder_zero.tools.cost.lanes import Span
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.printing.line_meanings import label
+from thunder_zero.tools.table.rows import Row, label
+from thunder_zero.tools.table.table import Table, table_of, with_code
+from thunder_zero.tools.views.explanation import Explanation, Gathered, Reduced
 from thunder_zero.traces.compiled import Traces
 
 if TYPE_CHECKING:
@@ -58,26 +56,18 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
         This rank's rows, the parameter's gathers, and its gradient. A gather has the lines of the launch, the wait, the
         reads and the free, with reasons for their positions. It also has bytes sent, bytes received and memory. The
         gradient has the lines that compute it, reduce it and wait for the reduction.
-
-    Raises:
-        ValueError: the plan has no parameter with this path, or the device lacks a rate or a link that the step needs.
-        TypeError: ``model_or_traces`` is neither traces nor a model with ZeroTransform, or ``device`` is not a device.
-        RuntimeError: the model has not been called yet.
     """
     described = None if device is None else device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     _require_parameter(path, traces)
-    if described is None:
-        program = _Program(traces, None, None)
-    else:
-        program = _Program(traces, estimate(traces, described).spans, described.name)
-    return _explanation(program, traces.plan.by_name[path])
+    table = table_of(traces, time=estimate(traces, described) if described else None, codes=False)
+    return _explanation(_Program(table), traces.plan.by_name[path])
 
 
-def explain_all(traces: Traces, spans: Sequence[Span], device: str) -> dict[str, Explanation]:
-    """Return explanations keyed by parameter path. ``spans`` are the times of the timeline's operations."""
-    program = _Program(traces, spans, device)
-    return {param.path: _explanation(program, param) for param in traces.plan.params}
+def explain_all(table: Table) -> dict[str, Explanation]:
+    """Return explanations keyed by parameter path."""
+    program = _Program(table)
+    return {param.path: _explanation(program, param) for param in table.traces.plan.params}
 
 
 def _explanation(program: _Program, param: Param) -> Explanation:
@@ -93,7 +83,7 @@ def _explanation(program: _Program, param: Param) -> Explanation:
         gathers=gathers,
         gradient=gradient,
         why_no_gradient="" if gradient else _why_no_gradient(param, traces),
-        device=program.device,
+        device=program.table.time.device.name if program.table.time else None,
     )
 
 
@@ -119,10 +109,11 @@ def _why_no_gradient(param: Param, traces: Traces) -> str:
 class _Program:
     """A program, with lookup tables that the explanations of all parameters share."""
 
-    traces: Traces  # the program
-    spans: Sequence[Span] | None  # the times of operations; None without a forecast of time
-    device: str | None  # the name of the forecast's device; None without a forecast of time
-    codes: dict[int, str] = field(default_factory=dict)  # a cache that maps positions of operations to statements
+    table: Table
+
+    @property
+    def traces(self) -> Traces:
+        return self.table.traces
 
     @cached_property
     def gathered(self) -> tuple[int, ...]:
@@ -146,37 +137,29 @@ class _Program:
         ops = enumerate(self.traces.timeline.ops)
         return _grouped((name, index) for index, op in ops if not isinstance(op, Return) for name in op.reads)
 
-    @cached_property
-    def spans_by_op(self) -> Mapping[int, Sequence[Span]]:
-        return _grouped((span.op, span) for span in self.spans or ())
-
     def reader(self, name: str, kind: type[Op], after: int = -1) -> int | None:
         """Return the first operation of a type that reads a value after a position, or None."""
         ops = self.traces.timeline.ops
         readers = (index for index in self.readers.get(name, ()) if index > after)
         return next((index for index in readers if isinstance(ops[index], kind)), None)
 
-    def lines(self, *positions: int | None) -> dict[int | None, Line]:
-        """Return a mapping from positions of operations to lines. Positions that are None are skipped."""
-        lines: dict[int | None, Line] = {}
-        for index in positions:
-            if index is not None:
-                op = self.traces.timeline.ops[index]
-                code = self.codes[index] = self.codes.get(index) or code_of(index, self.traces)
-                position = self.traces.lines[index][0]
-                lines[index] = Line("backward" if op.backward else "forward", position, code)
-        return lines
+    def line(self, index: int | None) -> Row | None:
+        """Return the row of an operation, if there is one."""
+        return None if index is None else self.of(index)
+
+    def of(self, index: int) -> Row:
+        row = self.table.of(index)
+        return row if row.code else with_code(row, self.traces)
 
     def seconds(self, positions: Iterable[int | None]) -> tuple[float | None, float | None]:
         """Return the seconds of a bucket on the wires, and the seconds that compute waits for it.
 
         ``positions`` has the bucket's launches and waits. Without overlap, compute waits at the launch.
         """
-        if self.spans is None:
+        if self.table.time is None:
             return None, None
-        spans = [span for index in positions if index is not None for span in self.spans_by_op.get(index, ())]
-        wire = sum(span.seconds for span in spans if span.lane is not Lane.COMPUTE)
-        return wire, sum(span.seconds for span in spans if span.waits)
+        rows = [self.table.of(index) for index in positions if index is not None]
+        return sum(row.wire_seconds for row in rows), sum(row.exposed for row in rows)
 
 
 def _grouped(pairs: Iterable[tuple[Key, Item]]) -> dict[Key, list[Item]]:
@@ -200,18 +183,17 @@ def _gathered(program: _Program, param: Param, launch: int, after: int, bound: B
     free = next((index for index in program.by_path.get((Free, param.path), ()) if index > wait), None)
     readers = _readers(program, name, wait)
     first, last = (readers[0], readers[-1]) if readers else (None, None)
-    lines = program.lines(launch, wait, first, last, free)
     wire, exposed = program.seconds((launch, wait))
     traffic = gather_traffic(plan, param)
     return Gathered(
         bucket=op.params,
         bucket_bytes=timeline.traffic(op).full,
-        launch=lines[launch],
+        launch=program.of(launch),
         why_launch=_why_launch(timeline, launch, after, bound),
-        wait=lines[wait],
-        first_read=lines.get(first),
-        last_read=lines.get(last),
-        free=lines.get(free),
+        wait=program.of(wait),
+        first_read=program.line(first),
+        last_read=program.line(last),
+        free=program.line(free),
         why_free=_why_free(program, wait, free, last),
         sent_bytes=traffic.sent,
         received_bytes=traffic.received,
@@ -244,15 +226,14 @@ def _gradient(program: _Program, param: Param) -> Reduced | None:
     writer, is_sent = timeline.writer.get(gradient), isinstance(op, Reduce)
     waits = [program.reader(timeline.ops[index].writes[0], Wait) for index in launches if is_sent]
     wait = max((index for index in waits if index is not None), default=None)
-    lines = program.lines(writer, first, last, wait)
     wire, exposed = program.seconds((*launches, *waits)) if is_sent else (None, None)
     traffic = reduce_traffic(plan, param) if is_sent else Traffic()
     deferred = "no_sync keeps all of it until a later backward"
     return Reduced(
-        made=lines.get(writer),
-        launch=lines[first],
-        across=lines[last] if last > first else None,
-        wait=lines.get(wait),
+        made=program.line(writer),
+        launch=program.of(first),
+        across=program.of(last) if last > first else None,
+        wait=program.line(wait),
         why_wait=deferred if wait is None else _why_wait(program, wait),
         bucket=op.params,
         bucket_bytes=timeline.traffic(op).full,

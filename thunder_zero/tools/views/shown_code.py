@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from thunder_zero.tools.printing.text import short
+from thunder_zero.tools.printing.words import short
 from thunder_zero.traces.operators import is_collective, operator_of
 from thunder_zero.traces.symbols import ZeroExecutor
 from thunder_zero.traces.work import makes_view
@@ -38,15 +38,6 @@ from thunder.executors.pythonex import clear_mutable_collection
 NAME = re.compile(r"(?<![.'\w])[A-Za-z_]\w*\b(?!=)")  # the name of a value, not of a keyword argument
 METHODS = frozenset(dir(Tensor))
 HIDDEN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, clear_mutable_collection.id, "zero_enter")
-
-
-@dataclass(frozen=True, slots=True)
-class ShownLine:
-    """A line to show: its code, its position, and the position of a view appended to it."""
-
-    code: str
-    position: int
-    view: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +78,10 @@ class _Chain:
         return code
 
 
-def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[ShownLine]:
-    """Yield the lines to show. ``freed`` has the gathered parameters that the ``del`` line at a position frees."""
+def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[tuple[int, str, int | None]]:
+    """Yield (position, code, position of a view that the code has at its end) of the lines to show.
+
+    ``freed`` has the gathered parameters that the ``del`` line at a position frees."""
     views = _views(trace)
     folded = {name: views.chains[name].apply(views.chains[name].root.name) for name in views.folded}
     hidden = {*views.folded, *views.appended.values()}
@@ -99,10 +92,10 @@ def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[Shown
         results = [proxy.name for proxy in bsym.flat_proxy_outs]
         if bsym.sym.id is prims.PrimIDs.DEL:
             if position in freed:
-                yield ShownLine(f"del {', '.join(freed[position])}", position)
+                yield position, f"del {', '.join(freed[position])}", None
         elif bsym.sym.id not in HIDDEN and hidden.isdisjoint(results):
             if operator_of(bsym) is None:
-                yield ShownLine(_line(bsym), position)
+                yield position, _line(bsym), None
                 continue
             name, _, call = short(_python(bsym)).rpartition(" = ")
             if _stands_inside(bsym):
@@ -112,7 +105,7 @@ def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[Shown
             view = views.appended.get(name)
             if view is not None:
                 name, call = view, views.chains[view].apply(call)
-            yield ShownLine(f"{name} = {call}" if name else call, position, position_of.get(view or ""))
+            yield position, f"{name} = {call}" if name else call, position_of.get(view or "")
 
 
 @dataclass(frozen=True, slots=True)

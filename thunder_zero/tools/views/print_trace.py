@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import IO, Any
 
 import torch.distributed as dist
@@ -14,24 +13,20 @@ from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.plan.amounts import size
 from thunder_zero.schedule.ops import Free, Gather, ends
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.ask.shown_code import shown
 from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
 from thunder_zero.tools.forecast.memory import memory as forecast_of
 from thunder_zero.tools.forecast.memory import require_forecast_of
 from thunder_zero.tools.forecast.watch import NoForecast
-from thunder_zero.tools.printing.line_meanings import PHASES, Gap, Row, SourceLine, format_timeline, rows, select
-from thunder_zero.tools.printing.text import short
-from thunder_zero.tools.printing.trace_printer import QUIET, print_rows, print_total
+from thunder_zero.tools.table.rows import PHASES, Row
+from thunder_zero.tools.table.table import Table, table_of
+from thunder_zero.tools.views.print_rows import QUIET, print_rows, print_total
+from thunder_zero.tools.views.selection import format_timeline, select
+from thunder_zero.tools.views.shown_code import shown
 from thunder_zero.traces.compiled import Traces
-from thunder_zero.traces.operators import operator_of
 
-import thunder
-from thunder.core.codeutils import get_source_line
 from thunder.core.module import ThunderModule
-from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, tracectx
+from thunder.core.trace import tracectx
 
-THUNDER = Path(thunder.__file__).parent
 HOW_TO_READ = """\
 # Lines run from top to bottom. gather: start an all-gather; wait: end it; compute: read parameters;
 # free: drop full parameters; reduce: start to average gradients; encode, decode: what is sent.
@@ -78,13 +73,6 @@ def print_trace(
             in ``aten.mm(x, w.t())``. Unpacking and the ``del`` of activations are left out by default.
         memory: a forecast of memory for these traces. Its figures at rest and in the optimizer's step are also printed.
         rank: the rank of the default process group that prints. A process without a group is rank 0.
-
-    Raises:
-        ValueError: ``phase``, ``unit``, ``rank`` or ``only`` is unknown, or ``memory`` is a forecast of other traces.
-            Or a timeline comes with an argument that chooses lines.
-        RuntimeError: the model was not called yet.
-        TypeError: ``model_or_traces`` is not traces, a timeline or a model with ZeroTransform, or ``memory`` is not
-            a forecast.
     """
     if phase not in PHASES:
         raise ValueError(f"phase is {phase!r}; choose 'forward', 'backward' or 'both'")
@@ -104,27 +92,22 @@ def print_trace(
     if memory is not None:
         require_forecast_of(traces, memory)
     forecast = memory or _forecast(traces, console)
-    printed: list[Row | Gap] = []
+    table, printed = table_of(traces, forecast), list[Row | int]()
     legend = HOW_TO_READ + HOW_TO_READ_SLICES * traces.plan.mesh.is_sliced
     console.print(legend, style=QUIET, highlight=False, soft_wrap=True)
     for name in PHASES[phase]:
-        printed += _print_phase(name, traces, forecast, console, unit=unit, only=only, every_line=every_line)
+        printed += _print_phase(name, table, console, unit=unit, only=only, every_line=every_line)
     for line in outside_of_the_peak(memory) if memory else ():
         console.print(f"# {line}", highlight=False, markup=False, soft_wrap=True)
     print_total(printed, console)
 
 
-def rows_of(traces: Traces, phase: str, forecast: Memory | None, *, every_line: bool = True) -> tuple[Row, ...]:
-    """Return the rows of one phase, "forward" or "backward"; () if there is no backward.
-
-    By default some lines are hidden. A row shows the bytes alive after the hidden lines that follow the row.
-    """
+def shown_rows(table: Table, phase: str) -> tuple[Row, ...]:
+    """Return the rows of a phase without hidden lines. A row has the bytes alive after the hidden lines behind it."""
+    traces, all_rows = table.traces, rows_of(table, phase)
     trace = traces.forward if phase == "forward" else traces.backward
     if trace is None:
         return ()
-    all_rows = rows(_lines(trace, phase, forecast), traces.timeline, traces.lines, backward=phase == "backward")
-    if every_line:
-        return all_rows
     freed: dict[int, list[str]] = {}
     full: dict[str, str] = {}  # path: the value that was gathered last
     for op, positions in zip(traces.timeline.ops, traces.lines, strict=True):
@@ -133,39 +116,41 @@ def rows_of(traces: Traces, phase: str, forecast: Memory | None, *, every_line: 
         elif isinstance(op, Free) and op.params and op.backward is (phase == "backward"):
             freed[positions[0]] = [full[path] for path in op.params]
     with tracectx(trace):
-        lines = {line.position: line for line in shown(trace, freed)}
-    row_of = {row.line.position: row for row in all_rows}
-    shown_rows: list[Row] = []
+        lines = {position: (code, view) for position, code, view in shown(trace, freed)}
+    row_of = {row.position: row for row in all_rows}
+    result: list[Row] = []
     for row in all_rows:
-        if line := lines.get(row.line.position):
-            view = row_of.get(row.line.position if line.view is None else line.view, row)
-            meaning = row if row.params else view
-            new = replace(row.line, code=line.code)
-            shown_rows.append(replace(row, line=new, params=meaning.params, gradients=meaning.gradients))
-        elif shown_rows:
-            last = shown_rows[-1].line
-            last = replace(last, alive=row.line.alive, peak=last.peak or row.line.peak)
-            shown_rows[-1] = replace(shown_rows[-1], line=last)
-    return tuple(shown_rows)
+        if row.position in lines:
+            code, view = lines[row.position]
+            meaning = row if row.params or view is None else row_of.get(view, row)
+            result.append(replace(row, code=code, params=meaning.params, gradients=meaning.gradients))
+        elif result:
+            last = replace(result[-1], alive=row.alive)
+            result[-1] = replace(last, highest=row.highest, is_peak=True) if row.is_peak else last
+    return tuple(result)
+
+
+def rows_of(table: Table, phase: str) -> tuple[Row, ...]:
+    """Return the rows of a phase."""
+    return table.rows(lambda row: row.phase == phase)
 
 
 def _print_phase(
     phase: str,
-    traces: Traces,
-    forecast: Memory | None,
+    table: Table,
     console: Console,
     *,
     unit: str | None,
     only: str | None,
     every_line: bool,
-) -> Sequence[Row | Gap]:
+) -> Sequence[Row | int]:
     """Print a phase and return the printed rows."""
-    all_rows = rows_of(traces, phase, forecast, every_line=every_line)
+    all_rows, traces, forecast = (rows_of if every_line else shown_rows)(table, phase), table.traces, table.memory
     if not all_rows:
         console.print("# no backward: nothing here needs a gradient\n", highlight=False)
         return ()
     chosen = select(all_rows, traces.plan, unit, only)
-    print_rows(chosen, traces.plan, phase if traces.synced else f"{phase} under no_sync", console)
+    print_rows(chosen, traces.plan, phase if traces.facts.synced else f"{phase} under no_sync", console)
     if forecast is not None and (phase, forecast.peak_line.phase) == ("forward", "loss"):
         console.print(f"# the peak of the step: {size(forecast.peak)} alive in the loss\n", highlight=False)
     return chosen
@@ -179,37 +164,11 @@ def _forecast(traces: Traces, console: Console) -> Memory | None:
         return None
 
 
-def _lines(trace: TraceCtx, phase: str, forecast: Memory | None) -> Iterator[SourceLine]:
-    """Yield the lines of a trace, except lines that are only comments, which name the inputs."""
-    forecast_lines = {line.position: line for line in forecast.lines if line.phase == phase} if forecast else {}
-    last = max(forecast_lines, default=0)
-    with tracectx(trace):
-        for position, bsym in enumerate(trace.bound_symbols):
-            code = "\n".join(bsym.python(indent=0, print_depth=1))
-            if any(not line.startswith("#") for line in code.splitlines()):
-                origin = _origin(bsym, phase)
-                line = forecast_lines.get(min(position, last))  # the return allocates nothing
-                is_peak = forecast is not None and line is forecast.peak_line and position <= last
-                peak = line.highest if line and is_peak else None
-                yield SourceLine(code, position, origin, line.total if line else None, peak)
-
-
-def _origin(bsym: BoundSymbol, phase: str) -> str:
-    """Return the user's line, such as ``gpt.py:98  x = self.embedding(tokens)``; "" if there is none."""
-    name, positions = bsym.source_filename, bsym.source_positions
-    if name is None or positions is None or positions.lineno is None or Path(name).is_relative_to(THUNDER):
-        return ""
-    if phase == "backward" and operator_of(bsym) is None:  # a recorded position would be of a line of forward
-        return ""
-    prefix = "gradient of " if phase == "backward" else ""
-    return f"{prefix}{Path(name).name}:{positions.lineno}  {get_source_line(name, positions.lineno).strip()}"
-
-
 def json_of(traces: Traces, phase: str = "both", *, unit: str | None = None, only: str | None = None) -> dict[str, Any]:
     """Return the output of :func:`thunder_zero.print_trace` as numbers and strings. Sizes are in bytes."""
     plan = traces.plan
-    forecast = _forecast(traces, Console(quiet=True))
-    chosen = {name: select(rows_of(traces, name, forecast), plan, unit, only) for name in PHASES[phase]}
+    table = table_of(traces, _forecast(traces, Console(quiet=True)))
+    chosen = {name: select(rows_of(table, name), plan, unit, only) for name in PHASES[phase]}
     return {
         "stage": plan.policy.stage,
         "rank": plan.mesh.shard.place,
@@ -221,30 +180,21 @@ def json_of(traces: Traces, phase: str = "both", *, unit: str | None = None, onl
     }
 
 
-def _json_of_row(phase: str, row: Row | Gap) -> dict[str, Any]:
-    if isinstance(row, Gap):
-        return {"phase": phase, "lines_left_out": row.lines}
+def _json_of_row(phase: str, row: Row | int) -> dict[str, Any]:
+    if isinstance(row, int):
+        return {"phase": phase, "lines_left_out": row}
     return {
         "phase": phase,
-        "position": row.line.position,
-        "code": row.line.code,
-        "origin": row.line.origin,
-        "kind": row.does or None,
+        "position": row.position,
+        "code": row.code,
+        "origin": row.origin,
+        "kind": row.kind or None,
         "parameters": list(row.params),
         "of_gradients": row.gradients,
         "sent": row.sent,
         "deferred": row.deferred,
         "gathered": row.gathered,
         "format": row.form,
-        "alive": row.line.alive,
-        "peak": row.line.peak,
+        "alive": row.alive,
+        "peak": row.highest if row.is_peak else None,
     }
-
-
-def code_of(index: int, traces: Traces) -> str:
-    """Return the statement of the operation at an index on one line, without its trailing comment."""
-    trace = traces.backward if traces.timeline.ops[index].backward else traces.forward
-    assert trace is not None, "it has this operation"
-    with tracectx(trace):
-        lines = trace.bound_symbols[traces.lines[index][0]].python(indent=0, print_depth=1)
-    return short(" ".join(line.partition("  #")[0].strip() for line in lines if not line.lstrip().startswith("#")))

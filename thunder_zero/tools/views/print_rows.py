@@ -22,9 +22,10 @@ from rich.text import Text
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.mesh import TENSOR
 from thunder_zero.plan.params import Plan
-from thunder_zero.tools.printing.line_meanings import Gap, Row, total
-from thunder_zero.tools.printing.text import clip, fill, fold, place_of
-from thunder_zero.tools.printing.words import WIDTH
+from thunder_zero.tools.printing.text import fill, fold, place_of
+from thunder_zero.tools.printing.words import WIDTH, clip
+from thunder_zero.tools.table.rows import Row, label_of
+from thunder_zero.tools.views.selection import total
 
 NARROWEST, WIDEST = 80, 140
 KIND, PARAMETERS, BYTES = 7, 25, 8  # columns
@@ -44,7 +45,7 @@ STYLES: dict[str, str] = {
 }
 
 
-def print_rows(rows: Sequence[Row | Gap], plan: Plan, phase: str, console: Console) -> None:
+def print_rows(rows: Sequence[Row | int], plan: Plan, phase: str, console: Console) -> None:
     """Print a table of a phase's rows and gaps. Code is folded to the width of its column."""
     width = min(max(console.width, NARROWEST), WIDEST) if console.is_terminal else WIDTH
     columns = _columns(rows, width)
@@ -54,16 +55,17 @@ def print_rows(rows: Sequence[Row | Gap], plan: Plan, phase: str, console: Conso
         _print(console, Text("# this phase does not use this unit", QUIET))
     origin, gathered = "", 0
     for row in rows:
-        if isinstance(row, Gap):
-            _print(console, Text(f"# ... {row.lines} {'line' if row.lines == 1 else 'lines'}", QUIET))
+        if isinstance(row, int):
+            _print(console, Text(f"# ... {row} lines", QUIET))
             continue
-        if row.line.origin not in ("", origin):
-            origin = row.line.origin
+        if row.origin not in ("", origin):
+            origin = row.origin
             _print(console, Text(clip(f"# {origin}", width), f"{QUIET} italic"))
         for text in _lines(row, plan, syntax, columns, width, changed=row.gathered != gathered):
             _print(console, text)
-        if row.line.peak is not None:
-            _print(console, Text(f"# the peak of the step: {size(row.line.peak)} alive in the line above", "bold red"))
+        if row.is_peak:
+            peak = size(row.highest or 0)
+            _print(console, Text(f"# the peak of the step: {peak} alive in the line above", "bold red"))
         gathered = row.gathered
     console.print()
 
@@ -77,8 +79,8 @@ class Columns:
     alive: int
 
 
-def _columns(rows: Sequence[Row | Gap], width: int) -> Columns:
-    alive = BYTES if any(isinstance(row, Row) and row.line.alive is not None for row in rows) else 0
+def _columns(rows: Sequence[Row | int], width: int) -> Columns:
+    alive = BYTES if any(isinstance(row, Row) and row.alive is not None for row in rows) else 0
     parameters = PARAMETERS - bool(alive)
     spaces = 4 + bool(alive)  # a space before each column except the first
     return Columns(width - KIND - parameters - 2 * BYTES - alive - spaces, parameters, alive)
@@ -96,7 +98,7 @@ def _print_title(plan: Plan, phase: str, columns: Columns, console: Console) -> 
     _print(console, title)
 
 
-def print_total(rows: Sequence[Row | Gap], console: Console) -> None:
+def print_total(rows: Sequence[Row | int], console: Console) -> None:
     """Print a summary of the rows of one or both phases."""
     _print(console, Text(total(rows), "bold"))
 
@@ -109,22 +111,22 @@ def _lines(row: Row, plan: Plan, syntax: Syntax, columns: Columns, whole: int, *
     """
     sent = "" if row.sent is None else f" {size(row.sent):>{BYTES}}"
     width = columns.parameters + 1 + BYTES - len(sent)
-    words = re.split(r"(?<= )", row.label(plan))
+    words = re.split(r"(?<= )", label_of(row, plan))
     parts = [part for word in words for part in (re.split(r"(?<=\.)", word) if len(word) > width else [word])]
     labels = fill(parts, [width])
-    folded = fold(row.line.code, [columns.code] * len(labels) + [whole])
+    folded = fold(row.code, [columns.code] * len(labels) + [whole])
     code = syntax.highlight("\n".join(folded)).split("\n", allow_blank=True)
-    style = STYLES.get(row.does, "") if row.params else QUIET
+    style = STYLES.get(row.kind, "") if row.params else QUIET
     for index, (left, params) in enumerate(zip_longest(code[: len(folded)], labels)):
         first = index == 0
         text = left.copy() if left else Text()
         if params or first:
             text.pad_right(columns.code - len(text))
-            text.append(f" {row.does if first else '':{KIND}} {params:{width}}", style)
+            text.append(f" {row.kind if first else '':{KIND}} {params:{width}}", style)
         if first:
             text.append(sent, "yellow")
             text.append(f" {size(row.gathered):>{BYTES}}", "bold" if changed else QUIET)
-            text.append("" if row.line.alive is None else f" {size(row.line.alive):>{BYTES}}", QUIET)
+            text.append("" if row.alive is None else f" {size(row.alive):>{BYTES}}", QUIET)
         yield text
 
 

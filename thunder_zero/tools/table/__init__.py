@@ -1,0 +1,1 @@
+"""The table of a step: a row for each line. Views read it."""

@@ -1,0 +1,212 @@
+"""The rows of a step: each line of a trace with its meaning, from the timeline of the program.
+
+::
+
+    ft1 = zero_all_gather(t_w, 'h.0.w')            gather  h.0.w          1.50 KiB   2.00 KiB
+    t2 = zero_wait(ft1)                            wait    h.0.w                     2.00 KiB
+    t3 = torch.nn.functional.linear(x, t2, None)   compute h.0.w                     2.00 KiB
+    del t2                                         free    h.0.w                          0 B
+
+Lines are plain text. This module does not use Thunder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from thunder_zero.plan.mesh import TENSOR
+from thunder_zero.plan.params import Plan
+from thunder_zero.schedule.lifetimes import gathered_bytes
+from thunder_zero.schedule.ops import (
+    Compute,
+    Defer,
+    Free,
+    Gather,
+    Launch,
+    Op,
+    Reduce,
+    Return,
+    Wait,
+    ends,
+    starts_collective,
+)
+from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.tools.printing.words import WIDTH, clip, short, summed_up
+
+PHASES = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
+CODES = {"gather": "encode", "reduce": "encode", "wait": "decode"}  # kinds of lines that encode or decode
+COMPUTES = ("compute", TENSOR)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Row:
+    """A line of a step."""
+
+    phase: str  # "digests", "forward", "loss", "backward" or "optimizer step"
+    position: int  # its position in its phase's trace, as in ``Traces.lines``; -1 outside a trace
+    code: str  # its Python statement
+    origin: str = ""  # the line of the user's program; "" if unknown
+    op: int | None = None  # the index in the timeline of the operation that the line runs
+    # the kind of its operation, "encode", "decode", or "tensor" for torch's tensor parallelism. "" for unpacking, the
+    # ``del`` of an activation, and lines outside a trace
+    kind: str = ""
+    params: tuple[str, ...] = ()  # paths of its parameters, including parameters whose gradients it computes
+    gradients: bool = False  # True if it handles gradients of the parameters
+    unit: str = ""  # the unit of its parameters, or else of the lines around it
+    form: str = ""  # the encoding of a collective's messages, such as "int8/128"; "" without an encoding
+    work: str = ""  # the class of its computation, such as "matmul"
+    flops: int = 0  # FLOPs of its products, attention and convolutions
+    over: str = ""  # the axis of the mesh over which it launches a collective
+    sent: int | None = None  # bytes that this rank sends; None if the line launches no collective
+    deferred: int = 0  # bytes of full gradients that it keeps for the reduction in a later backward
+    gathered: int = 0  # bytes of gathered parameters alive after it
+    # allocated, freed: bytes that it allocates and frees, keyed by kind of data as in :class:`thunder_zero.tools.Holds`
+    allocated: Mapping[str, int] = field(default_factory=dict)
+    freed: Mapping[str, int] = field(default_factory=dict)
+    alive: int | None = None  # bytes of all tensors alive after it; None without a forecast of memory
+    highest: int | None = None  # the most bytes alive while it runs
+    is_peak: bool = False  # True if the step's peak is in this line
+    # start, end: when compute runs it, in seconds since the step began; None without a forecast of time
+    start: float | None = None
+    end: float | None = None
+    exposed: float = 0.0  # seconds of it that compute waits for a wire
+    lane: str = ""  # the wire that carries the collective it launches
+    # wire_start, wire_end: when the wire carries the collective
+    wire_start: float | None = None
+    wire_end: float | None = None
+
+    def __repr__(self) -> str:
+        return summed_up(self, f"{self.phase}, {self.kind or 'no operation'}: {clip(self.statement, WIDTH)}")
+
+    @property
+    def wire_seconds(self) -> float:
+        """Seconds of its collective on the wire."""
+        return 0.0 if self.wire_start is None or self.wire_end is None else self.wire_end - self.wire_start
+
+    @property
+    def statement(self) -> str:
+        """The code on one line, with short names of operators and without comments."""
+        lines = (line.partition("  #")[0].strip() for line in self.code.splitlines())
+        return short(" ".join(line for line in lines if not line.startswith("#")))
+
+
+def explained(
+    lines: Iterable[Row], timeline: Timeline, positions: Sequence[Sequence[int]], *, backward: bool, unit: str = ""
+) -> Iterator[Row]:
+    """Yield the lines of one phase with their meanings. ``positions`` are :attr:`Traces.lines`.
+
+    A line without parameters has the unit of the computation before it, at first ``unit``.
+    """
+    alive, read, made = gathered_bytes(timeline), _parameters_in(timeline), _gradients(timeline)
+    index_of = {
+        position: index
+        for index, (op, of_op) in enumerate(zip(timeline.ops, positions, strict=True))
+        for position in of_op
+        if op.backward is backward
+    }
+    gathered = alive[timeline.backward_start - 1] if backward else 0
+    for line in lines:
+        index = index_of.pop(line.position, None)
+        if index is None:
+            yield replace(line, gathered=gathered, unit=unit)
+        elif line.position != positions[index][0]:
+            yield _code_row(line, timeline.ops[index], timeline, gathered)
+        else:
+            gathered = alive[index]
+            op = timeline.ops[index]
+            reads = op.returned if isinstance(op, Return) else op.reads
+            paths = _lookup(reads, read) or _lookup(op.writes, made) if isinstance(op, Compute | Return) else op.params
+            is_made = isinstance(op, Compute) and not _lookup(op.reads, read) and bool(paths)
+            is_of_gradients = is_made or isinstance(op, Reduce | Defer) or ends(op, Reduce)
+            own = timeline.plan.by_name[paths[0]].unit if paths else unit
+            unit = own if isinstance(op, Compute) else unit
+            yield replace(
+                line,
+                op=index,
+                params=paths,
+                gradients=is_of_gradients,
+                gathered=gathered,
+                unit=own,
+                **({} if _is_plain_free(op) else _meaning(op, timeline)),
+            )
+    if missing := [index for index in index_of.values() if not _is_plain_free(timeline.ops[index])]:
+        raise ValueError(f"the trace has no lines of the operations at {sorted(missing)} of the timeline")
+
+
+def _is_plain_free(op: Op) -> bool:
+    return isinstance(op, Free) and not op.params
+
+
+def _meaning(op: Op, timeline: Timeline) -> dict[str, Any]:
+    """Return the columns of a row that its operation alone decides."""
+    traffic, starts = timeline.traffic(op), starts_collective(op)
+    encoding = timeline.travels_as(op, timeline.params_of(op)[0]) if isinstance(op, Launch) else None
+    return {
+        "kind": TENSOR if isinstance(op, Compute) and op.exchange else op.kind,
+        "form": str(encoding) if encoding and encoding.block else "",
+        "work": str(op.work) if isinstance(op, Compute) else "",
+        "flops": op.flops if isinstance(op, Compute) else 0,
+        "over": op.over if isinstance(op, Launch) else TENSOR * starts,
+        "sent": traffic.sent if starts else None,
+        "deferred": traffic.full if isinstance(op, Defer) else 0,
+    }
+
+
+def _code_row(line: Row, op: Op, timeline: Timeline, gathered: int) -> Row:
+    """Return the row of a line that encodes a payload before a launch, or decodes a payload in a wait."""
+    launch = op.launch if isinstance(op, Wait) else op
+    assert isinstance(launch, Launch), "nothing else is encoded"
+    param = timeline.params_of(launch)[0]
+    return replace(
+        line,
+        kind=CODES[op.kind],
+        params=op.params,
+        gradients=isinstance(launch, Reduce),
+        form=str(timeline.travels_as(launch, param)),
+        gathered=gathered,
+        unit=param.unit,
+    )
+
+
+def label(params: Sequence[str], plan: Plan, *, gradients: bool) -> str:
+    """Return a short name of parameters: a path, two names of one module, or a unit and a count."""
+    units = {plan.by_name[path].unit for path in params}
+    parents = {path.rpartition(".")[0] for path in params}
+    grad = "grad " if gradients else ""
+    if len(params) > 2 and len(units) == 1 and units != {""}:
+        return f"{units.pop()}: {len(params)} {'gradients' if gradients else 'parameters'}"
+    if len(params) > 2:
+        return f"{grad}{params[0]}, {len(params) - 1} more"
+    if len(params) == 2 and len(parents) == 1:
+        return f"{grad}{params[0]}, {params[1].rpartition('.')[2]}"
+    return grad + ", ".join(params) if params else ""
+
+
+def label_of(row: Row, plan: Plan) -> str:
+    """Return a short name of a row's parameters, and the encoding of its messages."""
+    names = label(row.params, plan, gradients=row.gradients)
+    return f"{names} as {row.form}" if row.form else names
+
+
+def _parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:
+    """Return a mapping from gathered values, replicated inputs and derived values to parameters."""
+    params_in: dict[str, tuple[str, ...]] = {name: (timeline.inputs[name] or "",) for name in timeline.replicated}
+    for op in timeline.ops:
+        if ends(op, Gather):
+            params_in.update((name, (path,)) for name, path in zip(op.writes, op.params, strict=True))
+        elif isinstance(op, Compute):
+            derived = [name for name in op.writes if name in timeline.derived]
+            params_in.update(dict.fromkeys(derived, _lookup(op.reads, params_in)))
+    return params_in
+
+
+def _gradients(timeline: Timeline) -> dict[str, tuple[str, ...]]:
+    """Return a mapping from values to the parameters whose full gradients they hold."""
+    ops = (op for op in timeline.ops if isinstance(op, Reduce | Defer))
+    return {name: (path,) for op in ops for name, path in zip(op.reads, op.params, strict=True)}
+
+
+def _lookup(names: Iterable[str], params: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(path for name in names for path in params.get(name, ())))
