@@ -22,7 +22,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, assert_never
 
 from thunder_zero.plan.mesh import SHARD
 from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Launch, Op, Reduce, Return, Wait
@@ -179,7 +179,7 @@ class Writer:
         trace.set_provenance(TraceProvenance(f"Write {phase} (thunder_zero)"))
         return Phase(trace, tuple(map(tuple, positions)))
 
-    def _lines(self, op: Op, following: Op) -> Iterator[tuple[Role, BoundSymbol]]:
+    def _lines(self, op: Launch | Wait | Defer | Compute | Free, following: Op) -> Iterator[tuple[Role, BoundSymbol]]:
         """Yield the lines of an operation. An encoded launch sends after the FREE of what it encodes."""
         match op:
             case Compute():
@@ -211,11 +211,13 @@ class Writer:
                 if code is not None:
                     yield Role.CODES, self._bind(code, received, op.launch, outputs)
                     yield Role.HELPS, _del(received)
-            case Defer(reads=(grad,), writes=(placeholder,), params=(path,)):
-                output = self.proxies[placeholder]
-                yield Role.RUNS, self._executor.defer.bind(self.proxies[grad], path, output=output)
+            case Defer():
+                grad, placeholder = self.proxies[op.reads[0]], self.proxies[op.writes[0]]
+                yield Role.RUNS, self._executor.defer.bind(grad, op.params[0], output=placeholder)
             case Free():
                 yield Role.RUNS, self._del(op.reads)
+            case _:
+                assert_never(op)
 
     def _outputs(self, wait: Wait) -> tuple[TensorProxy, ...]:
         """Return the proxies that a wait writes. Only the wait for a repeated gather writes a new name."""
