@@ -8,7 +8,7 @@
     lowered
       schedule        lifts the lines into operations, once; the passes reorder them, and are proved
     Scheduled
-      compile         last lines, fused regions, frees; the proof; each operation is written (``write.py``)
+      write_program   last lines, fused regions, frees; the proof; each operation is written (``write.py``)
     Traces          forward and backward
 
 :class:`~thunder_zero.traces.symbols.Facts` accompany the lines through all steps.
