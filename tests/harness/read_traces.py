@@ -219,7 +219,7 @@ def plain(ops: Sequence[Op]) -> list[Op]:
             case Wait():
                 return replace(op, launch=one(op.launch))  # type: ignore[arg-type]
             case Compute():
-                return replace(op, line=None, repeated=False, exchange=None, number=-1)
+                return replace(op, line=None, repeated=False, exchange=None, awaits=False, number=-1)
             case Free():
                 return replace(op, params=tuple(sorted(op.params)))
             case Return():

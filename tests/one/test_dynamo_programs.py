@@ -585,6 +585,27 @@ class AsksForNames(nn.Module):
         return h if type(self.a.weight).__module__.startswith("torch.nn") else h * 2
 
 
+class Loops(nn.Module):
+    """A loop that ends graphs: each layer, of other shapes than the last, is a graph of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x if x.max().item() < 1e9 else x / 2)
+        return x
+
+
+def test_sizes_of_parameters_are_no_symbols() -> None:
+    torch._dynamo.reset()  # dynamo remembers shapes
+    model = tz.compile(fresh(Loops), stage=3)
+    model(torch.ones(2, 4))
+    sizes = [dict(tz.traces_of(model, graph=number).facts.input_shapes) for number in range(2)]
+    assert sizes == [{"args_0": (2, 4)}, {"args_0": (2, 6)}]
+
+
 def test_names_of_classes_need_no_graph_break() -> None:
     assert len(captured_forward(assert_same_as_eager(fresh(AsksForNames), X)).ran) == 1
 

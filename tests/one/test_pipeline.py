@@ -56,7 +56,7 @@ def describe(program: Traces) -> dict[str, Any]:
 
 def compile_scheduled(scheduled: Scheduled) -> Traces:
     with pipeline.thunder_context():
-        return pipeline.compile_program(scheduled, fuses=False)
+        return pipeline.write_program(scheduled, fuses=False)
 
 
 def test_compilations_of_one_model_do_not_affect_each_other() -> None:

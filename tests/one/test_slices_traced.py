@@ -62,8 +62,7 @@ def test_a_rank_of_many_is_traced_in_one_process() -> None:
     assert shapes["up.weight"] == ((32, 64), (8, 64))
     assert shapes["down.weight"] == ((64, 32), (16, 32))
     assert shapes["first.weight"] == ((64, 64), (16, 64))
-    exchanges = [op.exchange for op in traces.timeline.ops if isinstance(op, Compute) and op.exchange]
-    sent = [exchange.traffic.sent for exchange in exchanges if exchange.moves]
+    sent = [op.exchange.traffic.sent for op in traces.timeline.ops if isinstance(op, Compute) and op.exchange]
     assert sent == [2 * 7 * (8 * 64 * 4 // 8)] * 2  # the activation behind down, the gradient in front of up
     assert not dist.is_initialized()
 
@@ -154,7 +153,7 @@ def make_forecast() -> tuple[tz.tools.Estimate, dict[int, float]]:
     waits: defaultdict[int, float] = defaultdict(float)
     for span in estimate.spans:
         op = estimate.timeline.ops[span.op]
-        if span.waits and isinstance(op, Compute) and op.exchange is not None:
+        if span.waits and isinstance(op, Compute) and op.between_slices:
             waits[span.op] += span.seconds
     assert len(waits) == 2
     return estimate, waits

@@ -55,7 +55,7 @@ def train_on_lengths(side: Side, steps: Sequence[Sequence[int]]) -> Steps:
 def list_launches(model: Any) -> list[list[tuple[str, ...]]]:
     """Return the parameters of each collective of each compiled program, in order."""
     programs = [next(iter(captured.programs.values())) for captured in captured_forward(model).kept.values()]
-    compiled = [entry.traces() for program in programs for entry in program.entries.values()]
+    compiled = [entry.traces() for program in programs for entry in program.by_mode.values()]
     return [[op.params for op in traces.timeline.launches.values()] for traces in compiled]
 
 

@@ -253,8 +253,7 @@ def count_bytes(rank: int, world_size: int) -> None:
     x = tokens_of(0).chunk(mesh["dp"].size())[rank // 2]
     loss_of(model, x).backward()
     timeline = tz.traces_of(model).timeline
-    exchanges = [op.exchange for op in timeline.ops if isinstance(op, Compute) and op.exchange]
-    torchs = [exchange.traffic.sent for exchange in exchanges if exchange.moves]
+    torchs = [op.exchange.traffic.sent for op in timeline.ops if isinstance(op, Compute) and op.exchange]
     activation = x.numel() * 32 * 8
     # forward: embed, then o and down of two blocks, and half of the logits; backward: q, k, v, up of two blocks, head
     assert Counter(torchs) == {activation: 1 + 4 + 8 + 1, activation // 2: 1}, torchs

@@ -7,10 +7,10 @@ In: calls of the model. Out: the results of forward. Dynamo captures forward in 
                    |                                |
                _call(0, inputs)                 _call(1, inputs)         parameters among inputs are placeholders
                    |
-               kept[0].programs[paths].run(other inputs)             Executables (programs.py), created at first use
+               kept[0].programs[paths].run(other inputs)             GraphPrograms (programs.py), created at first use
 
 Dynamo guards shapes and dtypes of parameters, not their identity. So one graph may run for several submodules. It has
-Executables for each choice of parameters' paths. A function of torch that reads a parameter between graphs becomes a
+GraphPrograms for each choice of parameters' paths. A function of torch that reads a parameter between graphs becomes a
 graph (``placeholders.py``). Where dynamo compiles nothing, such a read raises, since no graph gathers the parameter.
 Dynamo captures a function again when its guards fail. If shapes change, dynamo makes sizes symbols, so that one graph
 serves all shapes. A function that branches on a size or a string has a graph for each value. At most ``MOST`` graphs
@@ -42,7 +42,7 @@ from thunder_zero.capture.graphs import (
     shared_memory,
 )
 from thunder_zero.capture.joint import joint_of, with_slices
-from thunder_zero.capture.programs import Executable, Executables
+from thunder_zero.capture.programs import Executable, GraphPrograms
 from thunder_zero.capture.refusals import PARTS
 from thunder_zero.compat import aot, dynamo
 from thunder_zero.compat.packed_sequences import packed_as_operators
@@ -79,7 +79,7 @@ class CapturedForward:
         self.kept: dict[int, Graph] = {}  # graphs by number, least recently used first
         self.names: dict[int, str] = {}  # by dynamo's numbers of functions, in the order of first compilations
         self.breaks: list[str] = []  # a sentence for each graph break, with the position and the reason
-        self.programs: list[Executables] = []  # those that the last forward ran, in order
+        self.graphs_run: list[GraphPrograms] = []  # those that the last forward ran, in order
         self.graph_count = self.program_count = 0  # captured, and compiled, so far
         self.warned = False  # True once the user was warned that graphs are dropped
         self.is_recurrent = any(isinstance(part, nn.RNNBase) for part in plain.modules())
@@ -95,7 +95,7 @@ class CapturedForward:
     @property
     def ran(self) -> Sequence[Sequence[Executable]]:
         """The programs of each graph of the last forward. A graph's last program is the one that ran last."""
-        return [[*programs.entries.values()] for programs in self.programs]
+        return [[*programs.by_mode.values()] for programs in self.graphs_run]
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
@@ -104,7 +104,7 @@ class CapturedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         count = self.program_count
-        self.programs.clear()
+        self.graphs_run.clear()
         if len(self.kept) > MOST:
             self._drop_oldest()
         try:
@@ -123,8 +123,8 @@ class CapturedForward:
         for tensor in tensors_in(output):
             if (path := path_of(tensor)) is not None:  # dynamo captured no graph, and returned an input
                 raise RuntimeError(returned_message(path))
-        if len(self.programs) == 1:
-            self.programs[0].note_returned(output)
+        if len(self.graphs_run) == 1:
+            self.graphs_run[0].note_returned(output)
         self._note_stats(self.program_count - count)
         return output
 
@@ -134,7 +134,7 @@ class CapturedForward:
         stats.cache_misses += compiled
         stats.cache_hits += not compiled
         stats.last_prologue_traces = ()  # dynamo's guards choose a program
-        if self.programs:
+        if self.graphs_run:
             last = self.ran[-1][-1]
             stats.last_computation = last.computation_fn
             stats.last_traces, stats.last_backward_traces = last.forward_traces, last.backward_traces
@@ -194,14 +194,14 @@ class CapturedForward:
         if key not in captured.programs:
             require_traceable(self.plain, PARTS)
             args = captured.joint, paths, self.state, self.runtime, self.transforms, self.fuses
-            captured.programs[key] = Executables(*args)
+            captured.programs[key] = GraphPrograms(*args)
         programs = captured.programs[key]
         if programs.draws:
             self.state.same_batch.require_same_generators()
-        self.programs.append(programs)
-        count = len(programs.entries)
+        self.graphs_run.append(programs)
+        count = len(programs.by_mode)
         outputs = programs.run(inputs)
-        self.program_count += len(programs.entries) - count
+        self.program_count += len(programs.by_mode) - count
         return outputs
 
 

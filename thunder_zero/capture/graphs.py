@@ -15,7 +15,7 @@ from torch import SymInt, Tensor, fx, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from thunder_zero.capture.compilations import Shapes, Spent
-from thunder_zero.capture.programs import Executables
+from thunder_zero.capture.programs import GraphPrograms
 from thunder_zero.compat import aot
 from thunder_zero.compat.aot.nodes import argument_of
 from thunder_zero.compat.dynamo import CompiledFrame
@@ -108,4 +108,4 @@ class Graph:
     shapes: Shapes  # a mapping from names of inputs to shapes. Dynamo drops the names once it has compiled the graph.
     spent: Spent  # the cost of tracing the graph
     # the compiled programs, keyed by the paths of a call's parameters and those of all frozen parameters
-    programs: dict[tuple[Paths, frozenset[str]], Executables] = field(default_factory=dict)
+    programs: dict[tuple[Paths, frozenset[str]], GraphPrograms] = field(default_factory=dict)

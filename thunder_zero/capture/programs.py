@@ -64,7 +64,7 @@ class Executable:
 
 
 @dataclass(eq=False)
-class Executables:
+class GraphPrograms:
     """The programs of one graph with one choice of parameters. The last entry is the program that ran last.
 
     ``paths`` has, for each input of the graph, the path of a parameter or None.
@@ -76,7 +76,7 @@ class Executables:
     runtime: ModelRuntime
     transforms: Sequence[Transform]  # the user's other transforms, for finished traces
     fuses: bool
-    entries: dict[Mode, Executable] = field(default_factory=dict)
+    by_mode: dict[Mode, Executable] = field(default_factory=dict)
     restored: Callable[[Sequence[Any]], Any] | None = None  # builds forward's result from the trace's outputs
     _outputs: Sequence[ref[Any] | None] = ()  # the outputs of the last call, until ``restored`` is set
 
@@ -89,8 +89,8 @@ class Executables:
         """Run the program of this call's mode, compiled at its first use, and return the graph's outputs."""
         is_recording = torch.is_grad_enabled() or self.joint.turns_on
         mode = Mode(self.joint.differentiates and is_recording, self.state.synced)
-        entry = self.entries.pop(mode, None) or self._compile(mode)
-        self.entries[mode] = entry
+        entry = self.by_mode.pop(mode, None) or self._compile(mode)
+        self.by_mode[mode] = entry
         with torch.set_grad_enabled(is_recording):
             rows = iter(self.runtime.take_rows(self._parameters) if self._parameters else ())
             pairs = zip(inputs, self.paths, strict=True)
@@ -127,7 +127,7 @@ class Executables:
 
         with metered() as spent, uncollected():
             converted, program = program_of(self.joint, self.paths, self.executor, mode, fuses=self.fuses)
-            phases = TracedPhases(converted, program, name, self.transforms)
+            phases = RunningPhases(converted, program, name, self.transforms)
             run = aot.compiled(self.joint, phases, check, materialize_grads=state.plan.policy.materialize_grads)
         return Executable(
             mode.synced,
@@ -151,7 +151,7 @@ def program_of(
     with pipeline.thunder_context():
         converted = convert(joint, paths, backward=mode.differentiates)
         *_, lowered = pipeline.shard(converted.traced(executor, synced=mode.synced))
-        return converted, pipeline.compile_program(pipeline.schedule(lowered), fuses=fuses)
+        return converted, pipeline.write_program(pipeline.schedule(lowered), fuses=fuses)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +176,7 @@ class _Backward(NamedTuple):
     traces: Sequence[TraceCtx]
 
 
-class TracedPhases:
+class RunningPhases:
     """The functions that AOTAutograd calls to run a program's traces (:class:`thunder_zero.compat.aot.Phases`).
 
     Each set of missing tangents has its own backward, compiled lazily. ``forward_traces`` and ``backward_traces`` have

@@ -25,7 +25,7 @@ def label_of(op: Op, timeline: Timeline) -> str:
     match op:
         case Wait(launch=launch):
             return wait_label(launch.kind, launch.params, launch.over)
-        case Compute(exchange=Exchange(moves="")):
+        case Compute(awaits=True):
             return f"wait for {label_of(timeline.collectives[op.reads[0]], timeline)}"
         case Compute(exchange=Exchange(moves=moves)):
             return f"{moves} over {TENSOR}"

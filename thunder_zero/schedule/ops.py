@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import ClassVar, TypeAlias, TypeGuard
+from typing import ClassVar, TypeAlias, TypeGuard, assert_never
 
 from thunder_zero.plan.mesh import SHARD
 from thunder_zero.plan.traffic import Traffic
@@ -135,8 +135,8 @@ class Defer:
 class Exchange:
     """What a collective of torch's tensor parallelism does."""
 
-    moves: str = ""  # "gather", "scatter", "all_reduce" or "all_to_all"; "" for the wait
-    traffic: Traffic = field(default_factory=Traffic)  # its bytes on the wire
+    moves: str  # "gather", "scatter", "all_reduce" or "all_to_all"
+    traffic: Traffic  # its bytes on the wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,14 @@ class Compute:
     cheap: bool = False  # True if it is repeatable at little cost: views, pointwise work, reductions of rows
     updates: tuple[str, ...] = ()  # values whose memory it overwrites, and values that may share this memory
     flops: int = 0  # FLOPs of its products, attention and convolutions; 0 for all other work
-    exchange: Exchange | None = None  # set for a collective of torch's tensor parallelism, and for the wait for one
+    exchange: Exchange | None = None  # set for a collective of torch's tensor parallelism
+    awaits: bool = False  # True for the wait for such a collective
+
+    @property
+    def between_slices(self) -> bool:
+        """True for a collective of torch's tensor parallelism, and for the wait for one."""
+        return self.awaits or self.exchange is not None
+
     number: int = -1  # its index in the lifted timeline, by which passes know it. A copy has its original's
 
 
@@ -209,12 +216,12 @@ def ends(op: Op, launch: type[Launch]) -> TypeGuard[Wait]:
 
 def starts_collective(op: Op) -> bool:
     """Return whether an operation starts a collective, of this package or of torch's tensor parallelism."""
-    return isinstance(op, Launch) or (isinstance(op, Compute) and op.exchange is not None and op.exchange.moves != "")
+    return isinstance(op, Launch) or (isinstance(op, Compute) and op.exchange is not None)
 
 
 def ends_collective(op: Op) -> bool:
     """Return whether an operation waits for a collective, of this package or of torch's tensor parallelism."""
-    return isinstance(op, Wait) or (isinstance(op, Compute) and op.exchange is not None and op.exchange.moves == "")
+    return isinstance(op, Wait) or (isinstance(op, Compute) and op.awaits)
 
 
 def reading(op: Op, names: Mapping[str, str]) -> Op:
@@ -258,3 +265,5 @@ def identities(op: Op) -> tuple[Hashable, ...]:
             return (("return", op.backward),)
         case Free():
             return ()
+        case _:
+            assert_never(op)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from thunder_zero.comm.small_collectives import full_tensor, gather_object_on_rank_0
-from thunder_zero.sharded.dtensors import local
+from thunder_zero.sharded.dtensors import local, part_of
 from thunder_zero.sharded.frozen import decoded_values
-from thunder_zero.sharded.optimizers import StepsWhole, own_states, param_shaped_states, parameters_of
+from thunder_zero.sharded.optimizers import StepsWhole, param_shaped_states, parameters_of
 from thunder_zero.sharded.sharded_model import owner_of, owner_of_replaced, sharded_model, tagged
 from thunder_zero.sharded.state import State
 
@@ -72,7 +72,7 @@ def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any])
         if (owner := owner_of(param)) is None or index not in states:
             continue
         if not isinstance(optimizer, StepsWhole):
-            states[index] = own_states(states[index], param, names)
+            states[index] = _parts(owner[1].path, states[index], param, names)
         elif optimizer.owner_of(param) != owner[0].plan.mesh.shard.place:
             del states[index]
     return {**state_dict, "state": states}
@@ -88,7 +88,7 @@ def step_shards(optimizer: Optimizer) -> None:
             if (owner := owner_of_replaced(original)) is not None:
                 shard = group["params"][index] = owner[1].shard
                 if original in optimizer.state:
-                    optimizer.state[shard] = own_states(optimizer.state.pop(original), shard, names)
+                    optimizer.state[shard] = _parts(owner[1].path, optimizer.state.pop(original), shard, names)
 
 
 def _in_full(values: Mapping[str, Any], state: State) -> dict[str, Any]:
@@ -103,3 +103,21 @@ def _memory_of(value: Any) -> int | None:
 
 def _on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def _parts(path: str, values: Mapping[str, Any], param: Tensor, names: Container[str]) -> dict[str, Any]:
+    """Return a parameter's states, with this rank's parts in place of the full states named in ``names``."""
+    parts = dict(values)
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or not isinstance(param, DTensor):
+            continue
+        if value.shape == param.shape and name in names:
+            parts[name] = part_of(value, param)
+        elif value.numel() != 1:
+            raise ValueError(
+                f"cannot cut the optimizer's {name!r} of parameter {path!r} into rows: it has shape "
+                f"{tuple(value.shape)} in the state dict, and is neither one number nor of the parameter's shape "
+                f"{tuple(param.shape)}; load it into an optimizer made by tz.whole, or where the parameter is "
+                f"replicated (stage 0)"
+            )
+    return parts

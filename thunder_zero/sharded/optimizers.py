@@ -9,7 +9,7 @@ fails in a step, a hook adds a note that names ``tz.whole``.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from traceback import walk_tb
 from typing import Any
@@ -64,14 +64,6 @@ def param_shaped_states(states: Iterable[tuple[Mapping[str, Any], Tensor]]) -> s
     """Return the names of states with the shape of their parameter, unless it is 0-dim, as a count of steps is."""
     triples = [(name, value, param) for values, param in states for name, value in values.items() if param.ndim]
     return {name for name, value, param in triples if isinstance(value, Tensor) and value.shape == param.shape}
-
-
-def own_states(states: Mapping[str, Any], param: Tensor, names: Container[str]) -> dict[str, Any]:
-    """Return a parameter's states, with this rank's rows in place of the full states of these names."""
-    for name, value in states.items():
-        require_own(value, param, f"the state {name!r} of a parameter of shape {tuple(param.shape)}")
-    full = {name: value for name, value in states.items() if name in names and value.shape == param.shape}
-    return {**states, **{name: part_of(value, param) for name, value in full.items()}}
 
 
 def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
@@ -131,8 +123,9 @@ def _has_gradient_of_shard(grads: Iterable[Tensor]) -> bool:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     guard_files(_refuse_model_file, _refuse_optimizer_files)  # Accelerate may be imported at any time
     _refuse_replaced(optimizer)
-    _refuse_early(optimizer)
-    _check_first_step(optimizer)
+    stepped = _stepped(optimizer)
+    _refuse_early(optimizer, stepped)
+    _check_first_step(optimizer, stepped)
 
 
 def _stepped(optimizer: Optimizer) -> dict[State, list[ShardedParam]]:
@@ -154,20 +147,20 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
             )
 
 
-def _refuse_early(optimizer: Optimizer) -> None:
+def _refuse_early(optimizer: Optimizer, stepped: Mapping[State, list[ShardedParam]]) -> None:
     """Raise RuntimeError if the parameters' gradients are not reduced yet, or if the parameters hold averages."""
     action = f"step {type(optimizer).__name__}"
-    for state, params in _stepped(optimizer).items():
+    for state, params in stepped.items():
         state.require_reduced(action, params)
     for state in sharded_model.states():
-        if not state.averaged.isdisjoint(parameters_of(optimizer)):
+        if state.averaged and not state.averaged.isdisjoint(parameters_of(optimizer)):
             state.require_own_values(action)
 
 
-def _check_first_step(optimizer: Optimizer) -> None:
+def _check_first_step(optimizer: Optimizer, stepped: Mapping[State, list[ShardedParam]]) -> None:
     """Check an optimizer before its first step of shards. Register a hook that checks its states after each load."""
     hooks = getattr(optimizer, "_optimizer_load_state_dict_post_hooks", None)  # a wrapper may lack the attribute
-    if (hooks and _take_own_states in hooks.values()) or not (stepped := _stepped(optimizer)):
+    if (hooks and _take_own_states in hooks.values()) or not stepped:
         return
     for state, params in stepped.items():
         require_equal_gradients_once(state, params)
@@ -204,7 +197,10 @@ def _take_own_states(optimizer: Optimizer) -> None:
     ]
     names = param_shaped_states((states, param) for param, states in params_and_states)
     for param, states in params_and_states:
-        states.update(own_states(states, param, names))
+        for name, value in states.items():
+            require_own(value, param, f"the state {name!r} of a parameter of shape {tuple(param.shape)}")
+            if name in names and value.shape == param.shape:
+                states[name] = part_of(value, param)
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

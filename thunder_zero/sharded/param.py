@@ -6,6 +6,9 @@ the gradients. All other tensors are attributes of one :class:`ShardedParam`::
     shard    DTensor (5, 8) of the optimizer          placeholder   (5, 8) without values, in the module in forward
     rows     (3, 8), the shard's memory and padding   full          (5, 8) between forwards: ZeRO-1, or accumulating
                                                       deferred      (5, 8), the gradient that no_sync holds
+
+The states are those of the full value. A deferred gradient is there or not, and which tensor the module has is one
+choice for all parameters (``State.in_module``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reduces the gradients of a bucket, with the gradients that ``no_sync`` has deferred.
 
-A program under ``no_sync`` has ``zero_defer_reduction`` in place of each reduction (``traces/lift.py``). After
+A program under ``no_sync`` has ``zero_defer_reduction`` in place of each reduction (``passes.defer``). After
 ``no_sync``, the next backward reduces the sums::
 
     with model.no_sync():

@@ -242,6 +242,6 @@ def owner_of_replaced(param: Tensor) -> tuple[State, ShardedParam] | None:
 
 
 def _owner(owners: WeakTensorKeyDictionary, param: Tensor) -> tuple[State, ShardedParam] | None:
-    reference, path = owners.get(param, (None, ""))
+    reference, path = owners.get(param, (None, "")) if owners else (None, "")  # usually nothing replaced is alive
     state: State | None = reference and reference()
     return None if state is None else (state, state.params[path])

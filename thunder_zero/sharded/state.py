@@ -66,15 +66,12 @@ class LocalState:
             param.path: ShardedParam(param, plan, device, at_rest.pop(param.path), specs.get(param.path))
             for param in plan.params
         }
+        self.resident = [param for param in self.params.values() if param.plan.resident]
         self._outside = OutsideGradients(plan, wire, name, device, self.params)  # to which hooks refer weakly
         is_copied = plan.mesh.shard.size > 1 or not all(param.shares_memory for param in self.resident)
         self.compares_digests = is_copied and device.type != "meta"  # to find writes that bump no version
         if self.compares_digests:
             note_digests(self.resident)
-
-    @property
-    def resident(self) -> list[ShardedParam]:
-        return [param for param in self.params.values() if param.plan.resident]
 
     @property
     def deferred(self) -> list[ShardedParam]:

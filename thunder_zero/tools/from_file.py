@@ -15,7 +15,7 @@ from torch import nn
 from thunder_zero.compat.dynamo import users_error
 
 NAME = "thunder_zero_from_file"  # the file's key in sys.modules
-PACKAGE, TORCH = Path(__file__).parents[1], Path(nn.__file__).parent
+PACKAGE, TORCH = Path(__file__).resolve().parents[1], Path(nn.__file__).resolve().parent
 
 
 def module_and_inputs(place: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -81,10 +81,9 @@ def naming_the_users_line(place: str) -> Iterator[None]:
     except Exception as error:
         folders = Path(place.rpartition(":")[0]).resolve().parent, TORCH
         raised, lines = users_error(error)
-        frames = [frame for frame in lines if not _is_ours(Path(frame.filename))]
-        inside = (
-            [frame for frame in frames if Path(frame.filename).resolve().is_relative_to(folder)] for folder in folders
-        )
+        files = [(frame, Path(frame.filename).resolve()) for frame in lines]
+        frames = [(frame, file) for frame, file in files if not _is_ours(file)]
+        inside = ([frame for frame, file in frames if file.is_relative_to(folder)] for folder in folders)
         last = next((group[-1] for group in inside if group), None)
         if last is None:
             raise

@@ -2,7 +2,7 @@
 
 In: the trace of a plain module, forward and backward in one. Out: the traces that run, and their timeline. Entries, in
 order: ``insert.py`` and ``lower.py``, transforms from trace to trace; ``pipeline.schedule`` (lift, passes);
-``pipeline.compile_program``, which writes the traces that run. ``operators.py`` reads the properties of torch's
+``pipeline.write_program``, which writes the traces that run. ``operators.py`` reads the properties of torch's
 operators; ``symbols.py`` has the lines that call the runtime::
 
     y = aten.mm(x, w)                                         plain

@@ -81,7 +81,7 @@ class _Lifting:
         """Return the operation of a line."""
         executor = self._executor
         if operator_of(line) is not None:  # the usual case
-            return computation(line, backward=backward, exchange=self._exchange(line))
+            return self._between_slices(line, computation(line, backward=backward))
         if line.sym == executor.wait:
             return Wait(self._launches[line.args[0].name], (line.output.name,))
         if line.sym not in (executor.all_gather, executor.all_reduce, executor.reduce_scatter):
@@ -103,22 +103,23 @@ class _Lifting:
                 f"a line reduces {launch.params[0]} with {line.sym.name}; the plan needs {planned.name}"
             )
 
-    def _exchange(self, line: BoundSymbol) -> Exchange | None:
-        """Return what a line does if it is a collective of torch's tensor parallelism, or the wait for one."""
+    def _between_slices(self, line: BoundSymbol, op: Compute) -> Compute:
+        """Return the operation with what it does if it is a collective of torch's tensor parallelism, or its wait."""
         plan = self._plan
         if not plan.mesh.is_sliced or not is_collective(operator_of(line)):
-            return None
+            return op
         if line.sym.name == "wait_tensor":
-            return None if self._exchanges.isdisjoint(read_by(line)) else Exchange()
+            return replace(op, awaits=not self._exchanges.isdisjoint(read_by(line)))
         if line.sym.name not in MOVES or not plan.mesh.joins_slices(line.args[-1]):
-            return None
+            return op
         self._exchanges.update(written_by(line))
         tensor = line.flat_proxy_args[0]
         numel, itemsize = prod(map(int, tensor.shape)), int(tensor.dtype.bytes)
-        return Exchange(MOVES[line.sym.name], slice_traffic(plan, line.sym.name, numel, itemsize))
+        traffic = slice_traffic(plan, line.sym.name, numel, itemsize)
+        return replace(op, exchange=Exchange(MOVES[line.sym.name], traffic))
 
 
-def computation(line: BoundSymbol, *, backward: bool, exchange: Exchange | None = None) -> Compute:
+def computation(line: BoundSymbol, *, backward: bool) -> Compute:
     """Return the operation of a line that computes, with its class of work and FLOPs."""
     repeatable, work = is_repeatable(line), work_of(line)
     return Compute(
@@ -131,7 +132,6 @@ def computation(line: BoundSymbol, *, backward: bool, exchange: Exchange | None 
         cheap=repeatable and is_cheap(line),
         updates=() if repeatable else tuple(dict.fromkeys(proxy.name for proxy in updated_by(line))),
         flops=flops_of(line) if work in MAY_HAVE_FLOPS else 0,
-        exchange=exchange,
     )
 
 

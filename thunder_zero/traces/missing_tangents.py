@@ -125,7 +125,7 @@ class _Pruning:
         """Return an operation that materializes a zero. From then on, the value is not in ``zero``."""
         proxy: Any = self.writer.proxies[name]
         args, dtype, device = [*map(int, proxy.shape)], to_torch_dtype(proxy.dtype), to_torch_device(proxy.device)
-        if shape := self.writer.facts.shapes.get(name):
+        if shape := self.writer.facts.symbolic_shapes.get(name):
             line = make_line(_zeros_of(name, shape, dtype, device), tuple(shape.numbers.values()), {}, proxy)
         else:
             line = make_line(torch.ops.aten.zeros.default, (args,), {"dtype": dtype, "device": device}, proxy)

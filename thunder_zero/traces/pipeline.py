@@ -8,7 +8,7 @@
     lowered
       schedule        lifts the lines into operations, once; the passes reorder them, and are proved
     Scheduled
-      compile         last lines, fused regions, frees; the proof; each operation is written (``write.py``)
+      write_program   last lines, fused regions, frees; the proof; each operation is written (``write.py``)
     Traces          forward and backward
 
 :class:`~thunder_zero.traces.symbols.Facts` accompany the lines through all steps.
@@ -33,7 +33,7 @@ from thunder_zero.traces.lift import computation, lift
 from thunder_zero.traces.lower import lower
 from thunder_zero.traces.missing_tangents import drop_tangents
 from thunder_zero.traces.symbols import Facts, JointTrace
-from thunder_zero.traces.write import Phase, Writer
+from thunder_zero.traces.write import Writer, Written
 
 from thunder.common import CompileData
 from thunder.core.compile_data import compile_data_and_stats
@@ -54,13 +54,13 @@ def schedule(lowered: JointTrace) -> Scheduled:
         return Scheduled(lowered, lifted, passes.run(lifted))
 
 
-def compile_program(scheduled: Scheduled, *, fuses: bool) -> Traces:
+def write_program(scheduled: Scheduled, *, fuses: bool) -> Traces:
     """Finish the operations of a schedule, prove them, and write the traces that run."""
     writer = Writer(scheduled.lowered)
     timeline = _finished(scheduled.timeline, writer, fuses=fuses)
     forward = writer.forward(timeline)
     has_backward = timeline.backward_start < len(timeline.ops)
-    backward = writer.backward(timeline) if has_backward else Phase(None, ())
+    backward = writer.backward(timeline) if has_backward else Written(None, ())
     lines = forward.lines + backward.lines
     return Traces(forward.trace, backward.trace, timeline, lines, scheduled, fuses, without_tangents)
 

@@ -69,8 +69,8 @@ class Facts:
     inputs: Mapping[str, str]  # a mapping from inputs of the trace to the paths of parameters of the plan
     synced: bool  # True if gradients are reduced, False if they are deferred
     # the shapes of all other inputs. A dynamic size is represented by the name of the input that holds its value
-    sizes: Mapping[str, tuple[int | str, ...]]
-    shapes: Mapping[str, SymbolicShape]  # the shapes of values that have symbolic sizes
+    input_shapes: Mapping[str, tuple[int | str, ...]]
+    symbolic_shapes: Mapping[str, SymbolicShape]  # the shapes of values that have symbolic sizes
 
     def named(self, phase: str) -> str:
         """Return the name of a phase of the program. Ranks compare names, and may run different graphs."""

@@ -22,7 +22,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, assert_never
 
 from thunder_zero.plan.mesh import SHARD
 from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Launch, Op, Reduce, Return, Wait
@@ -50,7 +50,7 @@ class Role(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Phase:
+class Written:
     """A trace that runs. ``lines`` has, for each operation, the positions of its lines: the line that runs it first,
     then a line that encodes or decodes."""
 
@@ -75,7 +75,7 @@ class Writer:
         self._names.names = set(lowered.trace.names)
         self._result = lines[-1].args[0]
 
-    def forward(self, timeline: Timeline) -> Phase:
+    def forward(self, timeline: Timeline) -> Written:
         """Write forward, which also returns the values that it saves if there is a backward."""
         trace = from_trace(self._lowered)
         trace.names = self._names.names
@@ -88,7 +88,7 @@ class Writer:
         result = {**entries, "output": outputs, "flat_output": tuple(outputs)}
         return self._phase(trace, timeline, "forward", result, self._by_type(saved_by(timeline)))
 
-    def backward(self, timeline: Timeline) -> Phase:
+    def backward(self, timeline: Timeline) -> Written:
         """Write backward, which unpacks the values that forward saved, and the tangents."""
 
         def backward_fn(saved_for_backward: Any, cotangents: Any) -> None:
@@ -155,7 +155,7 @@ class Writer:
         result: BoundSymbol = line.from_bsym_swap_proxies(swaps) if swaps else line
         return result
 
-    def _phase(self, trace: TraceCtx, timeline: Timeline, phase: str, *result: Any) -> Phase:
+    def _phase(self, trace: TraceCtx, timeline: Timeline, phase: str, *result: Any) -> Written:
         """Append the lines of a phase's operations to a trace."""
         ops = [op for op in timeline.ops if op.backward is (phase == "backward")]
         positions: list[list[int]] = [[] for _ in ops]
@@ -177,9 +177,9 @@ class Writer:
                         own.insert(0 if role is Role.RUNS else len(own), len(trace.bound_symbols))
                     trace.bound_symbols.append(line)
         trace.set_provenance(TraceProvenance(f"Write {phase} (thunder_zero)"))
-        return Phase(trace, tuple(map(tuple, positions)))
+        return Written(trace, tuple(map(tuple, positions)))
 
-    def _lines(self, op: Op, following: Op) -> Iterator[tuple[Role, BoundSymbol]]:
+    def _lines(self, op: Launch | Wait | Defer | Compute | Free, following: Op) -> Iterator[tuple[Role, BoundSymbol]]:
         """Yield the lines of an operation. An encoded launch sends after the FREE of what it encodes."""
         match op:
             case Compute():
@@ -211,11 +211,13 @@ class Writer:
                 if code is not None:
                     yield Role.CODES, self._bind(code, received, op.launch, outputs)
                     yield Role.HELPS, _del(received)
-            case Defer(reads=(grad,), writes=(placeholder,), params=(path,)):
-                output = self.proxies[placeholder]
-                yield Role.RUNS, self._executor.defer.bind(self.proxies[grad], path, output=output)
+            case Defer():
+                grad, placeholder = self.proxies[op.reads[0]], self.proxies[op.writes[0]]
+                yield Role.RUNS, self._executor.defer.bind(grad, op.params[0], output=placeholder)
             case Free():
                 yield Role.RUNS, self._del(op.reads)
+            case _:
+                assert_never(op)
 
     def _outputs(self, wait: Wait) -> tuple[TensorProxy, ...]:
         """Return the proxies that a wait writes. Only the wait for a repeated gather writes a new name."""

@@ -81,7 +81,7 @@ def traffic_bytes(op: Op, timeline: Timeline) -> int:
     Count each tensor once, and for an expanded tensor the memory that it views. For an indexed tensor, such as an
     embedding table, count at most the written bytes. Count only the inputs and outputs of a fused region.
     """
-    if not isinstance(op, Compute) or op.exchange is not None or op.work in (Work.NONE, Work.VIEW):
+    if not isinstance(op, Compute) or op.between_slices or op.work in (Work.NONE, Work.VIEW):
         return 0
     written_bytes = sum(timeline.nbytes(name) for name in op.updates or op.writes)
     read_bytes = [_read_bytes(name, timeline) for name in dict.fromkeys(op.reads) if name not in op.updates]
@@ -135,7 +135,7 @@ def costs_of(timeline: Timeline, device: Device) -> tuple[Cost, ...]:
 
 
 def _cost(op: Op, timeline: Timeline, device: Device) -> Cost:
-    if isinstance(op, Compute) and op.exchange is not None:
+    if isinstance(op, Compute) and op.between_slices:
         return _cost_of_launch(ring(op, timeline), device, one_wire=False)
     if isinstance(op, Launch):
         one_wire = op.over != TENSOR and not in_node(timeline.plan.mesh, device)

@@ -212,7 +212,7 @@ def _what(op: Op) -> str:
     """Return what an operation does: the work of a computation, or the kind of a collective."""
     if not isinstance(op, Compute):
         return op.kind
-    return op.exchange.moves if op.exchange else op.work
+    return op.exchange.moves if op.exchange else "" if op.awaits else op.work
 
 
 def model_seconds(timeline: Timeline, device: Device) -> list[float]:

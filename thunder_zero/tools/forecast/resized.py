@@ -70,11 +70,11 @@ def _numbers(traces: Traces, shapes: Shapes) -> dict[str, int]:
     hints = {proxy.name: proxy.value for proxy in traces.forward.args if isinstance(proxy, NumberProxy)}
     requested: dict[str, int] = {}
     for name, shape in shapes.items():
-        sizes = traces.facts.sizes.get(name)
+        sizes = traces.facts.input_shapes.get(name)
         if sizes is None or len(sizes) != len(shape):
             inputs = (
                 f"{name} {_shown(input_sizes)}"
-                for name, input_sizes in traces.facts.sizes.items()
+                for name, input_sizes in traces.facts.input_shapes.items()
                 if input_sizes and name not in traces.others
             )
             raise ValueError(
@@ -97,7 +97,7 @@ def _implied_numbers(traces: Traces, shapes: Shapes, requested: Mapping[str, int
     """
     old_shapes = {proxy.name: proxy.shape for proxy in traces.forward.args if isinstance(proxy, TensorProxy)}
     implied: dict[str, int] = {}
-    for name, sizes in traces.facts.sizes.items():
+    for name, sizes in traces.facts.input_shapes.items():
         for reshaped, shape in shapes.items():
             for size, old_size, old_reshaped_size, new_size in zip(
                 sizes, old_shapes[name], old_shapes[reshaped], shape, strict=False
@@ -119,7 +119,7 @@ def _run(traces: Traces, numbers: Mapping[str, int]) -> dict[str, Any]:
         if isinstance(proxy, NumberProxy):
             values[proxy.name] = numbers[proxy.name]
         elif isinstance(proxy, TensorProxy):
-            sizes = traces.facts.sizes.get(proxy.name, proxy.shape)
+            sizes = traces.facts.input_shapes.get(proxy.name, proxy.shape)
             values[proxy.name] = _empty(proxy, [numbers.get(size, size) for size in sizes])
     with WithoutValues():
         _run_lines(traces.forward, values)

@@ -59,7 +59,7 @@ def by_times(forecast: Estimate, times: Times) -> Estimate:
 
 def _is_exchange(op: Op) -> bool:
     """Return whether an operation is a collective of torch's tensor parallelism, or the wait for one."""
-    return isinstance(op, Compute) and op.exchange is not None
+    return isinstance(op, Compute) and op.between_slices
 
 
 def _busy_seconds(forecast: Estimate) -> list[float]:

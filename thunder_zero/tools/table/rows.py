@@ -144,7 +144,7 @@ def _meaning(op: Op, timeline: Timeline) -> dict[str, Any]:
     traffic, starts = timeline.traffic(op), starts_collective(op)
     encoding = timeline.travels_as(op, timeline.params_of(op)[0]) if isinstance(op, Launch) else None
     return {
-        "kind": TENSOR if isinstance(op, Compute) and op.exchange else op.kind,
+        "kind": TENSOR if isinstance(op, Compute) and op.between_slices else op.kind,
         "form": str(encoding) if encoding and encoding.block else "",
         "work": str(op.work) if isinstance(op, Compute) else "",
         "flops": op.flops if isinstance(op, Compute) else 0,

@@ -201,10 +201,11 @@ def _with_memory(rows: Iterable[Row], memory: Memory) -> Iterator[Row]:
     before: MemoryLine | None = None
     for row in rows:
         index = indices.get((row.phase, row.position))
+        new: dict[str, Any] = {}
         if index is not None:
             before = memory.lines[index]
-            row = replace(row, allocated=allocated[index], freed=freed[index], is_peak=before is memory.peak_line)
-        yield replace(row, alive=before.total, highest=before.highest) if before else row
+            new = {"allocated": allocated[index], "freed": freed[index], "is_peak": before is memory.peak_line}
+        yield replace(row, alive=before.total, highest=before.highest, **new) if before else row
 
 
 def _with_times(table: Table) -> Iterator[Row]:
@@ -218,8 +219,8 @@ def _with_times(table: Table) -> Iterator[Row]:
         start = min([span.start for span in computed], default=now)
         now = max([now, *(span.end for span in computed)])
         exposed = sum(span.seconds for span in computed if span.waits)
-        new = replace(row, start=start, end=now, exposed=exposed)
-        for span in spans:
-            if span.lane is not Lane.COMPUTE:
-                new = replace(new, lane=str(span.lane), wire_start=span.start, wire_end=span.end)
-        yield new
+        wires = [span for span in spans if span.lane is not Lane.COMPUTE][-1:]
+        wire: dict[str, Any] = (
+            {"lane": str(wires[0].lane), "wire_start": wires[0].start, "wire_end": wires[0].end} if wires else {}
+        )
+        yield replace(row, start=start, end=now, exposed=exposed, **wire)
