@@ -19,7 +19,8 @@ from examples.bench.memory import versions
 from examples.bench.memory_table import PAGE, mib
 from examples.bench.page import with_section
 from examples.bench.step_memory import forecast, forecast_of, measure, traces_of
-from thunder_zero.tools.fitting.candidate import Candidate
+from thunder_zero.tools.forecast.memory import recorder_of
+from thunder_zero.tools.plan.candidate import Candidate
 
 TASK, WORLD_SIZE = "small GPT", 2
 SHARES = (0.1, 0.5, 0.9)  # of the way from the least to the most
@@ -84,8 +85,7 @@ def fitted(budget: int) -> Fitted:
     """Fit, forecast and measure."""
     case = Case(TASK, choice(budget), WORLD_SIZE)
     traces = traces_of(case)
-    assert traces.lifted is not None
-    candidate = Candidate(traces.lifted, case.policy)
+    candidate = Candidate(recorder_of(traces, TASKS[TASK].loss, torch.optim.AdamW), traces.timeline)
     expected, found = forecast_of(case, traces).peak, measure(case).peaks.peak
     assert max(expected, found) <= budget, f"{found} bytes were measured, {expected} forecast, of {budget}"
     return Fitted(budget, case.policy, expected, found, candidate.sent, candidate.flops, candidate.cost)

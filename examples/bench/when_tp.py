@@ -16,8 +16,8 @@ from pathlib import Path
 
 import thunder_zero as tz
 from examples.bench.page import with_section
-from thunder_zero.tools.planner.plan_training import best_of
-from thunder_zero.tools.planner.training_plan import PlanRow
+from thunder_zero.tools.plan.plan_training import best_of
+from thunder_zero.tools.plan.training_plan import PlanRow
 
 PAGE = Path(__file__).parents[2] / "docs" / "when-tp-pays.md"
 SECTION = ("plans", "examples.bench.when_tp --write")

@@ -18,18 +18,18 @@ from tests.harness.errors import refused
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.plan.amounts import itemsize, size
 from thunder_zero.tools.dry_run import ProgramSource, TraceRequest
-from thunder_zero.tools.fitting.budget import KEPT, KEPT_AND_RECOMPUTED, PLAIN, RECOMPUTED
-from thunder_zero.tools.fitting.candidate import Candidate
-from thunder_zero.tools.fitting.search import Search, with_choices
-from thunder_zero.tools.fitting.text import print_trade_off
 from thunder_zero.tools.forecast.figures import Holds
+from thunder_zero.tools.forecast.memory import recorder_of
+from thunder_zero.tools.forecast.recorder import Recorder
+from thunder_zero.tools.plan.candidate import Candidate
+from thunder_zero.tools.plan.fit_text import print_trade_off
+from thunder_zero.tools.plan.search import KEPT, KEPT_AND_RECOMPUTED, PLAIN, RECOMPUTED, Search, with_choices
 
 import thunder
 
 WIDTH, ROWS, BLOCKS = 64, 64, 3
 PLENTY = 1 << 30
 ASKED = tz.Policy(prefetch=1)  # keeps the last of three units
-ROUNDING = 1e-12  # costs are sums of floats
 UNITS = tuple(f"0.{number}" for number in range(BLOCKS))
 SHORT, LONG = (ROWS, WIDTH), (8 * ROWS, WIDTH)  # with the long input, activations weigh more than parameters
 
@@ -42,6 +42,12 @@ def net() -> nn.Module:
 def on_meta(make: Callable[[], nn.Module] = net) -> nn.Module:
     with torch.device("meta"):
         return make()
+
+
+def recorded(start: tz.Policy = tz.ZERO3) -> tuple[ProgramSource, Recorder]:
+    """Capture the net once, and record its lines."""
+    source = ProgramSource(TraceRequest(on_meta(), (torch.empty(SHORT),), {}, tz.ZERO3, tz.schedule.Mesh.of(2)))
+    return source, recorder_of(source.under(start), None, torch.optim.SGD)
 
 
 def peak(policy: tz.Policy, shape: tuple[int, ...] = SHORT) -> int:
@@ -190,32 +196,55 @@ class OneSize(Search):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [tz.ZERO3, tz.Policy(bucket_bytes=0, in_flight_bytes=0)], ids=["buckets", "none"])
-def test_the_search_is_no_worse_than_all_choices(start: tz.Policy) -> None:
-    lifted = traced(net, SHORT).lifted
-    assert lifted is not None
-    search = OneSize(replace(lifted, plan=replace(lifted.plan, policy=start)), start)
+def test_the_search_costs_a_thousandth_more_than_the_best_of_all_choices(start: tz.Policy) -> None:
+    source, recorder = recorded(start)
+    search = OneSize(recorder, start, source.schedule)
     options = product((PLAIN, RECOMPUTED, KEPT, KEPT_AND_RECOMPUTED), repeat=BLOCKS)
-    every = [Candidate(lifted, with_choices(dict(zip(UNITS, one, strict=True)), search.sized[0])) for one in options]
+    choices = [with_choices(dict(zip(UNITS, one, strict=True)), search.sized[0]) for one in options]
+    every = [Candidate(recorder, source.schedule(policy)) for policy in choices]
     least, most = min(one.peak for one in every), max(one.peak for one in every)
     for step in range(11):
         budget = least + (most - least) * step // 10
-        best = search.best(budget, lambda policy: 0)
+        best = search.best(budget)
         assert best is not None
-        assert search.candidate(best).peak <= budget
-        assert search.candidate(best).cost <= (1 + ROUNDING) * min(one.cost for one in every if one.peak <= budget)
-    assert search.best(least - 1, lambda policy: 0) is None
+        assert best.peak <= budget
+        assert best.cost <= 1.001 * min(one.cost for one in every if one.peak <= budget)
+    assert search.best(least - 1) is None
     assert len(search.evaluated) < len(every)
 
 
+@pytest.mark.slow
+def test_a_schedule_of_the_same_lines_has_the_memory_of_its_traces() -> None:
+    source, recorder = recorded()
+    for policy in (ASKED, tz.Policy(keep_unsharded=UNITS[:1], recompute_units=UNITS[1:]), tz.Policy(bucket_bytes=0)):
+        timeline = source.schedule(policy)
+        assert timeline == traced(net, SHORT, policy).timeline
+        assert Candidate(recorder, timeline).peak == peak(policy)
+
+
+def test_a_candidate_has_figures_for_each_unit() -> None:
+    source, recorder = recorded()
+    policy = tz.Policy(reshard_after_forward=True, prefetch=0, in_flight_bytes=0)
+    plain, kept = (Candidate(recorder, source.schedule(one)) for one in (policy, replace(policy, keep_unsharded=UNITS)))
+    assert plain.units == UNITS
+    left = [sum(part.left for part in plain.parts[:count]) for count in range(len(plain.parts))]
+    assert max(before + part.peak for before, part in zip(left, plain.parts, strict=True)) == plain.peak
+    assert kept.sent < plain.sent  # no second gather
+    assert kept.cost < plain.cost
+    pairs = zip(kept.parts[1:-1], plain.parts[1:-1], strict=True)
+    assert all(part.left > other.left for part, other in pairs)  # the parameter stays
+    assert plain.flops == kept.flops == 0
+
+
 def test_the_trade_off_counts_units_that_the_schedule_chose() -> None:
-    lifted = traced(net, SHORT, ASKED).lifted
-    assert lifted is not None
-    named_none, named_first = Candidate(lifted, ASKED), Candidate(lifted, replace(ASKED, keep_unsharded=UNITS[:1]))
+    source, recorder = recorded()
+    policies = (ASKED, replace(ASKED, keep_unsharded=UNITS[:1]))
+    named_none, named_first = (Candidate(recorder, source.schedule(policy)) for policy in policies)
     assert named_none.kept == set(UNITS[2:])  # none is named
     assert named_first.kept == {UNITS[0], UNITS[2]}
     out = StringIO()
-    rows = [(1000, named_none, False), (1001, named_none, True), (1000, named_first, False)]
-    print_trade_off(rows, Console(file=out, width=100))
+    again = replace(named_none)
+    print_trade_off([named_none, again, named_first], again, Console(file=out, width=100))
     assert ["<- chosen" in row for row in out.getvalue().splitlines()[1:]] == [True, False]
 
 

@@ -22,7 +22,7 @@ import thunder_zero as tz
 from tests.harness.errors import error_of, refused
 from tests.harness.tiers import slow
 from tests.harness.traced import traced
-from thunder_zero.schedule.lifetimes import alive_bytes
+from thunder_zero.schedule.lifetimes import bytes_alive, lifetimes
 from thunder_zero.tools import Holds
 from thunder_zero.tools.forecast import figures, recorder
 from thunder_zero.tools.forecast.lines import run_region
@@ -127,7 +127,9 @@ def test_the_figures_agree_with_each_other(stage: int) -> None:
 def test_timelines_and_plans_count_all_bytes_but_inputs_buffers_and_steps(stage: int) -> None:
     traces = traces_of(stage)
     bare, memory = tz.tools.memory(traces), tz.tools.memory(traces, optimizer=ADAM)
-    assert bare.peak == bare.at_rest + max(alive_bytes(traces.timeline)) + ACTIVATION  # the input
+    assert (
+        bare.peak == bare.at_rest + max(bytes_alive(traces.timeline, lifetimes(traces.timeline))) + ACTIVATION
+    )  # the input
     gradients = memory.lines[-1].alive[Holds.REDUCED_GRADIENT]
     left_out = 3 * 4 + 4 * WIDTH  # each parameter's number of steps, the buffer
     views = 3 * WEIGHT // 2 if stage == 1 else 0

@@ -25,11 +25,11 @@ from thunder_zero.tools.devices.calibrated import Calibrated, Curve
 from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.models.decoder import DecoderSizes, Llama
 from thunder_zero.tools.models.named import LLAMA_STYLES, cross_entropy
-from thunder_zero.tools.planner.plan_training import OWN_SLICES, best_of
-from thunder_zero.tools.planner.programs import SubjectPrograms, adamw
-from thunder_zero.tools.planner.slicing import sliced_copy
-from thunder_zero.tools.planner.subject import Subject, of_module, subject_of
-from thunder_zero.tools.planner.training_plan import MeshShape, PlanRow, code_of, reason_of
+from thunder_zero.tools.plan.plan_training import OWN_SLICES, best_of
+from thunder_zero.tools.plan.programs import SubjectPrograms, adamw
+from thunder_zero.tools.plan.slicing import sliced_copy
+from thunder_zero.tools.plan.subject import Subject, of_module, subject_of
+from thunder_zero.tools.plan.training_plan import MeshShape, PlanRow, code_of, reason_of
 
 H100 = tz.tools.DEVICES["h100"]
 PRECISION = tz.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)

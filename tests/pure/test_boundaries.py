@@ -98,7 +98,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/devices/",    IMPORT, IMPORT,  NOT,     rooms("plan schedule comm tools/printing")),
     Room("tools/absent_ranks.py",NOT,   IMPORT,  NOT,     rooms("plan comm")),
     Room("tools/dry_capture.py",IMPORT,NOT,    NOT,     rooms("plan compat sharded capture")),
-    Room("tools/dry_run.py",  IMPORT, TYPES,   IMPORT,  rooms("plan compat comm traces sharded capture "
+    Room("tools/dry_run.py",  IMPORT, TYPES,   IMPORT,  rooms("plan schedule compat comm traces sharded capture "
                                                               "tools/devices tools/dry_capture")),
     Room("tools/measure.py",  NOT,    NOT,     IMPORT,  rooms("plan schedule comm sharded traces capture")),
     Room("tools/format_errors.py",IMPORT,NOT,  IMPORT,  rooms("plan comm sharded traces capture")),
@@ -109,9 +109,6 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
                                                               "tools/forecast/unsent")),
     Room("tools/cost/",       NOT,    NOT,     NOT,     rooms("plan schedule traces capture tools/printing "
                                                               "tools/devices tools/forecast")),
-    Room("tools/fitting/fit.py",IMPORT,TYPES,  IMPORT,  rooms("plan schedule comm traces capture tools/printing "
-                                                              "tools/dry_run tools/forecast")),
-    Room("tools/fitting/",    TYPES,  NOT,     NOT,     rooms("plan schedule tools/printing tools/forecast")),
     Room("tools/table/",      NOT,    NOT,     IMPORT,  rooms("plan traces capture tools/printing tools/devices "
                                                               "tools/cost tools/forecast tools/table/rows")),
     Room("tools/views/selection.py",NOT,NOT,   NOT,     rooms("plan schedule tools/printing tools/table/rows")),
@@ -122,14 +119,16 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
                                                               "tools/views/selection tools/views/print_rows")),
     Room("tools/from_file.py",IMPORT, NOT,     NOT,     rooms("compat")),
     Room("tools/models/",     IMPORT, IMPORT,  NOT,     NOTHING),
-    Room("tools/planner/",    IMPORT, IMPORT,  NOT,     rooms("plan comm schedule traces capture tools/printing "
+    Room("tools/plan/fit.py", IMPORT, TYPES,   IMPORT,  rooms("plan schedule comm traces capture tools/printing "
+                                                              "tools/dry_run tools/forecast")),
+    Room("tools/plan/",       IMPORT, IMPORT,  NOT,     rooms("plan comm schedule traces capture tools/printing "
                                                               "tools/devices tools/cost tools/dry_run "
                                                               "tools/absent_ranks tools/forecast tools/from_file "
                                                               "tools/models")),
     Room("tools/page/",       IMPORT, NOT,     TYPES,   rooms("plan schedule compat traces capture tools/printing "
                                                               "tools/devices tools/dry_run tools/forecast "
                                                               "tools/cost tools/table tools/views tools/models "
-                                                              "tools/planner")),
+                                                              "tools/plan")),
     Room("tools/why/",        IMPORT, IMPORT,  NOT,     rooms("plan sharded traces capture tools/printing "
                                                               "tools/devices tools/compiled_programs tools/forecast "
                                                               "tools/cost")),
@@ -137,7 +136,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/doctor.py",   IMPORT, IMPORT,  IMPORT,  rooms("plan sharded traces capture tools/printing")),
     Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint tools/convert tools/devices "
                                                               "tools/doctor tools/dry_run tools/from_file tools/models "
-                                                              "tools/page tools/planner tools/table/rows tools/views "
+                                                              "tools/page tools/plan tools/table/rows tools/views "
                                                               "tools/why")),
     Room("tools/__init__.py", NOT,    NOT,     NOT,     ALL),
     Room("__main__.py",       NOT,    NOT,     NOT,     rooms("tools/cli")),
@@ -250,7 +249,7 @@ def test_a_room_imports_only_what_it_may() -> None:
 
 SHARD_ARITHMETIC = "thunder_zero.plan.layout"
 COUNTING = {  # transports have a group and no plan; a TrainingPlan has its own world size
-    *("comm/native.py", "comm/pairwise.py", "tools/planner/training_plan.py"),
+    *("comm/native.py", "comm/pairwise.py", "tools/plan/training_plan.py"),
 }
 
 

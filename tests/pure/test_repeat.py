@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunder_zero.tools.planner.repeat import Period, find_period, moved_link, positions
-from thunder_zero.tools.planner.training_plan import MeshShape, meshes
+from thunder_zero.tools.plan.repeat import Period, find_period, moved_link, positions
+from thunder_zero.tools.plan.training_plan import MeshShape, meshes
 
 
 def longer(signs: str, marks: list[int], copies: int) -> str:

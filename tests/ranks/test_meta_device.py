@@ -28,7 +28,7 @@ from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.comm.small_collectives import broadcast
 from thunder_zero.tools.models.decoder import DecoderSizes, Llama
-from thunder_zero.tools.planner.training_plan import MeshShape, PlanRow, code_of
+from thunder_zero.tools.plan.training_plan import MeshShape, PlanRow, code_of
 
 import thunder
 

@@ -21,10 +21,10 @@ import thunder_zero as tz
 from tests.harness.errors import fails
 from tests.harness.ranks import RanksPool
 from thunder_zero.hugging_face import parallelize
-from thunder_zero.tools.planner.programs import SubjectPrograms
-from thunder_zero.tools.planner.slicing import sliced_copy
-from thunder_zero.tools.planner.subject import of_module
-from thunder_zero.tools.planner.training_plan import MeshShape
+from thunder_zero.tools.plan.programs import SubjectPrograms
+from thunder_zero.tools.plan.slicing import sliced_copy
+from thunder_zero.tools.plan.subject import of_module
+from thunder_zero.tools.plan.training_plan import MeshShape
 
 pytestmark = [
     pytest.mark.timeout(300),

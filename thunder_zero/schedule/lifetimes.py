@@ -73,13 +73,6 @@ def bytes_alive(timeline: Timeline, lives: Mapping[str, range]) -> tuple[int, ..
     return tuple(accumulate(changes[:-1]))
 
 
-def alive_bytes(timeline: Timeline) -> tuple[int, ...]:
-    """Estimate the bytes alive while each operation runs, to compare schedules. ``tz.tools.memory`` has the exact
-    number. This estimate leaves out memory from before the step, the loss, buffers of transports, and temporary memory
-    within an operation."""
-    return bytes_alive(timeline, lifetimes(timeline))
-
-
 def gathered_bytes(timeline: Timeline, unit: str | None = None) -> tuple[int, ...]:
     """Return the bytes of gathered parameters that are alive after each operation, in all units or in ``unit``.
 

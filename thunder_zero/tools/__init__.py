@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from thunder_zero.tools.devices.device import Link as Link
     from thunder_zero.tools.devices.named import load_device as load_device
     from thunder_zero.tools.devices.named import save_device as save_device
-    from thunder_zero.tools.fitting.candidate import Prices as Prices
-    from thunder_zero.tools.fitting.fit import DoesNotFit as DoesNotFit
-    from thunder_zero.tools.fitting.fit import fit as fit
     from thunder_zero.tools.forecast.figures import Holds as Holds
     from thunder_zero.tools.forecast.figures import Memory as Memory
     from thunder_zero.tools.forecast.figures import MemoryLine as MemoryLine
@@ -47,8 +44,11 @@ if TYPE_CHECKING:
     from thunder_zero.tools.models.named import MODELS as MODELS
     from thunder_zero.tools.models.named import NamedModel as NamedModel
     from thunder_zero.tools.page.report import report as report
-    from thunder_zero.tools.planner.plan_training import plan_training as plan_training
-    from thunder_zero.tools.planner.training_plan import TrainingPlan as TrainingPlan
+    from thunder_zero.tools.plan.candidate import Prices as Prices
+    from thunder_zero.tools.plan.fit import DoesNotFit as DoesNotFit
+    from thunder_zero.tools.plan.fit import fit as fit
+    from thunder_zero.tools.plan.plan_training import plan_training as plan_training
+    from thunder_zero.tools.plan.training_plan import TrainingPlan as TrainingPlan
     from thunder_zero.tools.table.rows import Row as Row
     from thunder_zero.tools.table.table import Table as Table
     from thunder_zero.tools.table.table import step_table as step_table
@@ -73,8 +73,8 @@ NAMES = {  # names keyed by module; type checkers read the imports above
     "thunder_zero.tools.devices.calibrated": ("Calibrated",),
     "thunder_zero.tools.devices.device": ("DEVICES", "Device", "Link"),
     "thunder_zero.tools.devices.named": ("load_device", "save_device"),
-    "thunder_zero.tools.fitting.candidate": ("Prices",),
-    "thunder_zero.tools.fitting.fit": ("DoesNotFit", "fit"),
+    "thunder_zero.tools.plan.candidate": ("Prices",),
+    "thunder_zero.tools.plan.fit": ("DoesNotFit", "fit"),
     "thunder_zero.tools.forecast.figures": ("Holds", "Memory", "MemoryLine", "Storage"),
     "thunder_zero.tools.forecast.for_loss": ("for_loss",),
     "thunder_zero.tools.forecast.memory": ("memory",),
@@ -83,8 +83,8 @@ NAMES = {  # names keyed by module; type checkers read the imports above
     "thunder_zero.tools.measure": ("measure_times",),
     "thunder_zero.tools.models.named": ("MODELS", "NamedModel"),
     "thunder_zero.tools.page.report": ("report",),
-    "thunder_zero.tools.planner.plan_training": ("plan_training",),
-    "thunder_zero.tools.planner.training_plan": ("TrainingPlan",),
+    "thunder_zero.tools.plan.plan_training": ("plan_training",),
+    "thunder_zero.tools.plan.training_plan": ("TrainingPlan",),
     "thunder_zero.tools.table.rows": ("Row",),
     "thunder_zero.tools.table.table": ("Table", "step_table"),
 }

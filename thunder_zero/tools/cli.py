@@ -224,7 +224,7 @@ def _devices() -> str:
 def _show_plan(options: argparse.Namespace) -> None:
     """Print the recommended stage and mesh for a model."""
     from thunder_zero.tools.from_file import function_at, naming_the_users_line
-    from thunder_zero.tools.planner.plan_training import plan_training
+    from thunder_zero.tools.plan.plan_training import plan_training
 
     loss = None if options.loss is None else function_at(options.loss)
     with naming_the_users_line(options.model):

@@ -6,7 +6,7 @@ policies, although dynamo captures the module only once.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from inspect import signature
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from thunder_zero.capture.arguments import Fuser, check_arguments, did_you_mean, require_known
-from thunder_zero.capture.programs import Mode, program_of
+from thunder_zero.capture.programs import Mode, lowered_of, program_of
 from thunder_zero.capture.refusals import require_unwrapped
 from thunder_zero.comm.slices import mesh_and_slices, require_in_plan
 from thunder_zero.compat.plans_of_transformers import left_to_plan
@@ -25,6 +25,7 @@ from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import ZERO3, Policy
+from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.sharded.casts import cast_inputs, casting_borders
 from thunder_zero.sharded.placeholders import placeholder_of, require_plain_tensors, set_tensor
 from thunder_zero.tools.devices.calibrated import Calibrated
@@ -32,7 +33,8 @@ from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.dry_capture import export, shape_of
 from thunder_zero.traces.compiled import Traces
-from thunder_zero.traces.symbols import Runtime, ZeroExecutor
+from thunder_zero.traces.pipeline import lifted, rescheduled
+from thunder_zero.traces.symbols import JointTrace, Runtime, ZeroExecutor
 
 from thunder.core.module import ThunderModule
 
@@ -157,6 +159,7 @@ class ProgramSource:
             inputs = request.inputs(plan)
             self.exported = export(request.module, *inputs, plan, for_gpu=request.for_gpu, dynamic=request.dynamic)
         self._mode = Mode(self.exported.joint.differentiates and torch.is_grad_enabled(), request.synced)
+        self._lifted: dict[object, tuple[JointTrace, Timeline]] = {}
 
     def under(self, policy: Policy | int, mesh: Mesh | None = None) -> Traces:
         """Return the traces under another policy, and on another mesh if ``mesh`` is given.
@@ -171,6 +174,21 @@ class ProgramSource:
         names = [proxy.name for proxy in converted.trace.args]
         buffer_paths = {names[position]: path for position, path in exported.buffers.items()}
         return replace(traces, others=buffer_paths, restored=exported.restored)
+
+    def schedule(self, policy: Policy, mesh: Mesh | None = None, *, missing: Collection[str] = ()) -> Timeline:
+        """Return the operations of the traces under another policy, neither proved nor written.
+
+        ``missing`` names tangents that backward does not take.
+        """
+        exported, mesh = self.exported, mesh or self._request.mesh
+        plan = replace(self._request, mesh=mesh).plan(policy)
+        key = policy.stage, policy.keep_unsharded, mesh
+        if key not in self._lifted:
+            executor = ZeroExecutor(plan, Runtime())
+            _, lowered = lowered_of(exported.joint, exported.paths, executor, self._mode)
+            self._lifted[key] = lowered, lifted(lowered)
+        lowered, timeline = self._lifted[key]
+        return rescheduled(lowered, replace(timeline, plan=plan), missing, fuses=self._request.fuse is not None)
 
 
 def _memory_bytes(module: nn.Module, device: Device | str | None) -> int | None:

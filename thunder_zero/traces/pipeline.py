@@ -49,15 +49,15 @@ def shard(plain: JointTrace) -> list[JointTrace]:
 
 def schedule(lowered: JointTrace) -> Scheduled:
     """Lift a lowered trace, and run the passes (:mod:`thunder_zero.schedule.passes`)."""
-    lifted = lift(lowered) if lowered.facts.synced else passes.defer(lift(lowered))
-    with telling_all_ranks(lowered.facts, lifted):
-        return Scheduled(lowered, lifted, passes.run(lifted))
+    timeline = lifted(lowered)
+    with telling_all_ranks(lowered.facts, timeline):
+        return Scheduled(lowered, timeline, passes.run(timeline))
 
 
 def write_program(scheduled: Scheduled, *, fuses: bool) -> Traces:
     """Finish the operations of a schedule, prove them, and write the traces that run."""
     writer = Writer(scheduled.lowered)
-    timeline = _finished(scheduled.timeline, writer, fuses=fuses)
+    timeline = _proved(_unproved(scheduled.timeline, writer, fuses=fuses), writer)
     forward = writer.forward(timeline)
     has_backward = timeline.backward_start < len(timeline.ops)
     backward = writer.backward(timeline) if has_backward else Written(None, ())
@@ -69,11 +69,33 @@ def without_tangents(traces: Traces, missing: Collection[str]) -> Traces:
     """Return a program with an equal forward, whose backward does not take the tangents that ``missing`` names."""
     writer, start = Writer(traces.scheduled.lowered), traces.timeline.backward_start
     with thunder_context():
-        pruned = drop_tangents(traces.scheduled.timeline, missing, writer)
-        ops = [*traces.timeline.ops[:start], *(op for op in pruned.ops if op.backward)]
-        timeline = _finished(pruned.with_ops(ops, traces.timeline.values), writer, fuses=traces.fuses)
+        timeline = _pruned(traces.scheduled.timeline, traces.timeline, missing, writer)
+        timeline = _proved(_unproved(timeline, writer, fuses=traces.fuses), writer)
         phase = writer.backward(timeline)
     return replace(traces, timeline=timeline, backward=phase.trace, lines=(*traces.lines[:start], *phase.lines))
+
+
+def lifted(lowered: JointTrace) -> Timeline:
+    """Return the operations of a lowered trace, before the first pass."""
+    return lift(lowered) if lowered.facts.synced else passes.defer(lift(lowered))
+
+
+def rescheduled(lowered: JointTrace, lifted: Timeline, missing: Collection[str], *, fuses: bool) -> Timeline:
+    """Return the operations that would run, neither proved nor written. Backward does not take ``missing`` tangents."""
+    writer = Writer(lowered)
+    with thunder_context():
+        scheduled = passes.apply_passes(lifted, (*passes.PASSES, *lifted.plan.policy.passes))
+        timeline = _unproved(scheduled, writer, fuses=fuses)
+        if not missing:
+            return timeline
+        return _unproved(_pruned(scheduled, timeline, missing, writer), writer, fuses=fuses)
+
+
+def _pruned(scheduled: Timeline, timeline: Timeline, missing: Collection[str], writer: Writer) -> Timeline:
+    """Return the forward of ``timeline``, and the backward of ``scheduled`` without these tangents."""
+    pruned = drop_tangents(scheduled, missing, writer)
+    backward = (op for op in pruned.ops if op.backward)
+    return pruned.with_ops([*timeline.ops[: timeline.backward_start], *backward], timeline.values)
 
 
 def thunder_context() -> Any:
@@ -81,10 +103,13 @@ def thunder_context() -> Any:
     return compile_data_and_stats(CompileData(fn=lambda: None, disable_preprocessing=True), None)
 
 
-def _finished(timeline: Timeline, writer: Writer, *, fuses: bool) -> Timeline:
-    """Return the operations of the traces that run, proved: with the last lines, regions and frees."""
+def _unproved(timeline: Timeline, writer: Writer, *, fuses: bool) -> Timeline:
+    """Return the operations of the traces that run: with the last lines, regions and frees."""
     timeline = _with_last_lines(timeline, writer)
-    timeline = free(fuse(timeline, writer) if fuses else timeline)
+    return free(fuse(timeline, writer) if fuses else timeline)
+
+
+def _proved(timeline: Timeline, writer: Writer) -> Timeline:
     with telling_all_ranks(writer.facts, timeline):
         verify.check(timeline, trained=[path for path, _ in timeline.gradients])
     return timeline

@@ -24,7 +24,7 @@ from thunder_zero.tools.forecast.figures import Memory
 from thunder_zero.tools.forecast.fold import Fold
 from thunder_zero.tools.forecast.for_loss import for_loss
 from thunder_zero.tools.forecast.lines import empty_like
-from thunder_zero.tools.forecast.memory import backend_of, excluded_from, memory_of
+from thunder_zero.tools.forecast.memory import backend_of, memory_of
 from thunder_zero.tools.forecast.recorder import Loss, Recorder
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.watch import Layout
@@ -38,10 +38,9 @@ def memory_and_timeline(
     traces: Traces, *, loss: Loss | None = None, optimizer: MakeOptimizer | None = None
 ) -> tuple[Memory, Timeline]:
     """Return the results of :func:`thunder_zero.tools.memory` and :func:`whole_step`, from one recorder."""
-    of_loss, of_optimizer, backend = *_operators(), backend_of(traces)
-    recorder = Recorder(traces, backend, loss, optimizer, around=(of_loss, of_optimizer))
-    excluded = tuple(excluded_from(traces, loss, optimizer, backend))
-    memory = memory_of(Fold(recorder, traces.timeline).run(), excluded)
+    of_loss, of_optimizer = _operators()
+    recorder = Recorder(traces, backend_of(traces), loss, optimizer, around=(of_loss, of_optimizer))
+    memory = memory_of(Fold(recorder, traces.timeline).run())
     is_alone = traces.backward is None or (loss is None and optimizer is None)
     return memory, traces.timeline if is_alone else _with(recorder, of_loss, of_optimizer)
 

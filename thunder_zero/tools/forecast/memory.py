@@ -78,17 +78,31 @@ def memory(
     """
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     traces = resized(traces, shapes) if shapes else traces
-    traces = for_loss(traces, loss) if loss else traces
+    recorder = recorder_of(traces, loss, optimizer, backend, accumulating=accumulating, reserve=reserve)
+    return memory_of(Fold(recorder, recorder.traces.timeline).run(), reserve)
+
+
+def recorder_of(
+    traces: Traces,
+    loss: Loss | None,
+    optimizer: MakeOptimizer | None,
+    backend: str | None = None,
+    *,
+    accumulating: bool = False,
+    reserve: int = 0,
+) -> Recorder:
+    """Return the records of a program for training with a loss. The arguments are those of :func:`memory`."""
     backend = backend_of(traces) if backend is None else backend
-    _require(backend, reserve)
-    recorder = Recorder(traces, backend, loss, optimizer, accumulating=accumulating)
-    return memory_of(
-        Fold(recorder, traces.timeline).run(), tuple(excluded_from(traces, loss, optimizer, backend)), reserve
-    )
+    if backend not in TRANSPORTS:
+        raise ValueError(f"backend is {backend!r}; choose one of {', '.join(map(repr, TRANSPORTS))}")
+    if not is_count(reserve):
+        raise ValueError(f"reserve is {reserve!r}; give a number of bytes, 0 or more")
+    traces = for_loss(traces, loss) if loss else traces
+    return Recorder(traces, backend, loss, optimizer, accumulating=accumulating)
 
 
-def memory_of(fold: Fold, excluded: tuple[str, ...], reserve: int = 0) -> Memory:
-    """Return the figures of a step of traces."""
+def memory_of(fold: Fold, reserve: int = 0) -> Memory:
+    """Return the figures of a step."""
     traces = fold.recorder.traces
     ran, index_of = _lines_that_ran(fold, traces)
     storages = tuple(_storages(fold, index_of, _modules(ran, traces)))
@@ -107,7 +121,7 @@ def memory_of(fold: Fold, excluded: tuple[str, ...], reserve: int = 0) -> Memory
         plan=_plan_to_compare(traces),
         at_peak=tuple(sorted(at_peak, key=lambda storage: -storage.nbytes)),
         reserve=reserve,
-        excluded=excluded,
+        excluded=tuple(_excluded(fold.recorder)),
     )
 
 
@@ -206,23 +220,17 @@ def backend_of(traces: Traces) -> str:
     return "nccl" if on_cuda else "gloo"
 
 
-def _require(backend: str, reserve: int) -> None:
-    if backend not in TRANSPORTS:
-        raise ValueError(f"backend is {backend!r}; choose one of {', '.join(map(repr, TRANSPORTS))}")
-    if not is_count(reserve):
-        raise ValueError(f"reserve is {reserve!r}; give a number of bytes, 0 or more")
-
-
-def excluded_from(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | None, backend: str) -> Iterator[str]:
-    """Yield descriptions of the parts of a step that a forecast of these traces leaves out."""
+def _excluded(recorder: Recorder) -> Iterator[str]:
+    """Yield descriptions of the parts of a step that a forecast leaves out."""
+    traces = recorder.traces
     if traces.backward is not None:
-        if loss is None:
+        if recorder.of_loss is None:
             yield "the loss outside of the model: give loss="
-        if optimizer is None:
+        if not recorder.steps:
             yield "the optimizer's state and step: give optimizer="
     elif any(param.requires_grad for param in traces.plan.params):
         yield "backward: the traces (of a model: those that ran last) have none; run or trace it with gradients"
-    if backend == "nccl" and backend_of(traces) != "nccl":
+    if recorder.backend == "nccl" and backend_of(traces) != "nccl":
         yield "what CUDA computes otherwise: the traces are of a run on CPUs; trace a module that is on a CUDA device"
 
 

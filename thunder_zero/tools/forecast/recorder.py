@@ -34,13 +34,15 @@ from thunder_zero.traces.lift import read_by, written_by
 from thunder_zero.traces.operators import operator_of
 from thunder_zero.traces.symbols import functions_of
 
-from thunder.core.proxies import NumberProxy, TensorProxy
+from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_map
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 Loss = Callable[[Any], Tensor]
 Context = AbstractContextManager[object]
 T = TypeVar("T")
+OPERATORS: dict[object, Record] = {}  # records of torch's operators: equal calls do the same to memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,8 @@ class Recorder:
     Attributes:
         at_rest: the storages from before the step, and the inputs. Slot ``~0`` is the first.
         deferred: the slots of deferred gradients, keyed by path.
+        of_loss, steps: the loss, and whether an optimizer was given. ``optimizer`` steps the shards, if any.
         inputs: the inputs of forward, keyed by name: where a tensor lies, or a number.
-        optimizer: the optimizer that steps the shards, if any.
         codes: what each phase outside of the traces does, in words.
         tangents: the names of the gradients of forward's outputs.
     """
@@ -94,21 +96,17 @@ class Recorder:
         *,
         accumulating: bool = False,
         around: tuple[Context, Context] = (nullcontext(), nullcontext()),
-        operators: dict[object, tuple[object, Record]] | None = None,
     ) -> None:
-        """The loss and the optimizer's step run inside of the contexts ``around``. ``operators`` has the records of
-        torch's operators, which recorders for several meshes share."""
-        self.traces, self.plan, self._loss, self._around = traces, traces.plan, loss, around
+        """The loss and the optimizer's step run inside of the contexts ``around``."""
+        self.traces, self.plan, self.backend, self.of_loss, self._around = traces, traces.plan, backend, loss, around
+        self.steps = optimizer is not None
         with WithoutValues():  # rows on the host are meta tensors as well
             self.rehearsal = Rehearsal(traces.plan, backend, synced=traces.facts.synced)
         self.at_rest: list[AtRest] = []
         self.optimizer: torch.optim.Optimizer | None = None
         self._runtime = ModelRuntime(self.rehearsal)
         self._functions = functions_of(self._runtime, traces.plan)
-        # Records, and the lines whose ids are in the keys. Lines of this package depend on the mesh.
-        self._operators = {} if operators is None else operators
-        self._own: dict[object, tuple[object, Record]] = {}
-        self._others: dict[object, Any] = {}  # the records of collectives and of the loss
+        self._records: dict[object, Any] = {}  # with the lines whose ids are in the keys
         self._slots: dict[int, int] = {}  # the slots of storages at rest, keyed by address
         self._tensors: list[Tensor] = []  # keeps these addresses
         for path, tensor in self.rehearsal.at_rest():
@@ -165,21 +163,23 @@ class Recorder:
     def line(self, op: Compute | Defer, values: Sequence[Any]) -> Record:
         """Return the record of a line. ``values`` has what it reads: layouts of tensors, and other values."""
         line: Any = op.line if isinstance(op, Compute) else None
-        records = self._own
         if line is None:
             key: object = (Defer, op.params)
         elif line.sym.is_fusion:  # a region of another schedule may have the same lines
-            key, records = (*map(id, line.subsymbols), *(proxy.name for proxy in line.flat_proxy_outs)), self._operators
+            key = (*map(id, line.subsymbols), *(proxy.name for proxy in line.flat_proxy_outs))
+        elif operator_of(line) is None:
+            key = id(line)
         else:
-            key, records = id(line), self._own if operator_of(line) is None else self._operators
-        if key not in records:
-            records[key] = line, self._record(op, line, values)
-        return records[key][1]
+            key = _key_of_operator(line, values)
+            if key not in OPERATORS:
+                OPERATORS[key] = self._record(op, line, values)
+            return OPERATORS[key]
+        return self._once(key, lambda: (line, self._record(op, line, values)))[1]
 
     def _once(self, key: object, make: Callable[[], T]) -> T:
-        if key not in self._others:
-            self._others[key] = make()
-        result: T = self._others[key]
+        if key not in self._records:
+            self._records[key] = make()
+        result: T = self._records[key]
         return result
 
     @torch.no_grad()
@@ -289,7 +289,7 @@ class Recorder:
             returned = [filled(result["output"], outputs), list(filled(result["flat_output"], outputs))]
             outputs.clear()
             with self._around[0]:
-                gradients = gradients_of_loss(self.traces, returned, self._loss)
+                gradients = gradients_of_loss(self.traces, returned, self.of_loss)
             events = watch.taken()
             return Record(events, tuple(map(watch.placed, gradients)))
 
@@ -309,6 +309,20 @@ class Recorder:
             take_step(self.optimizer, {path: params[path].gradient(grad) for path, grad in rows.items()}, shards)
             events: tuple[Event, ...] = watch.taken()
         return events
+
+
+def _key_of_operator(line: BoundSymbol, values: Sequence[Any]) -> object:
+    """Return a key that is equal for lines that call one operator with equal layouts and constants."""
+    read = dict(zip(read_by(line), enumerate(values), strict=True))
+
+    def frozen(tree: Any) -> object:
+        if isinstance(tree, Proxy):
+            return read[tree.name]
+        if isinstance(tree, dict):
+            return tuple((name, frozen(item)) for name, item in tree.items())
+        return tuple(map(frozen, tree)) if type(tree) in (list, tuple) else (type(tree), tree)
+
+    return operator_of(line), frozen(tuple(line.args)), frozen(dict(line.kwargs))
 
 
 def _full_gradient(param: ShardedParam) -> Tensor:

@@ -15,8 +15,8 @@ from thunder_zero.tools.dry_run import ProgramSource, TraceRequest
 from thunder_zero.tools.models.named import MODELS
 from thunder_zero.tools.page.program import Data
 from thunder_zero.tools.page.report import page_of
-from thunder_zero.tools.planner.plan_training import PRECISION
-from thunder_zero.tools.planner.subject import subject_of
+from thunder_zero.tools.plan.plan_training import PRECISION
+from thunder_zero.tools.plan.subject import subject_of
 
 
 def report_of(

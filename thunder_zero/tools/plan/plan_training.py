@@ -22,17 +22,17 @@ from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.models.named import NamedModel
-from thunder_zero.tools.planner.overhead import (
+from thunder_zero.tools.plan.overhead import (
     OVERHEAD,
     OVERHEAD_OF_CPU,
     adamw_traffic,
     overhead_bytes,
     shard_and_adamw_bytes,
 )
-from thunder_zero.tools.planner.programs import StepForecast, SubjectPrograms
-from thunder_zero.tools.planner.slicing import Slicing
-from thunder_zero.tools.planner.subject import Subject, named_model, subject_of
-from thunder_zero.tools.planner.training_plan import (
+from thunder_zero.tools.plan.programs import StepForecast, SubjectPrograms
+from thunder_zero.tools.plan.slicing import Slicing
+from thunder_zero.tools.plan.subject import Subject, named_model, subject_of
+from thunder_zero.tools.plan.training_plan import (
     AS_FAST,
     MeshShape,
     PlanRow,

@@ -20,10 +20,10 @@ from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.dry_run import ProgramSource, TraceRequest
 from thunder_zero.tools.forecast.around import loss_traffic
 from thunder_zero.tools.forecast.memory import memory
-from thunder_zero.tools.planner.repeat import NotPeriodic, StepMemory, estimate_whole, memory_whole
-from thunder_zero.tools.planner.slicing import Slicing, sliced_copy
-from thunder_zero.tools.planner.subject import Subject
-from thunder_zero.tools.planner.training_plan import MeshShape
+from thunder_zero.tools.plan.repeat import NotPeriodic, StepMemory, estimate_whole, memory_whole
+from thunder_zero.tools.plan.slicing import Slicing, sliced_copy
+from thunder_zero.tools.plan.subject import Subject
+from thunder_zero.tools.plan.training_plan import MeshShape
 from thunder_zero.traces.compiled import Traces
 
 TRACED = (5, 6, 8)  # numbers of blocks to try, until the blocks repeat

@@ -1,0 +1,192 @@
+"""``tz.tools.fit``: finds the cheapest policy whose step fits into memory.
+
+The module is captured once. Each candidate is a schedule of the same lines, whose memory is a fold over their records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import IO, TYPE_CHECKING, Any
+
+from rich.console import Console
+from torch import nn
+
+from thunder_zero.capture.arguments import Fuser
+from thunder_zero.comm.agree import on_rank_0
+from thunder_zero.comm.group import has_groups, process_group
+from thunder_zero.comm.slices import mesh_and_slices
+from thunder_zero.plan.amounts import bytes_of
+from thunder_zero.plan.mesh import Mesh
+from thunder_zero.plan.policy import ZERO3, Policy
+from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.tools.dry_run import ProgramSource, TraceRequest
+from thunder_zero.tools.forecast.fold import Fold
+from thunder_zero.tools.forecast.memory import memory_of, recorder_of
+from thunder_zero.tools.forecast.recorder import Loss, Recorder
+from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
+from thunder_zero.tools.plan.candidate import USUAL_PRICES, Candidate, Prices
+from thunder_zero.tools.plan.fit_text import print_trade_off, refusal
+from thunder_zero.tools.plan.search import Search
+from thunder_zero.tools.printing.progress import show_status
+from thunder_zero.tools.printing.words import WIDTH
+
+from thunder.core.module import ThunderModule
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+STEPS = 7  # the most rows of the printed table
+CHOSEN = ("keep_unsharded", "recompute_units", "bucket_bytes", "in_flight_bytes")
+
+
+class DoesNotFit(ValueError):
+    """Raised if no policy fits. The message has the missing bytes, the contents of the peak, and possible remedies.
+
+    Attributes:
+        least_bytes: the smallest peak that was found.
+    """
+
+    def __init__(self, message: str, least_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+
+
+def fit(
+    module: nn.Module,
+    *args: Any,
+    memory_bytes: int | str,
+    world_size: int | None = None,
+    policy: Policy | int = ZERO3,
+    file: IO[str] | None = None,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer | None = None,
+    backend: str | None = None,
+    fuse: Fuser | None = None,
+    replicas: int = 1,
+    mesh: DeviceMesh | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    reserve: int = 0,
+    prices: Prices = USUAL_PRICES,
+    **kwargs: Any,
+) -> Policy:
+    """Return the cheapest policy whose forecast peak fits into ``memory_bytes``.
+
+    The search chooses ``Policy.keep_unsharded``, ``Policy.recompute_units``, and the bytes of buckets and in flight.
+    The cost is the bytes that a rank sends, plus launches and recomputed work at ``prices``. The printed table has the
+    costs for other amounts of memory. Under ``torchrun`` every rank calls this function, and rank 0 decides.
+
+    >>> policy = tz.tools.fit(module, tokens, memory_bytes="24GiB", world_size=8, optimizer=torch.optim.AdamW)
+
+    Args:
+        module: a plain module, possibly on the meta device.
+        args, kwargs: the arguments of its forward.
+        memory_bytes: memory of a rank, such as ``"24GiB"``. The optimizer's step must fit as well.
+        world_size: number of ranks (default: the size of the default process group).
+        policy: a policy with the values of all other fields, such as the stage (default: ZeRO-3). ``recompute="units"``
+            becomes ``"cheap"``.
+        file: the file to print to (default: the standard output).
+        loss, optimizer, backend, reserve: as for :func:`thunder_zero.tools.memory`.
+        fuse, replicas, mesh, dp_mesh_dims: as for :func:`thunder_zero.trace`.
+        prices: prices of recomputed work and of launches (default: ``Prices()``).
+
+    Raises:
+        DoesNotFit: no policy fits. This is a subclass of ValueError.
+        TypeError: ``module`` is not a plain module.
+        ValueError: ``memory_bytes``, ``world_size`` or ``prices`` is invalid, ``world_size`` or ``replicas`` is given
+            beside ``mesh``, or the module is sliced over another mesh.
+        RuntimeError: the module is sliced, and ``mesh`` is not given.
+    """
+    _require(module, prices)
+    most = bytes_of("memory_bytes", memory_bytes)
+    asked = policy if isinstance(policy, Policy) else Policy(policy)
+    if mesh is None and dp_mesh_dims is None:
+        planned, slices, partial = Mesh.of(_ranks(world_size), replicas=replicas), dict[str, int](), frozenset[str]()
+    elif world_size is not None or replicas != 1:
+        raise ValueError("mesh says how many ranks there are; leave out world_size and replicas")
+    else:
+        planned, slices, partial = mesh_and_slices(module, mesh, dp_mesh_dims)
+    console = Console(file=file, width=WIDTH)
+
+    def decide(go_on: Callable[[], None]) -> dict[str, Any]:
+        with show_status("tz.tools.fit") as show:
+
+            def tell(what: str) -> None:
+                show(what)
+                go_on()  # keeps the waiting ranks from timing out
+
+            tell("captures the module")
+            request = TraceRequest(module, args, kwargs, asked, planned, fuse=fuse, slices=slices, partial=partial)
+            source = ProgramSource(request)
+            traces = source.under(asked)
+            if traces.backward is None:
+                raise ValueError(
+                    "nothing here needs a gradient, so there is no step to fit; call it outside torch.no_grad()"
+                )
+            recorder = recorder_of(traces, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
+            missing = traces.lifted.tangents - recorder.traces.timeline.tangents
+
+            def schedule(policy: Policy) -> Timeline:
+                tell(f"evaluates schedule {len(search.evaluated) + 1}")
+                return source.schedule(policy, missing=missing)
+
+            search = Search(recorder, _by_unit(asked), schedule, prices, reserve)
+            best = _searched(recorder, search, most)
+            rows = _trade_off(search, best)
+        print_trade_off(rows, best, console)
+        return {name: getattr(best.policy, name) for name in CHOSEN}  # functions in a policy cannot be sent
+
+    return replace(_by_unit(asked), **on_rank_0("tz.tools.fit", decide))
+
+
+def _by_unit(asked: Policy) -> Policy:
+    """Replace ``recompute="units"`` by ``"cheap"``, since the search chooses ``recompute_units``."""
+    return replace(asked, recompute="cheap") if asked.recompute == "units" else asked
+
+
+def _ranks(world_size: int | None) -> int:
+    if world_size is not None:
+        return world_size
+    if not has_groups():
+        raise ValueError("world_size is None, and there is no process group; give the number of ranks")
+    return process_group(None).size()
+
+
+def _require(module: nn.Module, prices: Prices) -> None:
+    if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
+        raise TypeError(
+            f"fit takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
+        )
+    if not isinstance(prices, Prices):
+        raise ValueError(f"prices is {prices!r}; give thunder_zero.tools.Prices, such as Prices(flops_per_byte=1000.0)")
+
+
+def _searched(recorder: Recorder, search: Search, memory_bytes: int) -> Candidate:
+    """Return the cheapest candidate that fits. Raise if none fits."""
+    as_asked = memory_of(Fold(recorder, recorder.traces.timeline).run(), search.reserve)
+    if (as_asked.optimizer_step or 0) <= memory_bytes:
+        if best := search.best(memory_bytes):
+            return best
+        if (least := search.least()).peak <= memory_bytes:
+            return least
+    plan, step = recorder.plan, as_asked.optimizer_step or 0
+    recomputed = tuple(unit for unit in plan.units if unit in plan.recomputed)
+    requested = replace(search.sized[0], recompute_units=recomputed)
+    by_units, cheap = (
+        search.candidate(policy).peak
+        for policy in (replace(requested, recompute_units=search.units), replace(requested, recompute="cheap"))
+    )
+    least = min(search.least(), search.candidate(requested), key=lambda candidate: candidate.peak)
+    message = refusal(as_asked, least, as_asked.peak - by_units, as_asked.peak - cheap, memory_bytes)
+    raise DoesNotFit(message, max(least.peak, step))
+
+
+def _trade_off(search: Search, best: Candidate) -> list[Candidate]:
+    """Return evaluated candidates from the least memory to the least cost, including the best."""
+    cheapest_first = sorted(search.evaluated.values(), key=lambda candidate: (candidate.cost, candidate.peak))
+    most, least = cheapest_first[0].peak, min(candidate.peak for candidate in cheapest_first)
+    targets = (least + (most - least) * step // (STEPS - 1) for step in range(STEPS))
+    rows = [next(candidate for candidate in cheapest_first if candidate.peak <= target) for target in targets]
+    by_policy = {candidate.policy: candidate for candidate in (*rows, best)}
+    return sorted(by_policy.values(), key=lambda candidate: candidate.peak)

@@ -1,0 +1,177 @@
+"""Searches choices for units so that a step fits into a number of bytes at the least cost.
+
+Each choice is evaluated on a schedule that applies this choice to all units, which gives bytes and a cost for each
+unit. In a unit's backward, all earlier units still hold their bytes for backward. So choices for the units a, b, c, in
+the order of forward, fit if::
+
+    a.peak                       <= budget
+    a.left + b.peak              <= budget
+    a.left + b.left + c.peak     <= budget
+
+If the bytes of the resulting schedule differ from the sum of its parts, the search combines choices again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from thunder_zero.plan.policy import STAGES, Policy
+from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.tools.forecast.recorder import Recorder
+from thunder_zero.tools.plan.candidate import USUAL_PRICES, Candidate, Prices, UnitCost
+
+MOST_PARTIAL = 20_000  # with more partial choices, bytes are rounded up to a thousandth of the budget
+CORRECTIONS = 8  # the most corrected numbers of bytes to choose for
+FINEST = 500  # the relative precision of the least bytes is 1 / FINEST
+
+Partial = tuple[int, float, tuple[int, ...]]  # choices for the first units: bytes left, cost, option indices
+
+
+def cheapest(units: Sequence[Sequence[UnitCost]], budget: int) -> tuple[int, ...] | None:
+    """Return the cheapest choices that fit the budget, as an index for each unit; None if no choices fit."""
+    partial: list[Partial] = [(0, 0.0, ())]
+    for choices in units:
+        longer = [
+            (left + choice.left, cost + choice.cost, (*chosen, index))
+            for left, cost, chosen in partial
+            for index, choice in enumerate(choices)
+            if left + choice.peak <= budget
+        ]
+        partial = _unbeaten(longer, 1)
+        if len(partial) > MOST_PARTIAL:
+            partial = _unbeaten(partial, max(budget // 1000, 1))
+    return min(partial, key=lambda choices: choices[1])[2] if partial else None
+
+
+def _unbeaten(partial: list[Partial], grain: int) -> list[Partial]:
+    """Drop each partial choice if another has no higher cost and no more bytes (rounded up to ``grain``)."""
+    unbeaten: list[Partial] = []
+    least = float("inf")
+    for choices in sorted((-(-left // grain) * grain, cost, chosen) for left, cost, chosen in partial):
+        if choices[1] < least:
+            unbeaten.append(choices)
+            least = choices[1]
+    return unbeaten
+
+
+@dataclass(frozen=True, slots=True)
+class UnitChoice:
+    """A choice for one unit. A ``kept`` unit stays gathered for backward (``Policy.keep_unsharded``). Backward
+    recomputes a ``recomputed`` unit as a whole (``Policy.recompute_units``)."""
+
+    kept: bool = False
+    recomputed: bool = False
+
+
+PLAIN, RECOMPUTED = UnitChoice(), UnitChoice(recomputed=True)
+KEPT, KEPT_AND_RECOMPUTED = UnitChoice(kept=True), UnitChoice(kept=True, recomputed=True)
+
+
+@dataclass(frozen=True)
+class Search:
+    """The candidates for one program."""
+
+    recorder: Recorder  # what the program's lines do to memory
+    asked: Policy  # the requested policy
+    schedule: Callable[[Policy], Timeline]  # the program's operations under a policy
+    prices: Prices = USUAL_PRICES  # the prices of recomputed work and of launches
+    reserve: int = 0  # bytes to add to every peak
+    evaluated: dict[Policy, Candidate] = field(default_factory=dict)  # a mapping from policies to candidates
+
+    def candidate(self, policy: Policy) -> Candidate:
+        """Return the candidate of a policy. Each policy is evaluated once."""
+        if policy not in self.evaluated:
+            self.evaluated[policy] = Candidate(self.recorder, self.schedule(policy), self.prices, self.reserve)
+        return self.evaluated[policy]
+
+    def alike(self, choice: UnitChoice, sized: Policy) -> Candidate:
+        """Return the candidate with one choice for all units."""
+        return self.candidate(with_choices(dict.fromkeys(self.units, choice), sized))
+
+    def best(self, memory_bytes: int) -> Candidate | None:
+        """Return the cheapest candidate within ``memory_bytes``. At equal cost, prefer the largest buckets."""
+        return _cheapest(self._best_sized(sized, memory_bytes) for sized in self.sized)
+
+    def least(self) -> Candidate:
+        """Return the candidate with the fewest bytes that the search finds. Units may have different choices.
+
+        The bucket sizes are the sizes with the fewest bytes when all units have one choice.
+        """
+        best = self.least_alike(self.options)
+        step = best.peak // 8
+        while step > best.peak // FINEST:
+            lower = self._best_sized(best.policy, best.peak - step)
+            step, best = (step // 4, best) if lower is None else (step, lower)
+        return best
+
+    def least_alike(self, options: Sequence[UnitChoice] = (PLAIN, RECOMPUTED)) -> Candidate:
+        """Return the candidate with the fewest bytes, among those that have one choice for all units."""
+        tried = (self.alike(choice, sized) for choice in options for sized in self.sized)
+        return min(tried, key=lambda candidate: candidate.peak)
+
+    @cached_property
+    def units(self) -> tuple[str, ...]:
+        """The units that need a choice, in the order of forward."""
+        return self.candidate(with_choices({}, self.sized[0])).units
+
+    @cached_property
+    def sized(self) -> tuple[Policy, ...]:
+        """The requested policy, and copies with fewer bytes in flight: the bytes of two units, of one unit, and 0."""
+        plan = self.recorder.traces.lifted.plan
+        sizes, largest = plan.sizes, max(plan.unit_bytes.values(), default=0)
+        smaller = [(min(sizes.bucket_bytes, in_flight // 2), in_flight) for in_flight in (2 * largest, largest, 0)]
+        pairs = [(sizes.bucket_bytes, sizes.in_flight_bytes)]
+        pairs += [(bucket, in_flight) for bucket, in_flight in smaller if in_flight < sizes.in_flight_bytes]
+        return tuple(replace(self.asked, bucket_bytes=bucket, in_flight_bytes=size) for bucket, size in pairs)
+
+    @property
+    def options(self) -> tuple[UnitChoice, ...]:
+        """The choices for a unit, in order of preference. KEPT is omitted if the stage keeps all units gathered."""
+        return (*(() if STAGES[self.asked.stage].kept_unsharded else (KEPT, KEPT_AND_RECOMPUTED)), PLAIN, RECOMPUTED)
+
+    def _best_sized(self, sized: Policy, most: int) -> Candidate | None:
+        """Return the cheapest candidate within ``most`` bytes, judged by the parts of the step; None if none fits.
+
+        A step may need more or fewer bytes than the sum of its parts. So the search chooses parts for ``aim`` bytes,
+        and finds the largest ``aim`` for which the step fits.
+        """
+        alike = [self.alike(choice, sized) for choice in self.options]
+        (*end,), *units, (*forward,) = zip(*(candidate.parts for candidate in alike), strict=True)
+        parts = [[max(end, key=_peak)], *units, [max(forward, key=_peak)]]
+        found = [candidate for candidate in alike if candidate.peak <= most]
+        aim, low, high = most, 0, 2 * most
+        for _ in range(CORRECTIONS):
+            numbers = cheapest(parts, aim)
+            if numbers is None:
+                low, spare = aim, 0
+            else:
+                choices = [self.options[number] for number in numbers[1:-1]]
+                candidate = self.candidate(with_choices(dict(zip(self.units, choices, strict=True)), sized))
+                spare = most - candidate.peak
+                if spare < 0:
+                    high = aim
+                elif candidate in found:
+                    break
+                else:
+                    low = aim
+                    found.append(candidate)
+            aim = aim + spare if low < aim + spare < high and spare else (low + high) // 2
+        return _cheapest(found)
+
+
+def _peak(part: UnitCost) -> int:
+    return part.peak
+
+
+def _cheapest(candidates: Iterable[Candidate | None]) -> Candidate | None:
+    found = (candidate for candidate in candidates if candidate is not None)
+    return min(found, key=lambda candidate: candidate.cost, default=None)
+
+
+def with_choices(choices: Mapping[str, UnitChoice], sized: Policy) -> Policy:
+    """Return a policy with these choices, keyed by unit."""
+    kept = tuple(unit for unit, choice in choices.items() if choice.kept)
+    recomputed = tuple(unit for unit, choice in choices.items() if choice.recomputed)
+    return replace(sized, keep_unsharded=kept, recompute_units=recomputed)
