@@ -68,9 +68,9 @@ CASES = [
 
 def assert_exact(programs: SubjectPrograms, policy: tz.Policy, mesh: MeshShape, traces: tz.tools.Traces) -> Any:
     """Compare the evaluation with the forecasts of ``traces``; return it, the estimate and the memory."""
-    evaluation, exact = programs.evaluate(policy, mesh), tz.tools.estimate(traces, H100)
-    assert evaluation.traced < BLOCKS
-    estimate, peaks = evaluation.estimate, evaluation.memory
+    (evaluation, count), exact = programs.evaluate(policy, mesh), tz.tools.estimate(traces, H100)
+    assert count < BLOCKS
+    estimate, peaks = evaluation.estimate, evaluation
     assert (estimate.sent_bytes, estimate.flops) == (exact.sent_bytes, exact.flops)
     for name in ("seconds", "compute_seconds", "exposed_seconds", "model_seconds"):
         assert getattr(estimate, name) == pytest.approx(getattr(exact, name), rel=1e-9, abs=1e-15)
@@ -89,9 +89,9 @@ def test_repeated_blocks_have_the_figures_of_the_whole_model(stage: int, recompu
     assert evaluation.estimate.mfu == pytest.approx(exact.mfu, rel=1e-9)
     assert evaluation.estimate.wire_seconds == pytest.approx(exact.wire_seconds, rel=1e-9)
     assert traffic(evaluation.estimate) == traffic(exact)
-    assert evaluation.memory.phase == memory.peak_line.phase
+    assert evaluation.phase == memory.peak_line.phase
     alive = {str(kind): nbytes for kind, nbytes in memory.peak_line.alive.items() if nbytes}
-    assert dict(evaluation.memory.by_kind) == alive
+    assert dict(evaluation.by_kind) == alive
 
 
 def make_llama(blocks: int) -> Subject:

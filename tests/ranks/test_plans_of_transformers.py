@@ -339,7 +339,7 @@ def test_the_planner_sums_the_gradients_that_a_models_plan_sums() -> None:
     with tz.tools.fake_mesh((2, 2)) as ranks:
         sliced = sliced_copy(module, ranks["tp"], parallelize)
         traces = tz.trace(sliced, policy=policy, mesh=ranks, device="h100", **inputs)
-    estimate = programs.evaluate(policy, mesh).estimate
+    estimate = programs.evaluate(policy, mesh)[0].estimate
     summed = {
         path
         for op in estimate.timeline.ops

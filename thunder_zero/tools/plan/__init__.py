@@ -1,1 +1,1 @@
-"""Searches for the policy, the stage and the mesh of a run: ``tz.tools.fit`` and ``tz.tools.plan_training``."""
+"""Searches for a policy, a stage and a mesh: ``tz.tools.fit`` and ``tz.tools.plan_training``."""

@@ -29,7 +29,8 @@ from thunder_zero.tools.plan.overhead import (
     overhead_bytes,
     shard_and_adamw_bytes,
 )
-from thunder_zero.tools.plan.programs import StepForecast, SubjectPrograms
+from thunder_zero.tools.plan.programs import SubjectPrograms
+from thunder_zero.tools.plan.repeat import WholeStep
 from thunder_zero.tools.plan.slicing import Slicing
 from thunder_zero.tools.plan.subject import Subject, named_model, subject_of
 from thunder_zero.tools.plan.training_plan import (
@@ -251,19 +252,19 @@ class _Comparison:
                 levels = levels[-1:]
             while True:
                 policy = programs.policy(stage, levels[0])
-                evaluated = programs.evaluate(policy, mesh)
-                overhead = overhead_bytes(self.device, mesh.replicas, evaluated.memory.storages, slices)
-                needed = max(evaluated.memory.peak, evaluated.memory.optimizer_step) + overhead
+                step, traced = programs.evaluate(policy, mesh)
+                overhead = overhead_bytes(self.device, mesh.replicas, step.storages, slices)
+                needed = max(step.peak, step.optimizer_step) + overhead
                 if needed <= self.memory_bytes or len(levels) == 1:
                     break
                 levels = levels[1:]
             self.steps.tell(f"simulates a step of {STAGES[stage].name} on {mesh}")
-            rows.append(self._row(policy, mesh, evaluated, needed, adamw_traffic(plan)))
+            rows.append(self._row(policy, mesh, step, traced, needed, adamw_traffic(plan)))
             self.steps.advance()
         return rows[::-1]
 
-    def _row(self, policy: Policy, mesh: MeshShape, evaluated: StepForecast, needed: int, traffic: int) -> PlanRow:
-        memory, estimate, speed = evaluated.memory, evaluated.estimate, self.device.memory_bytes_per_second
+    def _row(self, policy: Policy, mesh: MeshShape, step: WholeStep, traced: int, needed: int, traffic: int) -> PlanRow:
+        estimate, speed = step.estimate, self.device.memory_bytes_per_second
         loss, optimizer = self._programs(mesh.slices).loss_bytes / speed, traffic / speed
         seconds = estimate.seconds + loss + optimizer
         return PlanRow(
@@ -272,10 +273,10 @@ class _Comparison:
             recompute=policy.recompute,
             fits=needed <= self.memory_bytes,
             needed_bytes=needed,
-            peak_bytes=max(memory.peak, memory.optimizer_step),
-            at_rest_bytes=memory.at_rest,
-            peak_phase=memory.phase if memory.peak >= memory.optimizer_step else "optimizer step",
-            by_kind=dict(memory.by_kind),
+            peak_bytes=max(step.peak, step.optimizer_step),
+            at_rest_bytes=step.at_rest,
+            peak_phase=step.phase if step.peak >= step.optimizer_step else "optimizer step",
+            by_kind=dict(step.by_kind),
             sent_bytes=estimate.sent_bytes,
             compute_seconds=estimate.compute_seconds,
             exposed_seconds=estimate.exposed_seconds,
@@ -285,7 +286,7 @@ class _Comparison:
             seconds=seconds,
             tokens_per_second=self.subjects[mesh.slices].tokens / seconds / mesh.slices,
             mfu=estimate.model_seconds / seconds,
-            traced_blocks=evaluated.traced,
+            traced_blocks=traced,
         )
 
 

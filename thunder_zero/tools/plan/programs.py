@@ -15,27 +15,18 @@ from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.tools.absent_ranks import fake_mesh
-from thunder_zero.tools.cost.estimate import Estimate
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.dry_run import ProgramSource, TraceRequest
 from thunder_zero.tools.forecast.around import loss_traffic
-from thunder_zero.tools.forecast.memory import memory
-from thunder_zero.tools.plan.repeat import NotPeriodic, StepMemory, estimate_whole, memory_whole
+from thunder_zero.tools.forecast.fold import Fold
+from thunder_zero.tools.forecast.memory import recorder_of
+from thunder_zero.tools.plan.repeat import NotPeriodic, WholeStep, whole_step
 from thunder_zero.tools.plan.slicing import Slicing, sliced_copy
 from thunder_zero.tools.plan.subject import Subject
 from thunder_zero.tools.plan.training_plan import MeshShape
 from thunder_zero.traces.compiled import Traces
 
 TRACED = (5, 6, 8)  # numbers of blocks to try, until the blocks repeat
-
-
-@dataclass(frozen=True)
-class StepForecast:
-    """Forecasts of memory and time for a step under one policy on one mesh."""
-
-    memory: StepMemory
-    estimate: Estimate
-    traced: int  # number of traced blocks
 
 
 @dataclass(frozen=True)
@@ -86,8 +77,8 @@ class SubjectPrograms:
         policy = replace(asked, stage=stage, recompute=recompute)
         return replace(policy, bucket_bytes=self.block_bytes, prefetch=1, in_flight_bytes=2 * self.block_bytes)
 
-    def evaluate(self, policy: Policy, mesh: MeshShape) -> StepForecast:
-        """Return the memory and the time of a step of the whole model.
+    def evaluate(self, policy: Policy, mesh: MeshShape) -> tuple[WholeStep, int]:
+        """Return the memory and the time of a step of the whole model, and the number of traced blocks.
 
         The number of traced blocks grows until the blocks repeat, up to all blocks.
         """
@@ -98,19 +89,17 @@ class SubjectPrograms:
             except NotPeriodic:
                 continue
             self.enough[policy] = count
-            return evaluated
+            return evaluated, min(count, blocks)
         raise AssertionError("a model that is traced whole repeats nothing")
 
-    def _evaluate(self, policy: Policy, mesh: MeshShape, traced: int) -> StepForecast:
-        copies = self.subject.blocks - traced
-        units = self.subject.alike.units(traced) if self.subject.alike else ()
+    def _evaluate(self, policy: Policy, mesh: MeshShape, traced: int) -> WholeStep:
         traces = self._compile(policy, mesh, traced)
         self.tell(f"forecasts the memory of {STAGES[policy.stage].name} on {mesh}, recompute={policy.recompute!r}")
         with uncollected():
-            forecast = memory(traces, loss=self.subject.loss, optimizer=adamw, backend="nccl")
-        return StepForecast(
-            memory_whole(forecast, traces, units, copies), estimate_whole(traces, self.device, units, copies), traced
-        )
+            recorder = recorder_of(traces, self.subject.loss, adamw, "nccl")
+            fold = Fold(recorder, recorder.traces.timeline).run()
+        units = self.subject.alike.units(traced) if self.subject.alike else ()
+        return whole_step(fold, self.device, units, self.subject.blocks - traced)
 
     @cached_property
     def loss_bytes(self) -> int:

@@ -1,7 +1,7 @@
-"""Extends the time and memory of a step with a few traced blocks to the whole model.
+"""Extends a step with a few traced blocks to the whole model: its operations with their costs, and its memory.
 
-Operations with equal keys do equal work. A period is a range of keys that occurs twice in a row in a phase. The whole
-model has more blocks, so its phase repeats the period more often::
+Lines with equal keys do equal work. A period is a range of keys that occurs twice in a row in a phase. The whole model
+has more blocks, so its phase repeats the period more often::
 
     traced keys     a b | c d e | c d e | c d f g
     marks                 ^       ^                     positions where blocks begin to compute
@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
+from typing import NamedTuple
 
 from thunder_zero.schedule.ops import (
     Compute,
@@ -32,8 +33,8 @@ from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.cost.costs import Cost
 from thunder_zero.tools.cost.estimate import Estimate, model_seconds, step_time
 from thunder_zero.tools.devices.device import Device
-from thunder_zero.tools.forecast.figures import AT_REST, Holds, Memory
-from thunder_zero.traces.compiled import Traces
+from thunder_zero.tools.forecast.figures import AT_REST, OPTIMIZER_STEP, Holds
+from thunder_zero.tools.forecast.fold import Fold
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +102,16 @@ def lengthen(keys: Sequence[Hashable], marks: Sequence[int], copies: int) -> tup
     return positions(len(keys), period, copies), period
 
 
-def _marks_of(timeline: Timeline, units: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Return the positions in forward and in backward where computation with each unit's parameters begins."""
+def _marks_of(timeline: Timeline, units: Sequence[str]) -> set[int]:
+    """Return the ids of the operations with which computation with each unit's parameters begins in a phase."""
     unit_of = {path: unit for path in timeline.plan.by_name for unit in units if path.startswith(f"{unit}.")}
     owner = {name: unit_of[path] for name, path in timeline.inputs.items() if path in unit_of}
     for op in timeline.ops:
         if ends(op, Gather):
             pairs = zip(op.writes, op.params, strict=True)
             owner.update((name, unit_of[path]) for name, path in pairs if path in unit_of)
-    first_read: dict[bool, dict[str, int]] = {False: {}, True: {}}
-    for position, op in enumerate(timeline.ops):
+    first_read: dict[tuple[bool, str], int] = {}
+    for op in timeline.ops:
         if not isinstance(op, Compute):
             continue
         units_read = {owner[name] for name in op.reads if name in owner}
@@ -118,56 +119,146 @@ def _marks_of(timeline: Timeline, units: Sequence[str]) -> tuple[list[int], list
             owner.update(dict.fromkeys(op.writes, *units_read))
             continue
         for unit in units_read:
-            first_read[op.backward].setdefault(unit, position)
-    return sorted(first_read[False].values()), sorted(first_read[True].values())
+            first_read.setdefault((op.backward, unit), id(op))
+    return set(first_read.values())
 
 
-def _phases(timeline: Timeline, units: Sequence[str]) -> Iterator[tuple[range, list[int]]]:
-    """Yield (positions of a phase, marks in the phase) pairs. A mark is where an identical block begins to compute."""
-    forward, backward = _marks_of(timeline, units)
-    yield range(timeline.backward_start), forward
-    marks = [position - timeline.backward_start for position in backward]
-    yield range(timeline.backward_start, len(timeline.ops)), marks
+class Line(NamedTuple):
+    """What a line of a step does, equal for equal work."""
+
+    op: str  # the kind of its operation; "" for a further line of one
+    cost: Cost | None
+    seconds: float  # the time of the model's FLOPs at the device's peak
+    link: int  # the distance to the launch that a wait ends
+    rise: int  # the most live bytes during the line, minus the live bytes before the line
+    total: int  # the live bytes after the line, minus the live bytes before the line
+    kinds: tuple[tuple[Holds, int], ...]  # ``total``, split by kind
+    storages: int  # the number of storages that the line allocates, minus the number that it frees
 
 
-def estimate_whole(traces: Traces, device: Device, units: Sequence[str], copies: int) -> Estimate:
-    """Return the estimate of a step with ``copies`` blocks in addition to the traced ``units``."""
-    timeline, lifted = traces.timeline, traces.lifted
-    traced = step_time(timeline, device, model=lifted)
-    if not copies:
-        return traced
-    ops, costs = _lengthen_ops(timeline, traced.costs, units, copies)
-    model = _total(lifted, model_seconds(lifted, device), units, copies)
-    return replace(traced, timeline=replace(timeline, ops=ops), costs=costs, model_seconds=model)
+def _lines(fold: Fold, costs: Mapping[int, tuple[Cost, float]]) -> list[Line]:
+    """Return what the lines do. ``costs`` are keyed by the ids of operations."""
+    kinds: list[Counter[Holds]] = [Counter() for _ in range(len(fold.lines) + 1)]
+    counts = Counter[int]()
+    for storage in fold.allocations:
+        freed = len(fold.lines) if storage.freed_by is None else storage.freed_by
+        for number, sign in ((storage.line, 1), (freed, -1)):
+            if number >= 0:
+                kinds[number][storage.kind] += sign * storage.nbytes
+                counts[number] += sign
+    launched: dict[str, int] = {}
+    seen, before, lines = set[int](), sum(s.nbytes for s in fold.allocations if s.line < 0), []
+    for index, line in enumerate(fold.lines):
+        op = line.op if id(line.op) not in seen else None
+        seen.add(id(line.op))
+        link, (cost, seconds) = 0, costs.get(id(op), (None, 0.0))
+        if op is not None and starts_collective(op):
+            launched[op.writes[0]] = index
+        elif op is not None and ends_collective(op) and fold.lines[launched[op.reads[0]]].phase == line.phase:
+            link = index - launched[op.reads[0]]  # backward may wait again for an ended collective of forward
+        changed = tuple((kind, nbytes) for kind, nbytes in kinds[index].items() if nbytes)
+        kind = "" if op is None else op.kind
+        change = line.highest - before, line.alive - before, changed, counts[index]
+        lines.append(Line(kind, cost, seconds, link, *change))
+        before = line.alive
+    return lines
 
 
-def _lengthen_ops(
-    timeline: Timeline, costs: Sequence[Cost], units: Sequence[str], copies: int
-) -> tuple[tuple[Op, ...], tuple[Cost, ...]]:
-    """Return the operations of a step with more blocks, and their costs, as input for a simulation."""
-    ops = timeline.ops
-    launched = {op.writes[0]: position for position, op in enumerate(ops) if starts_collective(op)}
-    links = [launched[op.reads[0]] if ends_collective(op) else position for position, op in enumerate(ops)]
-    longer_ops: list[Op] = []
-    longer_costs: list[Cost] = []
-    phase_start = 0
-    for phase, marks in _phases(timeline, units):
-        for position in phase:  # backward may wait again for an ended collective of forward
-            links[position] = links[position] if links[position] in phase else position
-        keys = [(timeline.ops[position].kind, costs[position], position - links[position]) for position in phase]
-        order, period = lengthen(keys, marks, copies)
+def _order(fold: Fold, lines: Sequence[Line], units: Sequence[str], copies: int) -> Iterator[tuple[int, int]]:
+    """Yield the lines of the longer step, as indices of traced lines, with the distances of waits to their launches."""
+    marks, phase_start = _marks_of(fold.timeline, units), 0
+    for phase, group in groupby(fold.lines, key=lambda line: line.phase):
+        in_phase = [line.op for line in group]
+        keys = lines[phase_start : phase_start + len(in_phase)]
+        begins = [position for position, op in enumerate(in_phase) if id(op) in marks and keys[position].op]
+        is_repeated = copies if phase in ("forward", "backward") else 0
+        order, period = lengthen(keys, begins, is_repeated)
         if period is not None:
-            _require_balance([timeline.ops[position] for position in phase[period.start : period.end]])
+            _require_balance([key for key in keys[period.start : period.end]])
         for position, source in enumerate(order):
-            op, link = timeline.ops[phase[source]], links[phase[source]] - phase.start
-            if isinstance(op, Free):
-                continue
-            if starts_collective(op) or ends_collective(op):
-                op = _with_handle(op, f"handle {phase_start + moved_link(position, source, link, period, copies)}")
-            longer_ops.append(op)
-            longer_costs.append(costs[phase[source]])
-        phase_start += len(order)
-    return tuple(longer_ops), tuple(longer_costs)
+            link = source - keys[source].link
+            yield phase_start + source, position - moved_link(position, source, link, period, copies)
+        phase_start += len(in_phase)
+
+
+def _require_balance(period: Sequence[Line]) -> None:
+    """Raise NotPeriodic if a period has more or fewer waits than launches."""
+    kinds = Counter(line.op for line in period)
+    if kinds["gather"] + kinds["reduce"] != kinds["wait"]:
+        raise NotPeriodic
+
+
+@dataclass(frozen=True, slots=True)
+class WholeStep:
+    """The time of a step of the whole model, and the memory of one rank, in bytes of tensors' storages."""
+
+    estimate: Estimate
+    at_rest: int  # bytes between two steps, except gradients
+    peak: int  # the most bytes in forward, the loss and backward
+    optimizer_step: int  # the most bytes in the optimizer's step
+    phase: str  # the phase of the peak
+    by_kind: Mapping[str, int]  # bytes alive after the peak's line, keyed by kind, largest first
+    storages: int  # the most storages alive at once
+
+
+STEPPED = (*AT_REST, Holds.REDUCED_GRADIENT)  # kinds of a block's bytes in the optimizer's step
+
+
+def whole_step(fold: Fold, device: Device, units: Sequence[str], copies: int) -> WholeStep:
+    """Return the step with ``copies`` blocks in addition to the traced ``units``."""
+    timeline = fold.timeline
+    traced = step_time(timeline, device)
+    costs = zip(timeline.ops, traced.costs, model_seconds(timeline, device), strict=True)
+    lines = _lines(fold, {id(op): (cost, seconds) for op, cost, seconds in costs})
+    order = list(_order(fold, lines, units, copies))
+    steps = [index for index, line in enumerate(fold.lines) if line.phase == OPTIMIZER_STEP]
+    repeated = [item for item in order if item[0] not in steps]
+    estimate = _with_costs(traced, fold, lines, repeated) if copies else traced
+    block = [storage for storage in fold.allocations if copies and storage.name.startswith(f"{units[0]}.")]
+    alive = Counter[Holds]()
+    for storage in fold.allocations:
+        if storage.line < 0:
+            alive[storage.kind] += storage.nbytes
+    for storage in block:
+        if storage.line < 0 and storage.kind in AT_REST:
+            alive[storage.kind] += copies * storage.nbytes
+    count = sum(storage.line < 0 for storage in fold.allocations) + copies * sum(storage.line < 0 for storage in block)
+    at_rest = sum(alive[kind] for kind in AT_REST)
+    total, peak, peak_index, most = sum(alive.values()), 0, 0, count
+    for index, (source, _) in enumerate(repeated):
+        line = lines[source]
+        if total + line.rise > peak:
+            peak, peak_index = total + line.rise, index
+        total, count = total + line.total, count + line.storages
+        most = max(most, count)
+    for source, times in Counter(source for source, _ in repeated[: peak_index + 1]).items():
+        alive.update({kind: times * nbytes for kind, nbytes in lines[source].kinds})
+    stepped = sum(storage.nbytes for storage in block if storage.kind in STEPPED)
+    return WholeStep(
+        estimate,
+        at_rest,
+        peak,
+        optimizer_step=fold.lines[steps[-1]].highest + copies * stepped if steps else 0,
+        phase=fold.lines[repeated[peak_index][0]].phase,
+        by_kind={str(kind): nbytes for kind, nbytes in alive.most_common() if nbytes},
+        storages=most,
+    )
+
+
+def _with_costs(traced: Estimate, fold: Fold, lines: Sequence[Line], order: Sequence[tuple[int, int]]) -> Estimate:
+    """Return the estimate of a longer step."""
+    ops: list[Op] = []
+    costs: list[Cost] = []
+    for position, (source, link) in enumerate(order):
+        op, cost = fold.lines[source].op, lines[source].cost
+        if op is None or cost is None or isinstance(op, Free):
+            continue
+        is_linked = starts_collective(op) or ends_collective(op)
+        ops.append(_with_handle(op, f"handle {position - link}") if is_linked else op)
+        costs.append(cost)
+    seconds = sum(lines[source].seconds for source, _ in order)
+    timeline = replace(traced.timeline, ops=tuple(ops))
+    return replace(traced, timeline=timeline, costs=tuple(costs), model_seconds=seconds)
 
 
 def _with_handle(op: Op, handle: str) -> Op:
@@ -179,123 +270,3 @@ def _with_handle(op: Op, handle: str) -> Op:
             return replace(op, writes=(handle,)) if starts_collective(op) else replace(op, reads=(handle,))
     assert isinstance(op, Launch), "nothing else has a handle"
     return replace(op, handle=handle)
-
-
-def _total(timeline: Timeline, seconds: Sequence[float], units: Sequence[str], copies: int) -> float:
-    """Return the sum of the operations' seconds in a step with more blocks."""
-    total = 0.0
-    for phase, marks in _phases(timeline, units):
-        keys = [(timeline.ops[position].kind, seconds[position]) for position in phase]
-        order, _ = lengthen(keys, marks, copies)
-        total += sum(seconds[phase[source]] for source in order)
-    return total
-
-
-def _require_balance(period: Sequence[Op]) -> None:
-    """Raise NotPeriodic if a period has more or fewer waits than launches."""
-    started = sum(isinstance(op, Launch) for op in period)
-    if started != sum(isinstance(op, Wait) for op in period):
-        raise NotPeriodic
-
-
-STEPPED = (*AT_REST, Holds.REDUCED_GRADIENT)  # kinds of a block's bytes in the optimizer's step
-
-
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """The memory of one rank in a step, in bytes of tensors' storages."""
-
-    at_rest: int  # bytes between two steps, except gradients
-    peak: int  # the most bytes in forward, the loss and backward
-    optimizer_step: int  # the most bytes in the optimizer's step
-    phase: str  # the phase of the peak
-    by_kind: Mapping[str, int]  # bytes alive after the peak's line, keyed by kind, largest first
-    storages: int  # the most storages alive at once
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """The change of the live bytes over one line."""
-
-    rise: int  # the most live bytes during the line, minus the live bytes before the line
-    total: int  # the live bytes after the line, minus the live bytes before the line
-    kinds: tuple[tuple[Holds, int], ...]  # ``total``, split by kind
-    count: int  # the number of storages that the line allocates, minus the number that it frees
-
-
-def memory_whole(memory: Memory, traces: Traces, units: Sequence[str], copies: int) -> StepMemory:
-    """Return the memory of a step with ``copies`` blocks in addition to the traced ``units``.
-
-    ``memory`` is the forecast of the traced step, including the optimizer.
-    """
-    changes = _changes(memory)
-    order = _order(memory, traces, units, changes, copies)
-    block_storages = [storage for storage in memory.storages if copies and storage.name.startswith(f"{units[0]}.")]
-    resting = [storage for storage in block_storages if storage.line < 0]
-    alive = _before(memory)
-    alive.update(
-        {kind: copies * sum(storage.nbytes for storage in resting if storage.kind is kind) for kind in AT_REST}
-    )
-    count = sum(storage.line < 0 for storage in memory.storages) + copies * len(resting)
-    total = sum(alive.values())
-    most_storages = count
-    peak = peak_line = 0
-    for index, line in enumerate(order):
-        change = changes[line]
-        if total + change.rise > peak:
-            peak, peak_line = total + change.rise, index
-        total += change.total
-        count += change.count
-        most_storages = max(most_storages, count)
-    for line, repeats in Counter(order[: peak_line + 1]).items():
-        alive.update({kind: repeats * nbytes for kind, nbytes in changes[line].kinds})
-    stepped_bytes = sum(storage.nbytes for storage in block_storages if storage.kind in STEPPED)
-    return StepMemory(
-        at_rest=memory.at_rest + copies * sum(storage.nbytes for storage in resting if storage.kind in AT_REST),
-        peak=peak,
-        optimizer_step=(memory.optimizer_step or 0) + copies * stepped_bytes,
-        phase=memory.lines[order[peak_line]].phase,
-        by_kind={str(kind): nbytes for kind, nbytes in alive.most_common() if nbytes},
-        storages=most_storages,
-    )
-
-
-def _before(memory: Memory) -> Counter[Holds]:
-    alive = Counter[Holds]()
-    for storage in memory.storages:
-        if storage.line < 0:
-            alive[storage.kind] += storage.nbytes
-    return alive
-
-
-def _order(memory: Memory, traces: Traces, units: Sequence[str], changes: Sequence[_Change], copies: int) -> list[int]:
-    """Return the lines of the longer step, as indices of lines of the traced step."""
-    forward, backward = _marks_of(traces.timeline, units)
-    longer: list[int] = []
-    for phase, marks in (("forward", forward), ("loss", []), ("backward", backward)):
-        lines = [index for index, line in enumerate(memory.lines) if line.phase == phase]
-        by_position = {memory.lines[line].position: number for number, line in enumerate(lines)}
-        in_phase = [by_position[traces.lines[mark][0]] for mark in marks]
-        order, _ = lengthen([changes[line] for line in lines], in_phase, copies if marks else 0)
-        longer += [lines[number] for number in order]
-    return longer
-
-
-def _changes(memory: Memory) -> list[_Change]:
-    born, freed = Counter[int](), Counter[int]()
-    for storage in memory.storages:
-        if storage.line >= 0:
-            born[storage.line] += 1
-        if storage.freed is not None:
-            freed[storage.freed] += 1
-    alive: dict[Holds, int] = _before(memory)
-    total = sum(alive.values())
-    changes = []
-    for index, line in enumerate(memory.lines):
-        alive_after = dict(line.alive.items_in_order)
-        kinds = ((kind, alive_after.get(kind, 0) - alive.get(kind, 0)) for kind in Holds)
-        highest, total_after = line.highest - memory.reserve, line.total - memory.reserve
-        changed = tuple((kind, nbytes) for kind, nbytes in kinds if nbytes)
-        changes.append(_Change(highest - total, total_after - total, changed, born[index] - freed[index]))
-        alive, total = alive_after, total_after
-    return changes
