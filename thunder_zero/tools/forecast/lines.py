@@ -1,4 +1,4 @@
-"""Compiles the lines of a trace to Python, and runs fused regions operator by operator.
+"""Prints the lines of a trace as Python, and runs them: fused regions operator by operator.
 
 A fused region is one line of a trace. Its operators run one by one. Only some results get a buffer::
 
@@ -11,10 +11,7 @@ A fused region is one line of a trace. Its operators run one by one. Only some r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from types import CodeType
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,33 +31,24 @@ INLINED = (Work.POINTWISE, Work.VIEW, Work.NONE, Work.REDUCTION)
 NOT_RUN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.COMMENT)
 
 
-@dataclass(frozen=True, slots=True)
-class PythonLine:
-    """A line of a trace as Python: the statement, its compiled form, and the objects that it names."""
+class PythonLine(NamedTuple):
+    """A line of a trace as Python."""
 
     position: int
     line: BoundSymbol
     code: str
-    compiled: CodeType
-    objects: dict[str, Any]
 
 
-COMPILED: WeakKeyDictionary[TraceCtx, tuple[dict[str, Any], tuple[PythonLine, ...]]] = WeakKeyDictionary()
+def python_lines(trace: TraceCtx) -> list[PythonLine]:
+    """Return the lines of a trace that run."""
+    lines = [(position, line) for position, line in enumerate(trace.bound_symbols[:-1]) if line.sym.id not in NOT_RUN]
+    with tracectx(trace):
+        return [PythonLine(position, line, code_of(line)) for position, line in lines]
 
 
-def python_lines(trace: TraceCtx) -> tuple[dict[str, Any], tuple[PythonLine, ...]]:
-    """Return the globals of a trace's statements, and the lines that run. Each trace is compiled once."""
-    if trace not in COMPILED:  # printing takes as long as running, and a plan runs the same lines on several meshes
-        with tracectx(trace):
-            COMPILED[trace] = trace.python_ctx(), tuple(_compiled(trace.bound_symbols[:-1]))
-    return COMPILED[trace]
-
-
-def _compiled(lines: Iterable[BoundSymbol]) -> Iterable[PythonLine]:
-    for position, line in enumerate(lines):
-        if line.sym.id not in NOT_RUN:
-            code = "\n".join(line.python(indent=0, print_depth=1))
-            yield PythonLine(position, line, code, compile(code, "<line>", "exec"), line.object_ctx())
+def code_of(line: BoundSymbol) -> str:
+    """Return the Python of a line."""
+    return "\n".join(line.python(indent=0, print_depth=1))
 
 
 def run_line(line: BoundSymbol, functions: Mapping[str, Any], values: dict[str, Any]) -> None:
@@ -71,8 +59,7 @@ def run_line(line: BoundSymbol, functions: Mapping[str, Any], values: dict[str, 
         _assign(line.output, operator(*args, **kwargs), values)
     elif line.sym.id not in NOT_RUN:
         imports, calls, objects = line.gather_ctxs()
-        code = "\n".join(line.python(indent=0, print_depth=1))
-        exec(compile(code, "<line>", "exec"), {**imports, **calls, **objects, **functions}, values)
+        exec(compile(code_of(line), "<line>", "exec"), {**imports, **calls, **objects, **functions}, values)
 
 
 def filled(tree: Any, values: Mapping[str, Any]) -> Any:

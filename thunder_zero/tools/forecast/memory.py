@@ -145,7 +145,7 @@ def _lines_that_ran(fold: Fold, traces: Traces) -> tuple[list[RunLine], list[int
             index_of.append(len(ran))
             ran.append(RunLine(phase, -1, fold.recorder.codes[phase], folded[0].highest))
             continue
-        _, lines = python_lines(trace)
+        lines = python_lines(trace)
         unpacking = (
             len(lines) - sum(line.line.sym.name == ENTER for line in lines) - len(folded) + (phase == "backward")
         )
@@ -251,7 +251,7 @@ def require_forecast_of(traces: Traces, memory: Memory) -> None:
     forecast_codes = {(line.phase, line.position): line.code for line in memory.lines if line.position >= 0}
     phases = [("forward", traces.forward), ("backward", traces.backward)]
     trace_codes = {
-        (phase, line.position): line.code for phase, trace in phases if trace for line in python_lines(trace)[1]
+        (phase, line.position): line.code for phase, trace in phases if trace for line in python_lines(trace)
     }
     for phase, position in sorted(forecast_codes.keys() | trace_codes.keys()):
         codes = (forecast_codes.get((phase, position), "missing"), trace_codes.get((phase, position), "missing"))

@@ -289,9 +289,23 @@ class Recorder:
             returned = [filled(result["output"], outputs), list(filled(result["flat_output"], outputs))]
             outputs.clear()
             with self._around[0]:
-                gradients = gradients_of_loss(self.traces, returned, self.of_loss)
+                gradients = self._gradients(returned)
             events = watch.taken()
             return Record(events, tuple(map(watch.placed, gradients)))
+
+    def _gradients(self, returned: list[Any]) -> list[Tensor]:
+        """Return the gradients of forward's outputs, as autograd materializes them; uninitialized without a loss."""
+        assert self.traces.backward is not None
+        if self.of_loss is None:
+            pairs = zip(returned.pop(), self.traces.backward.args[1], strict=True)
+            returned.clear()
+            return [torch.empty_like(tensor) for tensor, proxy in pairs if proxy is not None]
+        proxies = [proxy for proxy in self.traces.backward.args[1] if proxy is not None]
+        gradients = gradients_of_loss(self.traces, returned, self.of_loss)
+        return [
+            torch.zeros_like(empty_like(proxy)) if gradient is None else gradient
+            for proxy, gradient in zip(proxies, gradients, strict=True)
+        ]
 
     def optimizer_step(self) -> tuple[Event, ...]:
         """Return the events of the optimizer's step, without those of gradients."""
@@ -337,8 +351,8 @@ class _LossInput(torch.autograd.Function):
         return output.detach()
 
 
-def gradients_of_loss(traces: Traces, result: list[Any], loss: Loss | None) -> list[Tensor]:
-    """Return the loss's gradients with respect to the outputs that train; uninitialized gradients without a loss.
+def gradients_of_loss(traces: Traces, result: list[Any], loss: Loss) -> Sequence[Tensor | None]:
+    """Return the loss's gradients with respect to the outputs that train; None for an output that it does not use.
 
     ``result`` has forward's outputs, nested and flat. It is emptied when training code would drop forward's result.
     """
@@ -346,44 +360,26 @@ def gradients_of_loss(traces: Traces, result: list[Any], loss: Loss | None) -> l
     result.clear()
     assert traces.backward is not None
     proxies = traces.backward.args[1]  # a proxy is None if its output has no gradient
-    inputs = loss_inputs(flat)
-    # The zip has no name of its own, since a named zip would keep its last output alive.
-    trained = [inputs[id(tensor)] for tensor, proxy in zip(flat, proxies, strict=True) if proxy is not None]
-    if loss is None:
-        return [torch.empty_like(tensor) for tensor in trained]
-    shapes = [(tensor.shape, tensor.dtype) for tensor in trained]
-    edges = [get_gradient_edge(tensor) for tensor in trained]
-    output = tree_map(lambda leaf: inputs.get(id(leaf), leaf), output)
-    inputs.clear()
-    flat.clear()
-    trained.clear()  # training code holds only ``output``
-    value = call_loss(loss, restore_output(traces, output))
-    del output
-    gradients = torch.autograd.grad(value, edges, allow_unused=True)
-    del value
-    # an output that the loss does not use gets materialized zeros from autograd
-    return [
-        torch.zeros(shape, dtype=dtype, device=META) if gradient is None else gradient
-        for (shape, dtype), gradient in zip(shapes, gradients, strict=True)
-    ]
-
-
-def loss_inputs(flat: Sequence[Any]) -> dict[int, Tensor]:
-    """Return a mapping from the ``id`` of each forward output to a differentiable alias."""
     root = torch.empty(0, device=META, requires_grad=True)
     with torch.enable_grad():
-        return {
-            id(output): _LossInput.apply(root, output)  # type: ignore[no-untyped-call]
-            if output.is_floating_point()
-            else output
-            for output in flat
-            if isinstance(output, Tensor)
+        inputs = {
+            id(tensor): _LossInput.apply(root, tensor)  # type: ignore[no-untyped-call]
+            if tensor.is_floating_point()
+            else tensor
+            for tensor in flat
+            if isinstance(tensor, Tensor)
         }
-
-
-def restore_output(traces: Traces, output: Sequence[Any]) -> Any:
-    """Convert the forward trace's result to the model's result. Outputs that are inputs become None."""
-    return output if traces.restored is None else traces.restored(output)
+    # The zip has no name of its own, since a named zip would keep its last output alive.
+    edges = [
+        get_gradient_edge(inputs[id(tensor)]) for tensor, proxy in zip(flat, proxies, strict=True) if proxy is not None
+    ]
+    output = tree_map(lambda leaf: inputs.get(id(leaf), leaf), output)
+    inputs.clear()
+    flat.clear()  # training code holds only ``output``
+    output = output if traces.restored is None else traces.restored(output)  # None for outputs that are inputs
+    value = call_loss(loss, output)
+    del output
+    return torch.autograd.grad(value, edges, allow_unused=True)
 
 
 @torch.enable_grad()

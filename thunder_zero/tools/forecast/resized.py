@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.schedule.ops import Compute
-from thunder_zero.tools.forecast.lines import python_lines
+from thunder_zero.tools.forecast.lines import run_line
 from thunder_zero.tools.forecast.watch import META, WithoutValues
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.operators import operator_of
@@ -27,7 +27,7 @@ from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, variableify
 from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, detached_trace, from_trace
+from thunder.core.trace import TraceCtx, detached_trace, from_trace, tracectx
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -134,12 +134,12 @@ def _run(traces: Traces, numbers: Mapping[str, int]) -> dict[str, Any]:
 
 def _run_lines(trace: TraceCtx, values: dict[str, Any]) -> None:
     """Run the operators of a phase. Skip other lines: they return parameters, whose shapes do not change."""
-    context, lines = python_lines(trace)
-    for line in lines:
-        if operator_of(line.line) is not None:
-            exec(line.compiled, context | line.objects, values)
-        else:
-            for proxy in line.line.flat_proxy_outs:
+    with tracectx(trace):
+        for line in trace.bound_symbols[:-1]:
+            if operator_of(line) is not None:
+                run_line(line, {}, values)
+                continue
+            for proxy in line.flat_proxy_outs:
                 if isinstance(proxy, TensorProxy):
                     values.setdefault(proxy.name, _empty(proxy, proxy.shape))
 

@@ -1,4 +1,4 @@
-"""Extends a step with a few traced blocks to the whole model: its operations with their costs, and its memory.
+"""Extends the time and memory of a step with a few traced blocks to the whole model.
 
 Lines with equal keys do equal work. A period is a range of keys that occurs twice in a row in a phase. The whole model
 has more blocks, so its phase repeats the period more often::
