@@ -6,14 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunder_zero.tools.plan.repeat import Period, find_period, moved_link, positions
+from thunder_zero.tools.plan.repeat import Period, find_period, lengthen
 from thunder_zero.tools.plan.training_plan import MeshShape, meshes
 
 
 def longer(signs: str, marks: list[int], copies: int) -> str:
-    period = find_period(signs, marks)
-    assert period is not None
-    return "".join(signs[index] for index in positions(len(signs), period, copies))
+    return "".join(signs[index] for index in lengthen(signs, marks, copies)[0])
 
 
 def test_a_period_that_occurs_twice_is_repeated() -> None:
@@ -31,14 +29,6 @@ def test_repeating_gives_the_longer_sequence(head: str, period: str, tail: str, 
     signs = head + period * 2 + tail
     marks = [len(head), len(head) + len(period)]
     assert longer(signs, marks, copies) == head + period * (2 + copies) + tail
-
-
-def test_links_go_along_with_periods_and_stay_before_them() -> None:
-    period = Period(2, 3)  # signs 2 .. 4 repeat
-    assert moved_link(8, 5, 4, period, 1) == 7  # one period later, as is what it refers to
-    assert moved_link(8, 5, 1, period, 1) == 1  # in front of the periods
-    assert moved_link(4, 4, 1, period, 1) == 1
-    assert moved_link(5, 5, 1, None, 0) == 1
 
 
 def test_meshes_go_from_a_node_to_all_ranks() -> None:

@@ -137,36 +137,27 @@ class Fold:
             allocation.holds += 1
         frame += [self._at_rest[~self.recorder.deferred[path]] for path in self.recorder.deferred_for(op)]
         self._in_flight[op.handle] = record, frame
-        lines, freed = record.lines, None
-        if "encode" in lines:
-            self._run_part(op, lines["encode"], frame)
-            self._note_full_gradients(op)
+        freed = None
+        for number, events in enumerate(record.launch):
+            self._run_part(op, events, frame)
+            if not number:
+                self._note_full_gradients(op)
             self._end_line(op)
-            if isinstance(following, Free):
+            if not number and len(record.launch) > 1 and isinstance(following, Free):
                 freed = following
                 self._drop(freed.reads)
                 self._end_line(freed)
-            self._run_part(op, lines["launch"], frame)
-            self._end_line(op)
-            self._run_part(op, lines["sent"], frame)
-            self._end_line(op)
-        else:
-            self._run_part(op, (*lines["launch"], *lines["sent"]), frame)
-            self._note_full_gradients(op)
-            self._end_line(op)
         return freed
 
     def _wait(self, op: Wait) -> None:
         record, frame = self._in_flight.pop(op.launch.handle)
-        lines = record.lines
-        self._run_part(op, lines["wait"], frame)
-        if "decode" in lines:
+        *before, writes, after = record.wait
+        for events in before:
+            self._run_part(op, events, frame)
             self._end_line(op)
-            self._run_part(op, lines["waited"], frame)
-            self._end_line(op)
-            self._run_part(op, lines["decode"], frame)
+        self._run_part(op, writes, frame)
         self._arrive(op, record, frame)
-        self._run_part(op, lines["arrived" if "decode" in lines else "waited"], frame)
+        self._run_part(op, after, frame)
         for slot in record.lasting:
             self._release(frame[slot])
         self._end_line(op)

@@ -58,9 +58,8 @@ class Record:
 class RecordedCollective:
     """What the lines of a launch and of its wait do to memory. All lines of a collective have common slots."""
 
-    # the events of each line: "encode", "launch", "sent" (a ``del`` of the payload), "wait", "waited" (a ``del`` of the
-    # handle), "decode", "arrived" (a ``del`` of what arrived). Lines that a collective lacks are missing.
-    lines: Mapping[str, tuple[Event, ...]]
+    launch: tuple[tuple[Event, ...], ...]  # the events of each line: the launch, or encode, the launch, and a ``del``
+    wait: tuple[tuple[Event, ...], ...]  # the wait and a ``del`` of its handle, then decode and a ``del`` if it decodes
     outputs: tuple[Placed, ...]  # the tensors that the wait writes, decoded
     lasting: frozenset[int]  # slots of what the launch reads that are held until the last line
     kept: frozenset[int]  # slots that the model's state holds from now on
@@ -230,31 +229,31 @@ class Recorder:
             encodes, decodes = self.plan.encodes_gradient(over, *bucket), self.plan.decodes_gradient(over, *bucket)
             encode, start, decode = runtime.encode_grad, runtime.reduce, runtime.decode_grad
         params = self._take_up(launch)
-        lines: dict[str, tuple[Event, ...]] = {}
         with Watch(self._slots, [*sent, *(param.deferred for param in params)]) as watch:
+            launched = []
             if encodes:
                 sent[:] = encode(tuple(sent), paths, launch.over)
-                lines["encode"] = watch.taken()
+                launched.append(watch.taken())
             handle: Any = start(tuple(sent), paths, launch.over)
-            lines["launch"] = watch.taken()
+            launched += [watch.taken()] if encodes else []
             sent.clear()
-            lines["sent"] = watch.taken()
+            launched.append(watch.taken())
             arrived: list[Any] = list(handle.wait())
-            lines["wait"] = watch.taken()
+            waited = [watch.taken()]
             del handle
-            lines["waited"] = watch.taken()
+            waited.append(watch.taken())
             if decodes:
                 decoded = list(decode(tuple(arrived), paths, launch.over))
-                lines["decode"] = watch.taken()
+                waited.append(watch.taken())
                 arrived[:] = decoded
                 del decoded
-                lines["arrived"] = watch.taken()
+                waited.append(watch.taken())
             outputs = tuple(map(watch.placed, arrived))
             lasting = frozenset(slot for slot in watch.alive().values() if slot < len(values))
             arrived.clear()
             kept = frozenset(watch.alive().values())
         self._put_down(launch)
-        return RecordedCollective(lines, outputs, lasting - kept, kept)
+        return RecordedCollective(tuple(launched), tuple(waited), outputs, lasting - kept, kept)
 
     def deferred_for(self, op: Compute | Defer | Launch) -> list[str]:
         """Return the paths of the deferred gradients that an operation adds to its own."""

@@ -72,34 +72,19 @@ def _period_around(keys: Sequence[Hashable], position: int, length: int) -> Peri
     return Period(start, length) if stop - start >= length else None
 
 
-def positions(length: int, period: Period | None, copies: int) -> list[int]:
-    """Return, for each position of the longer sequence, its source in the sequence of ``length`` items."""
-    if period is None or not copies:
-        return list(range(length))
-    middle = list(range(period.start, period.end)) * copies
-    return [*range(period.end), *middle, *range(period.end, length)]
-
-
-def moved_link(position: int, source: int, link: int, period: Period | None, copies: int) -> int:
-    """Return the position in the longer sequence to which an operation refers, as a wait refers to its launch.
-
-    The operation at ``position`` copies the traced operation at ``source``, which refers to ``link``.
-    """
-    if period is not None and copies and source >= period.end and link < period.start:
-        return link
-    return position - (source - link)
-
-
 class NotPeriodic(Exception):
     """Raised if the traced blocks do unequal work, so that more blocks must be traced."""
 
 
 def lengthen(keys: Sequence[Hashable], marks: Sequence[int], copies: int) -> tuple[list[int], Period | None]:
-    """Return the :func:`positions` of a sequence with ``copies`` more periods, and the period."""
-    period = find_period(keys, marks) if copies else None
-    if copies and period is None:
+    """Return the source of each position of a sequence with ``copies`` more periods, and the period."""
+    if not copies:
+        return list(range(len(keys))), None
+    period = find_period(keys, marks)
+    if period is None:
         raise NotPeriodic
-    return positions(len(keys), period, copies), period
+    middle = list(range(period.start, period.end)) * copies
+    return [*range(period.end), *middle, *range(period.end, len(keys))], period
 
 
 def _marks_of(timeline: Timeline, units: Sequence[str]) -> set[int]:
@@ -174,10 +159,12 @@ def _order(fold: Fold, lines: Sequence[Line], units: Sequence[str], copies: int)
         is_repeated = copies if phase in ("forward", "backward") else 0
         order, period = lengthen(keys, begins, is_repeated)
         if period is not None:
-            _require_balance([key for key in keys[period.start : period.end]])
-        for position, source in enumerate(order):
-            link = source - keys[source].link
-            yield phase_start + source, position - moved_link(position, source, link, period, copies)
+            _require_balance(keys[period.start : period.end])
+        for source in order:
+            link = keys[source].link
+            if period is not None and source >= period.end and source - link < period.start:
+                link += copies * period.length  # the launch stays in front of the periods
+            yield phase_start + source, link
         phase_start += len(in_phase)
 
 
