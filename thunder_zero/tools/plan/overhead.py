@@ -50,19 +50,7 @@ def overhead_bytes(device: Device, copies: int, storages: int, slices: int = 1) 
     return CONTEXT + communicators * COMMUNICATOR + SEGMENTS + storages * BLOCK
 
 
-def adamw_traffic(plan: Plan) -> int:
-    """Return the bytes of memory that a fused AdamW reads and writes on a rank."""
-    return TRAFFIC * _trained_bytes(plan)
-
-
-def shard_and_adamw_bytes(plan: Plan) -> int:
-    """Return the bytes of trained parameters and AdamW's averages that a rank holds between steps.
-
-    Gradients, frozen parameters and buffers are not included.
-    """
-    return STATE * _trained_bytes(plan)
-
-
-def _trained_bytes(plan: Plan) -> int:
+def trained_bytes(plan: Plan) -> int:
+    """Return the bytes of trained parameters that a rank holds between steps."""
     trained = [param for param in plan.params if param.requires_grad]
     return sum(prod(plan.shard_shape(param)) * param.dtype.itemsize for param in trained)

@@ -25,9 +25,10 @@ from thunder_zero.tools.models.named import NamedModel
 from thunder_zero.tools.plan.overhead import (
     OVERHEAD,
     OVERHEAD_OF_CPU,
-    adamw_traffic,
+    STATE,
+    TRAFFIC,
     overhead_bytes,
-    shard_and_adamw_bytes,
+    trained_bytes,
 )
 from thunder_zero.tools.plan.programs import SubjectPrograms
 from thunder_zero.tools.plan.repeat import WholeStep
@@ -246,9 +247,7 @@ class _Comparison:
         for mesh in reversed(meshes(stage, self.world_size, self.device.devices_per_node, slices)):
             plan = programs.plan(programs.policy(stage, "none"), mesh)
             resident = sum(param.full_bytes for param in plan.params if param.resident)
-            if (
-                shard_and_adamw_bytes(plan) + resident > self.memory_bytes
-            ):  # the memory at rest does not depend on recompute
+            if STATE * trained_bytes(plan) + resident > self.memory_bytes:  # at rest, recompute does not matter
                 levels = levels[-1:]
             while True:
                 policy = programs.policy(stage, levels[0])
@@ -259,7 +258,7 @@ class _Comparison:
                     break
                 levels = levels[1:]
             self.steps.tell(f"simulates a step of {STAGES[stage].name} on {mesh}")
-            rows.append(self._row(policy, mesh, step, traced, needed, adamw_traffic(plan)))
+            rows.append(self._row(policy, mesh, step, traced, needed, TRAFFIC * trained_bytes(plan)))
             self.steps.advance()
         return rows[::-1]
 

@@ -152,11 +152,8 @@ class SubjectPrograms:
 
 def _on_mesh(traces: Traces, plan: Plan) -> Traces:
     """Return the program with the plan of another mesh."""
-    return replace(
-        traces,
-        timeline=replace(traces.timeline, plan=plan),
-        scheduled=replace(traces.scheduled, lifted=replace(traces.lifted, plan=plan)),
-    )
+    scheduled = replace(traces.scheduled, timeline=replace(traces.scheduled.timeline, plan=plan))
+    return replace(traces, timeline=replace(traces.timeline, plan=plan), scheduled=scheduled)
 
 
 def adamw(params: object) -> torch.optim.Optimizer:
