@@ -157,11 +157,11 @@ class Timeline:
         """A mapping from handles to the operations that start collectives, torch's tensor parallelism included."""
         return {op.writes[0]: op for op in self.ops if starts_collective(op)}
 
-    def is_continued(self, op: Op) -> bool:
+    def feeds_reduction(self, op: Op) -> bool:
         """Return whether an operation is the wait for intra-replica means, which another reduction reads."""
         return ends(op, Reduce) and op.launch.over != self.plan.reduced_over(self.params_of(op)[0])[-1]
 
-    def continues(self, op: Op) -> bool:
+    def is_second_reduction(self, op: Op) -> bool:
         """Return whether an operation is a reduction that reads the means of another reduction."""
         return isinstance(op, Reduce) and op.over != self.plan.reduced_over(self.params_of(op)[0])[0]
 

@@ -87,7 +87,7 @@ def backward_ends(timeline: Timeline) -> dict[str, int]:
     in ascending order."""
     last: dict[str, int] = {}
     for index, op in enumerate(timeline.ops):
-        if isinstance(op, Reduce | Defer) and not timeline.continues(op):
+        if isinstance(op, Reduce | Defer) and not timeline.is_second_reduction(op):
             last.update((param.unit, index) for param in timeline.params_of(op) if param.unit != ROOT)
     return dict(sorted(last.items(), key=lambda end: end[1]))
 

@@ -30,7 +30,7 @@ class GatherBucket:
     def __init__(self, state: LocalState, paths: Sequence[str]) -> None:
         self._state, self._wire = state, state.wire
         self._params = tuple(state.params[path] for path in paths)
-        self._plans = tuple(param.plan for param in self._params)
+        self._plans = tuple(param.planned for param in self._params)
         self._keeps, self._is_resident = self._params[0].keeps, self._plans[0].resident
         self._decodes = state.plan.decodes(*self._plans)
 
@@ -129,7 +129,7 @@ def agree_on_stale(state: LocalState) -> None:
 
 def _require_unwritten(state: LocalState) -> None:
     """Raise RuntimeError if a write since ZeRO-2 gathered bumped no version: other ranks join no second gather."""
-    params = (param for param in state.params.values() if not param.plan.resident)
+    params = (param for param in state.params.values() if not param.planned.resident)
     kept = [param for param in params if not param.is_stale and not param.is_written]
     if kept and (is_written := changed_digests(kept)[0]).any():
         raise RuntimeError(

@@ -114,20 +114,20 @@ class Rehearsal(LocalState):
 
     def on_host(self) -> Iterator[Tensor]:
         """Yield the shards that are in host memory between steps (``cpu_offload``)."""
-        return (param.rows for param in self.params.values() if self.plan.rests_on_host(param.plan))
+        return (param.rows for param in self.params.values() if self.plan.rests_on_host(param.planned))
 
     def trained_on_device(self) -> dict[str, nn.Parameter]:
         """Return a mapping from paths to shards, for shards whose optimizer state is on the device."""
         return {
             path: param.shard
             for path, param in self.params.items()
-            if param.plan.requires_grad and not self.plan.rests_on_host(param.plan)
+            if param.planned.requires_grad and not self.plan.rests_on_host(param.planned)
         }
 
     def accumulate(self) -> Iterator[str]:
         """Defer a gradient of each trained parameter, as under ``no_sync``. Yield the paths of these parameters."""
         self.grew = True
         for path, param in self.params.items():
-            if param.plan.requires_grad:
-                param.defer(torch.empty(param.plan.shape, dtype=param.plan.reduce_dtype, device=META))
+            if param.planned.requires_grad:
+                param.defer(torch.empty(param.planned.shape, dtype=param.planned.reduce_dtype, device=META))
                 yield path

@@ -242,10 +242,10 @@ class Replay:
             return
         plan, timeline = self.traces.plan, self.traces.timeline
         # With an encoding, an operation has two lines: the first reads gradients, the last writes parameters.
-        if isinstance(op, Reduce | Defer) and position == min(positions) and not timeline.continues(op):
+        if isinstance(op, Reduce | Defer) and position == min(positions) and not timeline.is_second_reduction(op):
             for name, path in zip(op.reads, op.params, strict=True):
                 self._relabel(values[name], Holds.TEMPORARY, Holds.FULL_GRADIENT, path)
-        elif isinstance(op, Wait) and position == max(positions) and not timeline.is_continued(op):
+        elif isinstance(op, Wait) and position == max(positions) and not timeline.feeds_reduction(op):
             is_gather = ends(op, Gather)
             for name, path in zip(op.writes, op.params, strict=True):
                 new_kind = Holds.GATHERED if is_gather else Holds.REDUCED_GRADIENT
