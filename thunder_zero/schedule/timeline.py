@@ -33,6 +33,7 @@ from thunder_zero.plan.traffic import Traffic, bucket_traffic
 from thunder_zero.schedule.ops import (
     Compute,
     Defer,
+    Exchange,
     Gather,
     Launch,
     Op,
@@ -190,7 +191,7 @@ class Timeline:
     def traffic(self, op: Op) -> Traffic:
         """Return the bytes of an operation: on the wire if it is a launch, and of full parameters or gradients."""
         if isinstance(op, Compute):
-            return op.exchange.traffic if op.exchange else NO_TRAFFIC
+            return op.work.traffic if isinstance(op.work, Exchange) else NO_TRAFFIC
         if isinstance(op, Launch):
             return bucket_traffic(self.plan, op.params, op.over if isinstance(op, Reduce) else None)
         of_gradients, params = isinstance(op, Defer) or ends(op, Reduce), self.params_of(op)

@@ -21,7 +21,8 @@ from thunder_zero.schedule.lifetimes import bytes_alive, lifetimes
 from thunder_zero.schedule.ops import Compute, Defer, Reduce, Return, Work
 from thunder_zero.schedule.timeline import Timeline
 
-NOT_RECOMPUTED = {Work.RANDOM, Work.OTHER, Work.NONE}  # work that is never recomputed, except for derived values
+# Other work is never recomputed, except for derived values.
+RECOMPUTED = {*Work} - {Work.RANDOM, Work.OTHER, Work.AWAIT, Work.NONE}
 
 
 @dataclass(frozen=True, slots=True)

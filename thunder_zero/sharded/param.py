@@ -125,7 +125,7 @@ class ShardedParam:
         return self.version != self.current_version()
 
     @property
-    def is_stale(self) -> bool:
+    def must_gather(self) -> bool:
         """True if a program must gather the parameter, False if it reads :meth:`full_value`."""
         return self.status != "full"
 
@@ -142,7 +142,7 @@ class ShardedParam:
     def arrive(self, full: Tensor) -> None:
         """Keep the full value that was gathered. ZeRO-1's buffer has it already."""
         self.status = moved(self.status, "arrive", self.path)
-        if not self.planned.resident and not self.is_stale:
+        if not self.planned.resident and not self.must_gather:
             self.full = full
 
     def expire(self) -> None:
@@ -153,7 +153,7 @@ class ShardedParam:
 
     def defer(self, grad: Tensor) -> None:
         is_first = self.deferred is None
-        total = self.with_deferred(grad)
+        total = self.add_deferred(grad)
         # Cloned, since the gradient may be a view, or other code may write to it.
         self.deferred = total.clone() if is_first else total
 
@@ -162,7 +162,7 @@ class ShardedParam:
         assert deferred is not None, f"no gradient of {self.path} is deferred"
         return deferred
 
-    def with_deferred(self, grad: Tensor) -> Tensor:
+    def add_deferred(self, grad: Tensor) -> Tensor:
         """Remove the deferred gradient, if any, and return its sum with ``grad``, in the dtype of the reduction."""
         if grad.dtype is not self.planned.reduce_dtype:
             grad = grad.to(self.planned.reduce_dtype)

@@ -41,28 +41,28 @@ class ReduceBucket:
     def __init__(self, state: LocalState, paths: Sequence[str], over: str) -> None:
         self._state, self._wire, self._over = state, state.wire, over
         self._params = tuple(state.params[path] for path in paths)
-        self._plans = tuple(param.planned for param in self._params)
+        self._planned = tuple(param.planned for param in self._params)
         self.is_first = over not in OF_MEANS  # False if it averages the means of another reduction
-        self._is_encoded = state.plan.encodes_gradient(over, *self._plans)
+        self._is_encoded = state.plan.encodes_gradient(over, *self._planned)
 
     def encode(self, grads: Sequence[Tensor]) -> Sequence[OnTheWire]:
-        return self._wire.encode_grad(self._with_deferred(grads), self._plans, self._over)
+        return self._wire.encode_grad(self._add_deferred(grads), self._planned, self._over)
 
     def launch(self, sent: Sequence[OnTheWire]) -> Waitable:
         if self.is_first:
             self._state.must_agree = True
             self._state.release_gathered()  # backward does not gather kept parameters
         if not self._is_encoded:
-            sent = self._with_deferred(cast(Sequence[Tensor], sent))
-        return self._wire.reduce(sent, self._plans, self._over)
+            sent = self._add_deferred(cast(Sequence[Tensor], sent))
+        return self._wire.reduce(sent, self._planned, self._over)
 
     def decode(self, arrived: Sequence[OnTheWire]) -> Sequence[Tensor]:
-        return self._wire.decode_grad(arrived, self._plans, self._over)
+        return self._wire.decode_grad(arrived, self._planned, self._over)
 
-    def _with_deferred(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _add_deferred(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         if not self.is_first:
             return grads
-        return [param.with_deferred(grad) for grad, param in zip(grads, self._params, strict=True)]
+        return [param.add_deferred(grad) for grad, param in zip(grads, self._params, strict=True)]
 
 
 def reduce_deferred(state: LocalState, paths: Sequence[str]) -> None:

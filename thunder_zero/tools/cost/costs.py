@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR, Mesh
 from thunder_zero.plan.traffic import gather_work, reduce_work
-from thunder_zero.schedule.ops import Compute, Gather, Launch, Op, Work
+from thunder_zero.schedule.ops import Compute, Exchange, Gather, Launch, Op, Work
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Device
 
@@ -59,8 +59,8 @@ def ring(op: Op, timeline: Timeline) -> Ring | None:
     if not (nbytes := timeline.traffic(op).busiest):
         return None
     mesh = timeline.plan.mesh
-    if isinstance(op, Compute) and op.exchange is not None:
-        moves, ranks = CollectiveKind(op.exchange.moves), mesh.tensor.size
+    if isinstance(op, Compute) and isinstance(op.work, Exchange):
+        moves, ranks = CollectiveKind(op.work.moves), mesh.tensor.size
         return Ring(Lane.TENSOR, ranks, 1, nbytes, (1 + (moves is CollectiveKind.ALL_REDUCE)) * (ranks - 1), moves)
     assert isinstance(op, Launch), "nothing else sends bytes"
     ranks = timeline.plan.ranks_over(op.over)
@@ -135,7 +135,7 @@ def costs_of(timeline: Timeline, device: Device) -> tuple[Cost, ...]:
 
 
 def _cost(op: Op, timeline: Timeline, device: Device) -> Cost:
-    if isinstance(op, Compute) and op.between_slices:
+    if isinstance(op, Compute) and isinstance(op.work, Exchange):
         return _cost_of_launch(ring(op, timeline), device, one_wire=False)
     if isinstance(op, Launch):
         one_wire = op.over != TENSOR and not in_node(timeline.plan.mesh, device)
@@ -149,10 +149,10 @@ def _cost(op: Op, timeline: Timeline, device: Device) -> Cost:
             launch_seconds=cost.launch_seconds + encode_seconds,
             finish_seconds=cost.finish_seconds + decode_seconds,
         )
-    if not isinstance(op, Compute) or op.work is Work.NONE:
+    if not isinstance(op, Compute) or op.work in (Work.NONE, Work.AWAIT):
         return Cost()
     nbytes = traffic_bytes(op, timeline)
-    seconds = device.seconds(op.flops, compute_dtype(op, timeline), nbytes, op.work)
+    seconds = device.seconds(op.flops, compute_dtype(op, timeline), nbytes, str(op.work))
     return Cost(flops=op.flops, traffic_bytes=nbytes, seconds=seconds)
 
 

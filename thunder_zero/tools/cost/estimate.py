@@ -212,9 +212,7 @@ def step_time(timeline: Timeline, device: Device, *, model: Timeline | None = No
 
 def _what(op: Op) -> str:
     """Return what an operation does: the work of a computation, or the kind of a collective."""
-    if not isinstance(op, Compute):
-        return op.kind
-    return op.exchange.moves if op.exchange else "" if op.awaits else op.work
+    return str(op.work) if isinstance(op, Compute) else op.kind
 
 
 def model_seconds(timeline: Timeline, device: Device) -> list[float]:

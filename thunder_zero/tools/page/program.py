@@ -91,7 +91,6 @@ class PageProgram:
         for index, op in enumerate(timeline.ops):
             if not starts_collective(op):
                 continue
-            exchange = op.exchange if isinstance(op, Compute) else None
             launch, wait = table.place[index], waits[op.writes[0]]
             row, launched, waited = rows[launch], rows[launch].end or 0.0, rows[wait].start or 0.0
             earlier_row = ending.get((row.lane, row.wire_start))
@@ -105,7 +104,7 @@ class PageProgram:
                 "backward": op.backward,
                 "unit": row.unit,
                 "params": len(op.params),
-                "label": f"{exchange.moves} of {op.reads[0]}" if exchange else names,
+                "label": f"{op.work} of {op.reads[0]}" if isinstance(op, Compute) else names,
                 "sent_bytes": row.sent,
                 "launch": launch,
                 "wait": wait,
@@ -125,8 +124,8 @@ def _seconds(row: Row) -> float:
 
 def _why_there(op: Op, row: Row, explanations: Mapping[str, Explanation]) -> str:
     """Return the reason for the position of a launch in its phase, from the explanation of its first parameter."""
-    if isinstance(op, Compute) and op.exchange is not None:
-        return OF_SLICES[op.exchange.moves]
+    if isinstance(op, Compute):
+        return OF_SLICES[str(op.work)]
     explanation = explanations[op.params[0]]
     if isinstance(op, Gather):
         return next(gather.why_launch for gather in explanation.gathers if gather.launch.op == row.op)
