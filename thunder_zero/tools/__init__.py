@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from thunder_zero.tools.cost.estimate import Estimate as Estimate
     from thunder_zero.tools.cost.estimate import estimate as estimate
     from thunder_zero.tools.devices.calibrate import calibrate as calibrate
-    from thunder_zero.tools.devices.calibrated import Calibrated as Calibrated
-    from thunder_zero.tools.devices.device import DEVICES as DEVICES
     from thunder_zero.tools.devices.device import Device as Device
     from thunder_zero.tools.devices.device import Link as Link
+    from thunder_zero.tools.devices.named import DEVICES as DEVICES
     from thunder_zero.tools.devices.named import load_device as load_device
     from thunder_zero.tools.devices.named import save_device as save_device
     from thunder_zero.tools.fitting.candidate import Prices as Prices
@@ -70,9 +69,8 @@ NAMES = {  # names keyed by module; type checkers read the imports above
     "thunder_zero.tools.convert.shard_safetensors": ("shard_safetensors",),
     "thunder_zero.tools.cost.estimate": ("Estimate", "estimate"),
     "thunder_zero.tools.devices.calibrate": ("calibrate",),
-    "thunder_zero.tools.devices.calibrated": ("Calibrated",),
-    "thunder_zero.tools.devices.device": ("DEVICES", "Device", "Link"),
-    "thunder_zero.tools.devices.named": ("load_device", "save_device"),
+    "thunder_zero.tools.devices.device": ("Device", "Link"),
+    "thunder_zero.tools.devices.named": ("DEVICES", "load_device", "save_device"),
     "thunder_zero.tools.fitting.candidate": ("Prices",),
     "thunder_zero.tools.fitting.fit": ("DoesNotFit", "fit"),
     "thunder_zero.tools.forecast.figures": ("Holds", "Memory", "MemoryLine", "Storage"),

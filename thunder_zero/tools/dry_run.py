@@ -27,7 +27,6 @@ from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.sharded.casts import cast_inputs, casting_borders
 from thunder_zero.sharded.placeholders import placeholder_of, require_plain_tensors, set_tensor
-from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.dry_capture import export, shape_of
@@ -125,8 +124,8 @@ class TraceRequest:
 
     @property
     def for_gpu(self) -> bool:
-        """True if ``device`` is a GPU. Calibrated devices are CPUs; all other devices are GPUs."""
-        return self.device is not None and not isinstance(device_of(self.device), Calibrated)
+        """True if ``device`` is a GPU. Measured devices are CPUs; all other devices are GPUs."""
+        return self.device is not None and not device_of(self.device).is_measured
 
     def plan(self, policy: Policy | int) -> Plan:
         """Return the plan of the module under a policy."""

@@ -22,10 +22,9 @@ from functools import cached_property
 from thunder_zero.plan.amounts import duration
 from thunder_zero.schedule.ops import Compute, Op, Return, ends_collective, starts_collective
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.cost.costs import REACHED, Cost, Lane, compute_dtype, costs_of, in_node
+from thunder_zero.tools.cost.costs import REACHED, compute_dtype, costs_of, in_node
 from thunder_zero.tools.cost.lanes import Lanes, Span
-from thunder_zero.tools.devices.calibrated import Calibrated
-from thunder_zero.tools.devices.device import Device
+from thunder_zero.tools.devices.device import Cost, Device, Lane
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.forecast.around import whole_step
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
@@ -117,7 +116,7 @@ class Estimate:
     def exposed_on(self) -> Mapping[Lane, float]:
         """The time that compute waits for each wire."""
         pairs = zip(self.timeline.ops, self.costs, strict=True)
-        lanes = {op.writes[0]: cost.wire[0] for op, cost in pairs if cost.wire}
+        lanes = {op.writes[0]: cost.lane for op, cost in pairs if cost.lane}
         seconds: dict[Lane, float] = {}
         for span in self.spans:
             if span.waits:
@@ -175,7 +174,7 @@ class Estimate:
         tensor_seconds = self.exposed_on.get(Lane.TENSOR, 0.0)
         slices = f"{duration(tensor_seconds)} of it for slices; " if tensor_seconds else ""
         wires = ", ".join(f"{lane} {duration(seconds)}" for lane, seconds in self.wire_seconds.items()) or "none"
-        is_bound = not (self.measured or isinstance(self.device, Calibrated))
+        is_bound = not (self.measured or self.device.is_measured)
         expected = " to ".join(duration(self.seconds / share) for share in reversed(REACHED))
         return folded(
             f"step {duration(self.seconds)} on {self.device.name}: compute {duration(self.compute_seconds)}, exposed "
@@ -235,7 +234,7 @@ def simulate(timeline: Timeline, costs: Sequence[Cost], device: Device) -> tuple
     for index, (op, cost) in enumerate(zip(timeline.ops, costs, strict=True)):
         if starts_collective(op):
             lanes.compute(index, cost.launch_seconds)
-            lanes.launch(index, op.writes[0], cost.wire, cost.load)
+            lanes.launch(index, op.writes[0], cost)
             finishing[op.writes[0]] = cost.finish_seconds
             if not device.overlaps:
                 lanes.wait(index, op.writes[0])
