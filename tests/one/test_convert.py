@@ -19,7 +19,8 @@ from torch.distributed import checkpoint as dcp
 import thunder_zero as tz
 from tests.harness.errors import fails
 from thunder_zero.safetensors_files import TensorToWrite, split_into_files
-from thunder_zero.tools import cli, consolidate, doctor
+from thunder_zero.tools import cli, consolidate
+from thunder_zero.tools.convert import open_checkpoint
 from thunder_zero.tools.convert.open_checkpoint import OpenCheckpoint
 
 Command = Callable[..., tuple[int, str, str]]
@@ -224,8 +225,8 @@ def test_checkpoints_of_other_tools_can_be_inspected_and_consolidated(
 
 
 def test_an_interrupt_is_reported_in_one_line(command: Command) -> None:
-    with mock.patch.object(doctor, "show_health", side_effect=KeyboardInterrupt()):
-        assert command("doctor") == (130, "", "thunder-zero: interrupted\n")
+    with mock.patch.object(open_checkpoint, "inspect", side_effect=KeyboardInterrupt()):
+        assert command("inspect", "latest") == (130, "", "thunder-zero: interrupted\n")
 
 
 def test_files_are_printed_to_stdout_and_bars_to_stderr(

@@ -134,9 +134,8 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
                                                               "tools/devices tools/compiled_programs tools/forecast "
                                                               "tools/cost")),
     Room("tools/convert/",    IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan checkpoint tools/printing")),
-    Room("tools/doctor.py",   IMPORT, IMPORT,  IMPORT,  rooms("plan sharded traces capture tools/printing")),
     Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint tools/convert tools/devices "
-                                                              "tools/doctor tools/dry_run tools/from_file tools/models "
+                                                              "tools/dry_run tools/from_file tools/models "
                                                               "tools/page tools/planner tools/table/rows tools/views "
                                                               "tools/why")),
     Room("tools/__init__.py", NOT,    NOT,     NOT,     ALL),
