@@ -303,28 +303,6 @@ def test_no_modules_import_each_other() -> None:
     assert len(import_order(dotted)) > 50
 
 
-def lazy_names(source: str) -> dict[str, list[str]]:
-    """Return the names, by module, that a package imports lazily, according to its table."""
-    table = (node for node in parsed(source).body if isinstance(node, ast.Assign))
-    tables = [ast.literal_eval(node.value) for node in table if unparsed(node.targets[0]) == "NAMES"]
-    return {module: list(names) for table in tables for module, names in table.items()}
-
-
-def typed_names(source: str) -> dict[str, list[str]]:
-    """Return the names, by module, that a package imports for type checkers."""
-    result: dict[str, list[str]] = {}
-    blocks = (node for node in parsed(source).body if isinstance(node, ast.If))
-    for line in (line for block in blocks for line in block.body if isinstance(line, ast.ImportFrom)):
-        result.setdefault(str(line.module), []).extend(alias.name for alias in line.names)
-    return result
-
-
-@pytest.mark.parametrize("package", ["", "tools/"])
-def test_a_type_checker_reads_the_names_that_a_package_has(package: str) -> None:
-    source = (PACKAGE / f"{package}__init__.py").read_text()
-    assert typed_names(source) == lazy_names(source) != {}
-
-
 # Only one room patches Thunder and torch
 
 ROOM_OF_WORKAROUNDS = "compat/"
