@@ -96,9 +96,8 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),
     Room("tools/table/rows.py",NOT,   NOT,     NOT,     rooms("plan schedule tools/printing")),
     Room("tools/devices/",    IMPORT, IMPORT,  NOT,     rooms("plan schedule comm tools/printing")),
-    Room("tools/absent_ranks.py",NOT,   IMPORT,  NOT,     rooms("plan comm")),
     Room("tools/dry_capture.py",IMPORT,NOT,    NOT,     rooms("plan compat sharded capture")),
-    Room("tools/dry_run.py",  IMPORT, TYPES,   IMPORT,  rooms("plan compat comm traces sharded capture "
+    Room("tools/dry_run.py",  IMPORT, IMPORT,  IMPORT,  rooms("plan compat comm traces sharded capture "
                                                               "tools/devices tools/dry_capture")),
     Room("tools/measure.py",  NOT,    NOT,     IMPORT,  rooms("plan schedule comm sharded traces capture")),
     Room("tools/format_errors.py",IMPORT,NOT,  IMPORT,  rooms("plan comm sharded traces capture")),
@@ -124,8 +123,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/models/",     IMPORT, IMPORT,  NOT,     NOTHING),
     Room("tools/planner/",    IMPORT, IMPORT,  NOT,     rooms("plan comm schedule traces capture tools/printing "
                                                               "tools/devices tools/cost tools/dry_run "
-                                                              "tools/absent_ranks tools/forecast tools/from_file "
-                                                              "tools/models")),
+                                                              "tools/forecast tools/from_file tools/models")),
     Room("tools/page/",       IMPORT, NOT,     TYPES,   rooms("plan schedule compat traces capture tools/printing "
                                                               "tools/devices tools/dry_run tools/forecast "
                                                               "tools/cost tools/table tools/views tools/models "

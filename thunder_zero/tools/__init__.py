@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from thunder_zero.lazy import lazy
 
 if TYPE_CHECKING:  # the public names, which are imported when they are first used
-    from thunder_zero.tools.absent_ranks import fake_mesh as fake_mesh
     from thunder_zero.tools.compiled_programs import CompiledProgram as CompiledProgram
     from thunder_zero.tools.compiled_programs import programs as programs
     from thunder_zero.tools.convert.consolidate import consolidate as consolidate
@@ -30,6 +29,7 @@ if TYPE_CHECKING:  # the public names, which are imported when they are first us
     from thunder_zero.tools.devices.named import DEVICES as DEVICES
     from thunder_zero.tools.devices.named import load_device as load_device
     from thunder_zero.tools.devices.named import save_device as save_device
+    from thunder_zero.tools.dry_run import fake_mesh as fake_mesh
     from thunder_zero.tools.fitting.candidate import Prices as Prices
     from thunder_zero.tools.fitting.fit import DoesNotFit as DoesNotFit
     from thunder_zero.tools.fitting.fit import fit as fit
