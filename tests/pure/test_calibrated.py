@@ -113,7 +113,7 @@ def test_a_launch_and_a_wait_delay_compute() -> None:
     cost = costs_of(timeline, DEVICE)[0]
     assert cost == Cost(0, 0, 200, 0.0, Lane.SHARD, 2.0, load=0.5, launch_seconds=2.5, finish_seconds=0.25)
     step = step_time(timeline, DEVICE)
-    result = [(str(span.lane), span.start, span.end, span.waits) for span in step.spans]
+    result = [(str(span.lane), span.start, span.end, bool(span.waits)) for span in step.spans]
     # beside the wire compute has half of the core for 2 s; then it has 0.5 s to go
     assert result == [
         ("compute", 0, 2.5, False),

@@ -32,7 +32,7 @@ class Span:
     start: float
     end: float
     after: int | None = None  # index of the span whose end starts this span, or None at the beginning of the step
-    waits: bool = False  # True if compute waits for a wire
+    waits: Lane | None = None  # the wire for which compute waits, if it waits
 
     @property
     def seconds(self) -> float:
@@ -115,7 +115,7 @@ class Lanes:
         while not ring.ended:
             self._advance(self._next_end())
         if ring.end > start:
-            self._spans.append(Span(op, Lane.COMPUTE, start, ring.end, after, waits=True))
+            self._spans.append(Span(op, Lane.COMPUTE, start, ring.end, after, waits=ring.lane))
             self._now = ring.end, ring.index
 
     def _next_end(self) -> float:

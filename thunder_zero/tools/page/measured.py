@@ -147,17 +147,17 @@ def _placed(forecast: Estimate, measured: Mapping[int, tuple[float, float]]) -> 
                 launched[index] = now
             start, now = now, now + busy[index] * factor
             if busy[index] or not _is_exchange(op):
-                yield Span(index, Lane.COMPUTE, start, now, None, _is_exchange(op))
+                yield Span(index, Lane.COMPUTE, start, now, waits=Lane.TENSOR if _is_exchange(op) else None)
             if ends_collective(op) and (launch := timeline.writer[op.reads[0]]) in launched:
                 yield Span(launch, Lane.TENSOR, launched.pop(launch), now)
         if stop in measured:
             start, end = (moment - zero for moment in measured[stop])
             op = timeline.ops[stop]
-            yield Span(stop, Lane.COMPUTE, start, end, None, isinstance(op, Wait))
-            if isinstance(op, Wait):
-                launch = timeline.writer[op.reads[0]]
-                lane = costs[launch].lane or Lane.SHARD
-                yield Span(launch, lane, measured[launch][0] - zero, end)
+            launch = timeline.writer[op.reads[0]] if isinstance(op, Wait) else stop
+            waits = costs[launch].lane or Lane.SHARD if isinstance(op, Wait) else None
+            yield Span(stop, Lane.COMPUTE, start, end, waits=waits)
+            if waits:
+                yield Span(launch, waits, measured[launch][0] - zero, end)
             now = end
 
 

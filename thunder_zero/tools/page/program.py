@@ -46,7 +46,7 @@ class PageProgram:
         for line, span in self.table.spans:
             kind = self.estimate.timeline.ops[span.op].kind
             lane = str(span.lane) if span.lane in (Lane.COMPUTE, Lane.TENSOR) else f"{kind} {span.lane}"
-            bar = {"lane": lane, "line": line, "start": span.start, "end": span.end, "waits": span.waits}
+            bar = {"lane": lane, "line": line, "start": span.start, "end": span.end, "waits": span.waits is not None}
             if bars and bar | {"start": bars[-1]["end"]} == bars[-1] | {"start": span.start, "end": span.end}:
                 bars[-1]["end"] = span.end
             elif span.end > span.start:
