@@ -108,7 +108,7 @@ def _consolidate(add: Add) -> None:
 
     cmd = _command(add, "consolidate", "make one file of whole tensors, or a few", run)
     cmd.add_argument("checkpoint", type=Path)
-    cmd.add_argument("out", type=Path, help="OUT.safetensors, or OUT.pt for what torch.save writes")
+    cmd.add_argument("out", type=Path, help="OUT.safetensors")
     cmd.add_argument("--dtype", help="of floating-point tensors, such as bfloat16 or bf16 (default: as saved)")
     cmd.add_argument("--optimizer", action="store_true", help="include the optimizer's state")
     cmd.add_argument("--ema", metavar="NAME", help="averages of the EMA that was saved as this extra, as parameters")
