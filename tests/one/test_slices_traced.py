@@ -25,10 +25,10 @@ from thunder_zero.plan.mesh import Mesh
 from thunder_zero.schedule.names import label_of
 from thunder_zero.schedule.ops import Compute, Gather, Launch, Reduce, Wait, ends
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.cost.costs import ring
 from thunder_zero.tools.devices.device import Lane
 from thunder_zero.tools.page.measured import by_profile, by_times
 from thunder_zero.tools.page.report import page_of
+from thunder_zero.tools.time.costs import ring
 
 DOCS_PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallel.md"
 

@@ -106,31 +106,31 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/forecast/",   IMPORT, NOT,     IMPORT,  rooms("plan schedule traces compat sharded "
                                                               "capture tools/printing tools/table/rows "
                                                               "tools/forecast/unsent")),
-    Room("tools/cost/",       NOT,    NOT,     NOT,     rooms("plan schedule traces capture tools/printing "
+    Room("tools/time/",       NOT,    NOT,     NOT,     rooms("plan schedule traces capture tools/printing "
                                                               "tools/devices tools/forecast")),
     Room("tools/fitting/fit.py",IMPORT,TYPES,  IMPORT,  rooms("plan schedule comm traces capture tools/printing "
                                                               "tools/dry_run tools/forecast")),
     Room("tools/fitting/",    TYPES,  NOT,     NOT,     rooms("plan schedule tools/printing tools/forecast")),
     Room("tools/table/",      NOT,    NOT,     IMPORT,  rooms("plan traces capture tools/printing tools/devices "
-                                                              "tools/cost tools/forecast tools/table/rows")),
+                                                              "tools/time tools/forecast tools/table/rows")),
     Room("tools/views/selection.py",NOT,NOT,   NOT,     rooms("plan schedule tools/printing tools/table/rows")),
     Room("tools/views/print_rows.py",NOT,NOT,  NOT,     rooms("plan schedule tools/printing tools/table/rows "
                                                               "tools/views/selection")),
     Room("tools/views/",      IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces capture tools/printing "
-                                                              "tools/devices tools/cost tools/forecast tools/table "
+                                                              "tools/devices tools/time tools/forecast tools/table "
                                                               "tools/views/selection tools/views/print_rows")),
     Room("tools/from_file.py",IMPORT, NOT,     NOT,     rooms("compat")),
     Room("tools/models/",     IMPORT, IMPORT,  NOT,     NOTHING),
     Room("tools/planner/",    IMPORT, IMPORT,  NOT,     rooms("plan comm schedule traces capture tools/printing "
-                                                              "tools/devices tools/cost tools/dry_run "
+                                                              "tools/devices tools/time tools/dry_run "
                                                               "tools/forecast tools/from_file tools/models")),
     Room("tools/page/",       IMPORT, NOT,     TYPES,   rooms("plan schedule compat traces capture tools/printing "
                                                               "tools/devices tools/dry_run tools/forecast "
-                                                              "tools/cost tools/table tools/views tools/models "
+                                                              "tools/time tools/table tools/views tools/models "
                                                               "tools/planner")),
     Room("tools/why/",        IMPORT, IMPORT,  NOT,     rooms("plan sharded traces capture tools/printing "
                                                               "tools/devices tools/compiled_programs tools/forecast "
-                                                              "tools/cost")),
+                                                              "tools/time")),
     Room("tools/convert/",    IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan checkpoint tools/printing")),
     Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint tools/convert tools/devices "
                                                               "tools/dry_run tools/from_file tools/models "
@@ -232,7 +232,7 @@ def test_a_room_imports_only_what_it_may() -> None:
             "import thunder_zero.traces.lift",
             "tools/printing/a.py imports thunder_zero.traces.lift",
         ),
-        ("optim/a.py", "from thunder_zero.tools.cost import costs", "optim/a.py imports thunder_zero.tools.cost.costs"),
+        ("optim/a.py", "from thunder_zero.tools.time import costs", "optim/a.py imports thunder_zero.tools.time.costs"),
         ("traces/lift.py", "from torch import distributed as dist", "traces/lift.py imports torch.distributed"),
         ("traces/lift.py", "import torch\ntorch.distributed.barrier()", "traces/lift.py imports torch.distributed"),
         ("compat/casts.py", "from lightning.fabric import Fabric", "compat/casts.py imports lightning.fabric.Fabric"),

@@ -19,12 +19,12 @@ from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.ops import Compute, Reduce, Wait, Work
 from thunder_zero.schedule.timeline import Timeline, Value
-from thunder_zero.tools.cost.costs import costs_of
-from thunder_zero.tools.cost.estimate import step_time
-from thunder_zero.tools.cost.lanes import Lanes
 from thunder_zero.tools.devices.calibrate import wire_seconds
 from thunder_zero.tools.devices.device import Cost, Device, Lane, Link, rising, seconds_at
 from thunder_zero.tools.devices.named import load_device, save_device
+from thunder_zero.tools.time.costs import costs_of
+from thunder_zero.tools.time.estimate import step_time
+from thunder_zero.tools.time.lanes import Lanes
 
 LINE = ((0.0, 0.0), (100.0, 1.0))
 SENDS = {

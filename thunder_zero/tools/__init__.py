@@ -5,7 +5,7 @@ In: a module and inputs, a model that ran, or a checkpoint. Out: frozen data wit
     module, inputs -- dry_run.py --> Traces --+---------------------> table/   a row for each line of a step
                                       |   |                             ^  |
                                       |   +---> forecast/ bytes --------+  +-> views/ text, JSON, Perfetto
-                                      +-------> cost/ devices/ seconds -+  +-> page/ one HTML page
+                                      +-------> time/ devices/ seconds -+  +-> page/ one HTML page
                                                   |
                                                   +- fitting/ many policies -- planner/ stages and meshes
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:  # the public names, which are imported when they are first us
     from thunder_zero.tools.compiled_programs import programs as programs
     from thunder_zero.tools.convert.consolidate import consolidate as consolidate
     from thunder_zero.tools.convert.shard_safetensors import shard_safetensors as shard_safetensors
-    from thunder_zero.tools.cost.estimate import Estimate as Estimate
-    from thunder_zero.tools.cost.estimate import estimate as estimate
     from thunder_zero.tools.devices.calibrate import calibrate as calibrate
     from thunder_zero.tools.devices.device import Device as Device
     from thunder_zero.tools.devices.device import Link as Link
@@ -51,6 +49,8 @@ if TYPE_CHECKING:  # the public names, which are imported when they are first us
     from thunder_zero.tools.table.rows import Row as Row
     from thunder_zero.tools.table.table import Table as Table
     from thunder_zero.tools.table.table import step_table as step_table
+    from thunder_zero.tools.time.estimate import Estimate as Estimate
+    from thunder_zero.tools.time.estimate import estimate as estimate
     from thunder_zero.tools.views.diff import diff as diff
     from thunder_zero.tools.views.difference import Difference as Difference
     from thunder_zero.tools.views.explanation import Explanation as Explanation

@@ -27,9 +27,9 @@ from thunder_zero.schedule.ops import (
     starts_collective,
 )
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.cost.estimate import Estimate
-from thunder_zero.tools.cost.lanes import Span
 from thunder_zero.tools.devices.device import Cost, Lane
+from thunder_zero.tools.time.estimate import Estimate
+from thunder_zero.tools.time.lanes import Span
 
 MICRO = 1e6  # a profile's unit of time is a microsecond
 

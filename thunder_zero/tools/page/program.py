@@ -13,10 +13,10 @@ from typing import Any
 
 from thunder_zero.plan.amounts import duration
 from thunder_zero.schedule.ops import Compute, Gather, Op, Reduce, ends_collective, starts_collective
-from thunder_zero.tools.cost.estimate import Estimate
 from thunder_zero.tools.devices.device import Lane
 from thunder_zero.tools.table.rows import COMPUTES, Row, label
 from thunder_zero.tools.table.table import Table
+from thunder_zero.tools.time.estimate import Estimate
 from thunder_zero.tools.views.explain import explain_all
 from thunder_zero.tools.views.explanation import Explanation
 

@@ -14,7 +14,6 @@ from thunder_zero.comm.slices import mesh_and_slices
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES, Policy
-from thunder_zero.tools.cost.estimate import Estimate
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.dry_run import ProgramSource, fake_mesh
 from thunder_zero.tools.forecast.around import loss_traffic
@@ -23,6 +22,7 @@ from thunder_zero.tools.planner.repeat import NotPeriodic, StepMemory, estimate_
 from thunder_zero.tools.planner.slicing import Slicing, sliced_copy
 from thunder_zero.tools.planner.subject import Subject
 from thunder_zero.tools.planner.training_plan import MeshShape
+from thunder_zero.tools.time.estimate import Estimate
 from thunder_zero.traces.compiled import Traces
 
 TRACED = (5, 6, 8)  # numbers of blocks to try, until the blocks repeat

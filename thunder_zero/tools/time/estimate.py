@@ -22,14 +22,14 @@ from functools import cached_property
 from thunder_zero.plan.amounts import duration
 from thunder_zero.schedule.ops import Compute, Return, ends_collective, starts_collective
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.cost.costs import REACHED, compute_dtype, costs_of, in_node
-from thunder_zero.tools.cost.lanes import Lanes, Span
 from thunder_zero.tools.devices.device import Cost, Device, Lane
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.forecast.around import whole_step
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.replay import Loss
 from thunder_zero.tools.printing.words import folded, summed_up
+from thunder_zero.tools.time.costs import REACHED, compute_dtype, costs_of, in_node
+from thunder_zero.tools.time.lanes import Lanes, Span
 from thunder_zero.traces.compiled import Traces
 
 
