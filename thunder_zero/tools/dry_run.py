@@ -103,19 +103,8 @@ def trace(
         if world_size is not None or rank or replicas != 1:
             raise ValueError("mesh says how many ranks there are; leave out world_size, rank and replicas")
         planned, slices, partial = mesh_and_slices(module, mesh, dp_mesh_dims)
-    return ProgramSource(
-        module,
-        args,
-        kwargs,
-        policy,
-        planned,
-        synced=synced,
-        fuse=fuse,
-        device=device,
-        slices=slices,
-        partial=partial,
-        dynamic=dynamic,
-    ).under(policy)
+    source = ProgramSource(module, args, kwargs, policy, planned, synced, fuse, device, slices, partial, dynamic)
+    return source.under(policy)
 
 
 CPU = torch.device("cpu")
@@ -135,7 +124,6 @@ class ProgramSource:
         kwargs: Mapping[str, Any],
         policy: Policy | int,
         mesh: Mesh,
-        *,
         synced: bool = True,
         fuse: Fuser | None = None,
         device: Device | str | None = None,
