@@ -1,4 +1,4 @@
-"""``explain``, ``diff``, ``save_timeline``, profiler labels, ``thunder-zero trace`` and ``doctor`` say what holds."""
+"""``explain``, ``diff``, ``save_timeline``, profiler labels and ``thunder-zero trace`` say what holds."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.errors import fails
-from thunder_zero.capture import compilations
 from thunder_zero.comm.handle import Handle
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.ops import Gather, Op, Wait
 from thunder_zero.schedule.prefetch import Bound, bounds
 from thunder_zero.sharded.waits import Labels, label_launch
-from thunder_zero.tools import Device, Link, cli, diff, doctor, estimate
+from thunder_zero.tools import Device, Link, cli, diff, estimate
 
 import thunder
 
@@ -449,23 +448,6 @@ def test_an_error_of_the_users_code_is_one_sentence_with_its_line(
     assert "RuntimeError: a and b must have same reduction dim" in error
     (model_file.parent / "syntax.py").write_text("def build(:\n")
     assert "syntax.py:1: SyntaxError" in run(capsys, *command, f"{model_file.parent / 'syntax.py'}:build")[2]
-
-
-def test_doctor_reports_what_works(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilations, "SECONDS", 1e6)  # a slow machine would print how long it compiles
-    code, out, error = run(capsys, "doctor")
-    assert (code, error) == (0, "")
-    assert max(map(len, out.splitlines())) <= 100
-    for name in ("python", "torch", "lightning-thunder", "a step of ZeRO-3", "backends", "device"):
-        assert re.search(rf"^ok +{name} ", out, re.MULTILINE), name
-    assert torch.__version__ in out
-    monkeypatch.setattr(doctor, "ZeroTransform", None)
-    code, out, error = run(capsys, "doctor", "--json")
-    result = json.loads(out)
-    faults = [finding["what"] for finding in result["findings"] if finding["fault"]]
-    steps = [f"a step of {name}" for name in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")]
-    assert (code, result["works"], faults) == (1, False, steps)
-    assert error.startswith("thunder-zero: thunder_zero cannot run here: a step of DDP")
 
 
 def test_the_page_shows_the_output_of_its_programs(

@@ -17,7 +17,7 @@ import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.plan.amounts import itemsize, size
-from thunder_zero.tools.dry_run import ProgramSource, TraceRequest
+from thunder_zero.tools.dry_run import ProgramSource
 from thunder_zero.tools.fitting.budget import KEPT, KEPT_AND_RECOMPUTED, PLAIN, RECOMPUTED
 from thunder_zero.tools.fitting.candidate import Candidate
 from thunder_zero.tools.fitting.search import Search, with_choices
@@ -170,7 +170,7 @@ def test_prices_decide_between_recomputing_and_regathering_units() -> None:
 def test_one_capture_gives_the_traces_of_each_policy(fused: bool) -> None:
     chosen = tz.Policy(keep_unsharded=UNITS[1:], recompute_units=UNITS[:2])
     mesh, x = tz.schedule.Mesh.of(2), torch.empty(SHORT)
-    captured = ProgramSource(TraceRequest(on_meta(), (x,), {}, tz.ZERO3, mesh, fuse="inductor" if fused else None))
+    captured = ProgramSource(on_meta(), (x,), {}, tz.ZERO3, mesh, fuse="inductor" if fused else None)
     stages = [tz.Policy(stage, recompute="units") for stage in (0, 1, 2, 0)]
     for policy in (tz.ZERO3, chosen, tz.Policy(bucket_bytes=0, in_flight_bytes=0), *stages, tz.ZERO3):
         result, expected = captured.under(policy), traced(net, SHORT, policy, fused=fused)

@@ -259,7 +259,7 @@ def make_times(program: PageProgram, slower: float) -> tz.schedule.Times:
             phases[timeline.ops[index].backward][timeline.ops[index].params[0]] = seconds * slower
     gathers = [index for index, op in enumerate(timeline.ops) if isinstance(op, Gather)]
     nbytes = sum(timeline.traffic(timeline.ops[index]).busiest for index in gathers)
-    return tz.schedule.Times(*phases, nbytes / sum(wire[1] for index in gathers if (wire := costs[index].wire)))
+    return tz.schedule.Times(*phases, nbytes / sum(costs[index].wire_seconds for index in gathers))
 
 
 def test_measured_times_are_shown_beside_the_forecast() -> None:

@@ -25,9 +25,10 @@ from thunder_zero.plan.mesh import Mesh
 from thunder_zero.schedule.names import label_of
 from thunder_zero.schedule.ops import Compute, Gather, Launch, Reduce, Wait, ends, starts_collective
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.cost.costs import Lane, ring
+from thunder_zero.tools.devices.device import Lane
 from thunder_zero.tools.page.measured import by_profile, by_times
 from thunder_zero.tools.page.report import page_of
+from thunder_zero.tools.time.costs import ring
 
 DOCS_PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallel.md"
 
@@ -114,7 +115,7 @@ def test_data_parallel_rings_skip_the_other_slices() -> None:
         plan = make_plan(Pair(), tz.Policy(stage), mesh, {"up.weight": 0, "up.bias": 0, "down.weight": 1})
         ops = (Reduce(("g",), "h", ("up.weight",), over) for over in plan.reduced_over(plan.params[2]))
         all_rings = (ring(op, Timeline((op,), {}, plan)) for op in ops)
-        return {(hop.lane, hop.ranks, hop.stride) for hop in all_rings if hop}
+        return {(hop[0], *hop[1][1:3]) for hop in all_rings if hop}
 
     assert rings(Mesh.of(4, slices=2), 3) == {("shard", 4, 2)}
     assert rings(Mesh.of(4, replicas=3, slices=2), 3) == {("shard", 4, 2), ("replicate", 3, 8)}
@@ -165,7 +166,7 @@ def test_measured_times_include_waits_for_slices() -> None:
     timeline = estimate.timeline
     gathers = [op for op in timeline.ops if isinstance(op, Gather)]
     pairs = zip(timeline.ops, estimate.costs, strict=True)
-    wire_seconds = sum(cost.wire[1] for op, cost in pairs if op in gathers and cost.wire)
+    wire_seconds = sum(cost.wire_seconds for op, cost in pairs if op in gathers)
     for slower in (1.0, 3.0):
         times: tuple[dict[str, float], dict[str, float]] = {}, {}
         waits_for_gathers = [index for index, op in enumerate(timeline.ops) if ends(op, Gather)]

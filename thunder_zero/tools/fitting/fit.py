@@ -22,7 +22,7 @@ from thunder_zero.comm.slices import mesh_and_slices
 from thunder_zero.plan.amounts import bytes_of
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import ZERO3, Policy
-from thunder_zero.tools.dry_run import ProgramSource, TraceRequest
+from thunder_zero.tools.dry_run import ProgramSource
 from thunder_zero.tools.fitting.budget import PLAIN, RECOMPUTED
 from thunder_zero.tools.fitting.candidate import USUAL_PRICES, Prices
 from thunder_zero.tools.fitting.search import Search
@@ -130,9 +130,7 @@ def fit(
                 return traces, memory(traces, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
 
             tell("captures the module")
-            captured = ProgramSource(
-                TraceRequest(module, args, kwargs, asked, planned, fuse=fuse, slices=slices, partial=partial)
-            )
+            captured = ProgramSource(module, args, kwargs, asked, planned, fuse=fuse, slices=slices, partial=partial)
             compiled, best = _choose(forecast, asked, most, prices, tell)
             rows = list(_trade_off(compiled, best))
         print_trade_off(rows, console)

@@ -11,7 +11,7 @@ from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import Policy
 from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.dry_run import ProgramSource, TraceRequest
+from thunder_zero.tools.dry_run import ProgramSource
 from thunder_zero.tools.models.named import MODELS
 from thunder_zero.tools.page.program import Data
 from thunder_zero.tools.page.report import page_of
@@ -45,7 +45,7 @@ def report_of(
     stages = [stage_number for stage_number in (stage, beside) if stage_number is not None]
     first, *others = (Policy(stage_number, mixed_precision=precision) for stage_number in stages)
     with subject.with_blocks(subject.blocks if blocks is None else blocks) as module:
-        captured = ProgramSource(TraceRequest(module, subject.args, subject.kwargs, first, mesh, device=described))
+        captured = ProgramSource(module, subject.args, subject.kwargs, first, mesh, device=described)
         traces, beside_traces = captured.under(first), [captured.under(other) for other in others]
     blocks_text = f", {blocks} of {subject.blocks} blocks" if blocks is not None and blocks < subject.blocks else ""
     return page_of(

@@ -13,10 +13,10 @@ from typing import Any
 
 from thunder_zero.plan.amounts import duration
 from thunder_zero.schedule.ops import Compute, Gather, Op, Reduce, ends_collective, starts_collective
-from thunder_zero.tools.cost.costs import Lane
-from thunder_zero.tools.cost.estimate import Estimate
+from thunder_zero.tools.devices.device import Lane
 from thunder_zero.tools.table.rows import COMPUTES, Row, label
 from thunder_zero.tools.table.table import Table
+from thunder_zero.tools.time.estimate import Estimate
 from thunder_zero.tools.views.explain import explain_all
 from thunder_zero.tools.views.explanation import Explanation
 
@@ -46,7 +46,7 @@ class PageProgram:
         for line, span in self.table.spans:
             kind = self.estimate.timeline.ops[span.op].kind
             lane = str(span.lane) if span.lane in (Lane.COMPUTE, Lane.TENSOR) else f"{kind} {span.lane}"
-            bar = {"lane": lane, "line": line, "start": span.start, "end": span.end, "waits": span.waits}
+            bar = {"lane": lane, "line": line, "start": span.start, "end": span.end, "waits": span.waits is not None}
             if bars and bar | {"start": bars[-1]["end"]} == bars[-1] | {"start": span.start, "end": span.end}:
                 bars[-1]["end"] = span.end
             elif span.end > span.start:

@@ -16,7 +16,6 @@ from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.compat.jitted import plain_of
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.plan.policy import STAGES, Times
-from thunder_zero.tools.cost.estimate import estimate, step_time
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.forecast.around import memory_and_timeline
@@ -30,6 +29,7 @@ from thunder_zero.tools.page.measured import by_profile, by_times
 from thunder_zero.tools.page.program import Data, PageProgram
 from thunder_zero.tools.printing.words import count
 from thunder_zero.tools.table.table import table_of
+from thunder_zero.tools.time.estimate import estimate, step_time
 from thunder_zero.tools.views.save_timeline import events_of
 from thunder_zero.traces.compiled import Traces
 

@@ -14,16 +14,15 @@ from thunder_zero.comm.slices import mesh_and_slices
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES, Policy
-from thunder_zero.tools.absent_ranks import fake_mesh
-from thunder_zero.tools.cost.estimate import Estimate
 from thunder_zero.tools.devices.device import Device
-from thunder_zero.tools.dry_run import ProgramSource, TraceRequest
+from thunder_zero.tools.dry_run import ProgramSource, fake_mesh
 from thunder_zero.tools.forecast.around import loss_traffic
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.planner.repeat import NotPeriodic, StepMemory, estimate_whole, memory_whole
 from thunder_zero.tools.planner.slicing import Slicing, sliced_copy
 from thunder_zero.tools.planner.subject import Subject
 from thunder_zero.tools.planner.training_plan import MeshShape
+from thunder_zero.tools.time.estimate import Estimate
 from thunder_zero.traces.compiled import Traces
 
 TRACED = (5, 6, 8)  # numbers of blocks to try, until the blocks repeat
@@ -152,12 +151,12 @@ class SubjectPrograms:
                 "device": self.device,
             }
             if self.slices == 1:
-                self.captured[traced] = ProgramSource(TraceRequest(module, **options))
+                self.captured[traced] = ProgramSource(module, **options)
             else:
                 with fake_mesh((1, self.slices)) as mesh:
                     part = sliced_copy(module, mesh["tp"], self.how)
                     _, options["slices"], options["partial"] = mesh_and_slices(part, mesh)
-                    self.captured[traced] = ProgramSource(TraceRequest(part, **options))
+                    self.captured[traced] = ProgramSource(part, **options)
         return self.captured[traced]
 
 

@@ -16,10 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from thunder_zero.capture.zero_module import traces_of
-from thunder_zero.tools.cost.costs import Lane
-from thunder_zero.tools.cost.estimate import Estimate, step_time
-from thunder_zero.tools.cost.lanes import Span
-from thunder_zero.tools.devices.device import Device
+from thunder_zero.tools.devices.device import Device, Lane
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.forecast.around import memory_and_timeline, whole_step
 from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Memory, MemoryLine
@@ -30,6 +27,8 @@ from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.text import place_of
 from thunder_zero.tools.printing.words import summed_up
 from thunder_zero.tools.table.rows import COMPUTES, Row, explained
+from thunder_zero.tools.time.estimate import Estimate, step_time
+from thunder_zero.tools.time.lanes import Span
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.operators import operator_of
 

@@ -26,11 +26,11 @@ from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Op, Reduce, Return, Wait
 from thunder_zero.schedule.prefetch import Bound, bounds
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.cost.estimate import estimate
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.table.rows import Row, label
 from thunder_zero.tools.table.table import Table, table_of, with_code
+from thunder_zero.tools.time.estimate import estimate
 from thunder_zero.tools.views.explanation import Explanation, Gathered, Reduced
 from thunder_zero.traces.compiled import Traces
 

@@ -13,14 +13,13 @@ from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.names import label_of
 from thunder_zero.schedule.ops import Compute, Work, ends_collective
-from thunder_zero.tools.cost.costs import Lane
-from thunder_zero.tools.cost.estimate import Estimate, estimate
-from thunder_zero.tools.cost.lanes import Span
-from thunder_zero.tools.devices.device import Device
+from thunder_zero.tools.devices.device import Device, Lane
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.printing.text import place_of
 from thunder_zero.tools.table.rows import Row, label
 from thunder_zero.tools.table.table import table_of
+from thunder_zero.tools.time.estimate import Estimate, estimate
+from thunder_zero.tools.time.lanes import Span
 from thunder_zero.traces.compiled import Traces
 
 if TYPE_CHECKING:

@@ -20,13 +20,13 @@ from thunder_zero.capture.compilations import resident_bytes
 from thunder_zero.plan.amounts import duration, size
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.tools.compiled_programs import ProgramTable
-from thunder_zero.tools.cost.estimate import estimate
-from thunder_zero.tools.devices.device import DEVICES, Device
-from thunder_zero.tools.devices.named import device_of
+from thunder_zero.tools.devices.device import Device
+from thunder_zero.tools.devices.named import DEVICES, device_of
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.text import table_of, text_of_table
 from thunder_zero.tools.printing.words import WIDTH, folded
+from thunder_zero.tools.time.estimate import estimate
 from thunder_zero.tools.why.follow import Followed, MeasuredStep, following
 from thunder_zero.traces.compiled import Traces
 
