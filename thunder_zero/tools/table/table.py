@@ -29,7 +29,7 @@ from thunder_zero.tools.forecast.replay import Loss
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.text import place_of
 from thunder_zero.tools.printing.words import summed_up
-from thunder_zero.tools.table.rows import COMPUTES, Row, explained
+from thunder_zero.tools.table.rows import COMPUTES, Row, columns_of
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.operators import operator_of
 
@@ -40,6 +40,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import tracectx
 
 THUNDER = Path(thunder.__file__).parent
+Columns = dict[str, Any]  # the columns of a row by name
 DIGESTS, LOSS = "digests", "loss"  # phases without a trace, beside OPTIMIZER_STEP
 AROUND = {
     DIGESTS: "# digests of this rank's rows, by which ranks know what to refresh",
@@ -58,12 +59,14 @@ class Table:
         all: the rows of all lines.
         memory: the forecast of memory, if any.
         time: the times of operations, forecast or measured, if any.
+        spans: (index of the row, span) pairs of the times, in their order.
     """
 
     traces: Traces
     all: tuple[Row, ...]
     memory: Memory | None = None
     time: Estimate | None = None
+    spans: tuple[tuple[int, Span], ...] = ()
 
     def __repr__(self) -> str:
         return summed_up(self, f"{len(self.all)} rows; {place_of(self.traces.plan)}")
@@ -85,12 +88,6 @@ class Table:
     def of(self, op: int) -> Row:
         """Return the row of an operation of ``traces.timeline``."""
         return self.all[self.place[op]]
-
-    @cached_property
-    def spans(self) -> tuple[tuple[int, Span], ...]:
-        """(index of the row, span) pairs of the times, in their order."""
-        places = operation_places(self.traces, self.time) if self.time else ()
-        return tuple((self.place[places[span.op]], span) for span in (self.time.spans if self.time else ()))
 
 
 def step_table(
@@ -128,16 +125,22 @@ def table_of(
     places = operation_places(traces, time) if time else ()
     around = {place for place in places if isinstance(place, str)}
     around |= {line.phase for line in memory.lines if line.position < 0} if memory else set()
-    rows: list[Row] = []
+    rows: list[Columns] = []
     for phase in ORDER:
         if phase in AROUND:
-            rows += [Row(phase, -1, AROUND[phase])] * (phase in around)
+            rows += [{"phase": phase, "position": -1, "code": AROUND[phase]}] * (phase in around)
         else:
-            unit = next((row.unit for row in reversed(rows) if row.kind in COMPUTES), "")
+            unit = next((row["unit"] for row in reversed(rows) if row.get("kind") in COMPUTES), "")
             lines, backward = _lines(traces, phase, codes), phase == "backward"
-            rows += explained(lines, traces.timeline, traces.lines, backward=backward, unit=unit)
-    bare = Table(traces, tuple(_with_memory(rows, memory) if memory else rows), memory, time)
-    return replace(bare, all=tuple(_with_times(bare))) if time else bare
+            rows += columns_of(lines, traces.timeline, traces.lines, backward=backward, unit=unit)
+    if memory:
+        _add_memory(rows, memory)
+    spans: tuple[tuple[int, Span], ...] = ()
+    if time:
+        keys = {row.get("op", row["phase"]): index for index, row in enumerate(rows)}
+        spans = tuple((keys[places[span.op]], span) for span in time.spans)
+        _add_times(rows, spans)
+    return Table(traces, tuple(Row(**row) for row in rows), memory, time, spans)
 
 
 def operation_places(traces: Traces, time: Estimate) -> tuple[int | str, ...]:
@@ -189,8 +192,8 @@ def _origin(bsym: BoundSymbol, phase: str) -> str:
     return f"{prefix}{Path(name).name}:{positions.lineno}  {get_source_line(name, positions.lineno).strip()}"
 
 
-def _with_memory(rows: Iterable[Row], memory: Memory) -> Iterator[Row]:
-    """Yield rows with their bytes. A line that the forecast leaves out has the bytes alive of the line before it."""
+def _add_memory(rows: Iterable[Columns], memory: Memory) -> None:
+    """Add the bytes. A line that the forecast leaves out has the bytes alive of the line before it."""
     indices = {(line.phase, line.position): index for index, line in enumerate(memory.lines)}
     allocated, freed = ([Counter[str]() for _ in memory.lines] for _ in range(2))
     for storage in memory.storages:
@@ -200,27 +203,24 @@ def _with_memory(rows: Iterable[Row], memory: Memory) -> Iterator[Row]:
             freed[storage.freed][str(storage.kind)] += storage.nbytes
     before: MemoryLine | None = None
     for row in rows:
-        index = indices.get((row.phase, row.position))
-        new: dict[str, Any] = {}
+        index = indices.get((row["phase"], row["position"]))
         if index is not None:
             before = memory.lines[index]
-            new = {"allocated": allocated[index], "freed": freed[index], "is_peak": before is memory.peak_line}
-        yield replace(row, alive=before.total, highest=before.highest, **new) if before else row
+            row |= {"allocated": allocated[index], "freed": freed[index], "is_peak": before is memory.peak_line}
+        if before:
+            row |= {"alive": before.total, "highest": before.highest}
 
 
-def _with_times(table: Table) -> Iterator[Row]:
+def _add_times(rows: Iterable[Columns], spans: Iterable[tuple[int, Span]]) -> None:
     by_row: dict[int, list[Span]] = {}
-    for index, span in table.spans:
+    for index, span in spans:
         by_row.setdefault(index, []).append(span)
     now = 0.0
-    for index, row in enumerate(table.all):
-        spans = by_row.get(index, [])
-        computed = [span for span in spans if span.lane is Lane.COMPUTE and span.seconds]
-        start = min([span.start for span in computed], default=now)
-        now = max([now, *(span.end for span in computed)])
-        exposed = sum(span.seconds for span in computed if span.waits)
-        wires = [span for span in spans if span.lane is not Lane.COMPUTE][-1:]
-        wire: dict[str, Any] = (
-            {"lane": str(wires[0].lane), "wire_start": wires[0].start, "wire_end": wires[0].end} if wires else {}
-        )
-        yield replace(row, start=start, end=now, exposed=exposed, **wire)
+    for index, row in enumerate(rows):
+        in_row = by_row.get(index, [])
+        computed = [span for span in in_row if span.lane is Lane.COMPUTE and span.seconds]
+        row["start"] = min([span.start for span in computed], default=now)
+        row["end"] = now = max([now, *(span.end for span in computed)])
+        row["exposed"] = sum(span.seconds for span in computed if span.waits)
+        for wire in [span for span in in_row if span.lane is not Lane.COMPUTE][-1:]:
+            row |= {"lane": str(wire.lane), "wire_start": wire.start, "wire_end": wire.end}
