@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from thunder_zero.tools.table.table import step_table as step_table
     from thunder_zero.tools.views.diff import diff as diff
     from thunder_zero.tools.views.difference import Difference as Difference
-    from thunder_zero.tools.views.explanation import Explanation as Explanation
+    from thunder_zero.tools.views.explain import Explanation as Explanation
     from thunder_zero.tools.views.save_timeline import save_timeline as save_timeline
     from thunder_zero.traces.compiled import Traces as Traces
 
@@ -63,7 +63,7 @@ NAMES = {  # names keyed by module; type checkers read the imports above
     "thunder_zero.tools.absent_ranks": ("fake_mesh",),
     "thunder_zero.tools.views.diff": ("diff",),
     "thunder_zero.tools.views.difference": ("Difference",),
-    "thunder_zero.tools.views.explanation": ("Explanation",),
+    "thunder_zero.tools.views.explain": ("Explanation",),
     "thunder_zero.tools.views.save_timeline": ("save_timeline",),
     "thunder_zero.tools.compiled_programs": ("CompiledProgram", "programs"),
     "thunder_zero.tools.convert.consolidate": ("consolidate",),

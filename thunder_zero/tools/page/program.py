@@ -5,28 +5,22 @@ The page numbers the rows of the table from 0: these numbers are its lines.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
 from thunder_zero.plan.amounts import duration
-from thunder_zero.schedule.ops import Compute, Gather, Op, Reduce, ends_collective, starts_collective
+from thunder_zero.schedule.ops import Compute, Reduce, starts_collective
 from thunder_zero.tools.cost.costs import Lane
 from thunder_zero.tools.cost.estimate import Estimate
 from thunder_zero.tools.table.rows import COMPUTES, Row, label
 from thunder_zero.tools.table.table import Table
-from thunder_zero.tools.views.explain import explain_all
-from thunder_zero.tools.views.explanation import Explanation
+from thunder_zero.tools.views.explain import Explanation, explanation_of
+from thunder_zero.tools.views.reasons import why_launch
 
 Data = dict[str, Any]
-OF_SLICES = {
-    "all_reduce": "each rank has a part of a sum, and the lines behind it need all of it",
-    "gather": "the lines behind it need the parts of all ranks",
-    "scatter": "each rank has a part of a sum, and the lines behind it need some of its rows",
-    "all_to_all": "the lines behind it need other parts than those that this rank has",
-}
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ class PageProgram:
     @cached_property
     def explanations(self) -> dict[str, Explanation]:
         """A mapping from parameter paths to explanations, with this program's times."""
-        return explain_all(self.table)
+        return {param.path: explanation_of(self.table, param) for param in self.table.traces.plan.params}
 
     @cached_property
     def collectives(self) -> tuple[Data, ...]:
@@ -84,15 +78,11 @@ class PageProgram:
         table = self.table
         timeline, rows = table.traces.timeline, table.all
         ending = {(row.lane, row.wire_end): row for row in rows if row.wire_seconds}
-        waits: dict[str, int] = {}
-        for index, op in enumerate(timeline.ops):
-            if ends_collective(op):  # backward may repeat the wait for a collective of forward
-                waits.setdefault(op.reads[0], table.place[index])
         for index, op in enumerate(timeline.ops):
             if not starts_collective(op):
                 continue
             exchange = op.exchange if isinstance(op, Compute) else None
-            launch, wait = table.place[index], waits[op.writes[0]]
+            launch, wait = table.place[index], table.place[table.ends[op.writes[0]]]
             row, launched, waited = rows[launch], rows[launch].end or 0.0, rows[wait].start or 0.0
             earlier_row = ending.get((row.lane, row.wire_start))
             earlier = label(earlier_row.params, timeline.plan, gradients=earlier_row.gradients) if earlier_row else ""
@@ -113,7 +103,7 @@ class PageProgram:
                 "waited": waited,
                 "wire_seconds": row.wire_seconds,
                 "exposed_seconds": exposed,
-                "why": _why_there(op, row, self.explanations),
+                "why": why_launch(table, op),
                 "why_exposed": _why_exposed(row.wire_seconds, exposed, max(waited - launched, 0.0), queued, earlier),
                 "hidden_share": max(0.0, 1 - exposed / row.wire_seconds) if row.wire_seconds else 1.0,
             }
@@ -121,17 +111,6 @@ class PageProgram:
 
 def _seconds(row: Row) -> float:
     return (row.end or 0.0) - (row.start or 0.0)
-
-
-def _why_there(op: Op, row: Row, explanations: Mapping[str, Explanation]) -> str:
-    """Return the reason for the position of a launch in its phase, from the explanation of its first parameter."""
-    if isinstance(op, Compute) and op.exchange is not None:
-        return OF_SLICES[op.exchange.moves]
-    explanation = explanations[op.params[0]]
-    if isinstance(op, Gather):
-        return next(gather.why_launch for gather in explanation.gathers if gather.launch.op == row.op)
-    reduced = explanation.gradient
-    return "" if reduced is None else f"it starts as soon as its gradients are made; its wait: {reduced.why_wait}"
 
 
 def _why_exposed(wire: float, exposed: float, ahead: float, queued: float, earlier: str) -> str:

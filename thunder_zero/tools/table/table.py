@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from thunder_zero.capture.zero_module import traces_of
+from thunder_zero.schedule.ops import Compute, ends_collective
+from thunder_zero.schedule.prefetch import Bound, bounds
 from thunder_zero.tools.cost.costs import Lane
 from thunder_zero.tools.cost.estimate import Estimate, step_time
 from thunder_zero.tools.cost.lanes import Span
@@ -40,7 +42,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import tracectx
 
 THUNDER = Path(thunder.__file__).parent
-Columns = dict[str, Any]  # the columns of a row by name
+Cells = dict[str, Any]  # the columns of a row by name
 DIGESTS, LOSS = "digests", "loss"  # phases without a trace, beside OPTIMIZER_STEP
 AROUND = {
     DIGESTS: "# digests of this rank's rows, by which ranks know what to refresh",
@@ -89,6 +91,33 @@ class Table:
         """Return the row of an operation of ``traces.timeline``."""
         return self.all[self.place[op]]
 
+    @cached_property
+    def by_param(self) -> dict[str, list[Row]]:
+        """The rows of each parameter, keyed by its path."""
+        rows: dict[str, list[Row]] = {param.path: [] for param in self.traces.plan.params}
+        for row in self.all:
+            for path in row.params:
+                rows[path].append(row)
+        return rows
+
+    @cached_property
+    def ends(self) -> dict[str, int]:
+        """The operation that first waits for each collective, keyed by the collective's handle."""
+        ops = enumerate(self.traces.timeline.ops)
+        waits = [(op.reads[0], index) for index, op in ops if ends_collective(op)]
+        return dict(reversed(waits))  # backward may repeat the wait for a collective of forward
+
+    @cached_property
+    def last_reads(self) -> dict[str, int]:
+        """The last computation that reads each value."""
+        ops = enumerate(self.traces.timeline.ops)
+        return {name: index for index, op in ops if isinstance(op, Compute) for name in op.reads}
+
+    @cached_property
+    def bounds(self) -> dict[str, tuple[int, Bound]]:
+        """The operation behind which each gather starts, and the reason why not earlier, keyed by handle."""
+        return bounds(self.traces.timeline)
+
 
 def step_table(
     model_or_traces: ThunderModule | Traces,
@@ -125,7 +154,7 @@ def table_of(
     places = operation_places(traces, time) if time else ()
     around = {place for place in places if isinstance(place, str)}
     around |= {line.phase for line in memory.lines if line.position < 0} if memory else set()
-    rows: list[Columns] = []
+    rows: list[Cells] = []
     for phase in ORDER:
         if phase in AROUND:
             rows += [{"phase": phase, "position": -1, "code": AROUND[phase]}] * (phase in around)
@@ -192,7 +221,7 @@ def _origin(bsym: BoundSymbol, phase: str) -> str:
     return f"{prefix}{Path(name).name}:{positions.lineno}  {get_source_line(name, positions.lineno).strip()}"
 
 
-def _add_memory(rows: Iterable[Columns], memory: Memory) -> None:
+def _add_memory(rows: Iterable[Cells], memory: Memory) -> None:
     """Add the bytes. A line that the forecast leaves out has the bytes alive of the line before it."""
     indices = {(line.phase, line.position): index for index, line in enumerate(memory.lines)}
     allocated, freed = ([Counter[str]() for _ in memory.lines] for _ in range(2))
@@ -211,7 +240,7 @@ def _add_memory(rows: Iterable[Columns], memory: Memory) -> None:
             row |= {"alive": before.total, "highest": before.highest}
 
 
-def _add_times(rows: Iterable[Columns], spans: Iterable[tuple[int, Span]]) -> None:
+def _add_times(rows: Iterable[Cells], spans: Iterable[tuple[int, Span]]) -> None:
     by_row: dict[int, list[Span]] = {}
     for index, span in spans:
         by_row.setdefault(index, []).append(span)
