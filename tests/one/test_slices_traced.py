@@ -26,8 +26,8 @@ from thunder_zero.schedule.names import label_of
 from thunder_zero.schedule.ops import Compute, Gather, Launch, Reduce, Wait, ends
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.cost.costs import Lane, ring
-from thunder_zero.tools.page.measured import by_profile, by_times
-from thunder_zero.tools.page.report import page_of
+from thunder_zero.tools.views.page.measured import by_profile, by_times
+from thunder_zero.tools.views.page.report import page_of
 
 DOCS_PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallel.md"
 

@@ -115,22 +115,22 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/table/",      NOT,    NOT,     IMPORT,  rooms("plan schedule traces capture tools/printing "
                                                               "tools/devices tools/cost tools/forecast "
                                                               "tools/table/rows")),
-    Room("tools/views/selection.py",NOT,NOT,   NOT,     rooms("plan schedule tools/printing tools/table/rows")),
-    Room("tools/views/print_rows.py",NOT,NOT,  NOT,     rooms("plan schedule tools/printing tools/table/rows "
-                                                              "tools/views/selection")),
-    Room("tools/views/",      IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces capture tools/printing "
-                                                              "tools/devices tools/cost tools/forecast tools/table "
-                                                              "tools/views/selection tools/views/print_rows")),
     Room("tools/from_file.py",IMPORT, NOT,     NOT,     rooms("compat")),
     Room("tools/models/",     IMPORT, IMPORT,  NOT,     NOTHING),
     Room("tools/planner/",    IMPORT, IMPORT,  NOT,     rooms("plan comm schedule traces capture tools/printing "
                                                               "tools/devices tools/cost tools/dry_run "
                                                               "tools/absent_ranks tools/forecast tools/from_file "
                                                               "tools/models")),
-    Room("tools/page/",       IMPORT, NOT,     TYPES,   rooms("plan schedule compat traces capture tools/printing "
+    Room("tools/views/selection.py",NOT,NOT,   NOT,     rooms("plan schedule tools/printing tools/table/rows")),
+    Room("tools/views/print_rows.py",NOT,NOT,  NOT,     rooms("plan schedule tools/printing tools/table/rows "
+                                                              "tools/views/selection")),
+    Room("tools/views/page/", IMPORT, NOT,     TYPES,   rooms("plan schedule compat traces capture tools/printing "
                                                               "tools/devices tools/dry_run tools/forecast "
-                                                              "tools/cost tools/table tools/views tools/models "
+                                                              "tools/cost tools/table tools/models "
                                                               "tools/planner")),
+    Room("tools/views/",      IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces capture tools/printing "
+                                                              "tools/devices tools/cost tools/forecast tools/table "
+                                                              "tools/views/selection tools/views/print_rows")),
     Room("tools/why/",        IMPORT, IMPORT,  NOT,     rooms("plan sharded traces capture tools/printing "
                                                               "tools/devices tools/compiled_programs tools/forecast "
                                                               "tools/cost")),
@@ -138,7 +138,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/doctor.py",   IMPORT, IMPORT,  IMPORT,  rooms("plan sharded traces capture tools/printing")),
     Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint tools/convert tools/devices "
                                                               "tools/doctor tools/dry_run tools/from_file tools/models "
-                                                              "tools/page tools/planner tools/table/rows tools/views "
+                                                              "tools/planner tools/table/rows tools/views "
                                                               "tools/why")),
     Room("tools/__init__.py", NOT,    NOT,     NOT,     ALL),
     Room("__main__.py",       NOT,    NOT,     NOT,     rooms("tools/cli")),

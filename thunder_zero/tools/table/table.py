@@ -62,6 +62,7 @@ class Table:
         memory: the forecast of memory, if any.
         time: the times of operations, forecast or measured, if any.
         spans: (index of the row, span) pairs of the times, in their order.
+        no_memory: the reason why there is no forecast of memory, if one was tried.
     """
 
     traces: Traces
@@ -69,6 +70,7 @@ class Table:
     memory: Memory | None = None
     time: Estimate | None = None
     spans: tuple[tuple[int, Span], ...] = ()
+    no_memory: str = ""
 
     def __repr__(self) -> str:
         return summed_up(self, f"{len(self.all)} rows; {place_of(self.traces.plan)}")
@@ -136,12 +138,14 @@ def step_table(
     """
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     traces = for_loss(traces, loss) if loss else traces
-    memory: Memory | None = None
+    memory, no_memory = None, ""
     try:
         memory, timeline = memory_and_timeline(traces, loss=loss, optimizer=optimizer)
-    except NoForecast:
+    except NoForecast as error:
         timeline = whole_step(traces, loss, optimizer) if device and traces.backward else traces.timeline
-    return table_of(traces, memory, step_time(timeline, device_of(device), model=traces.lifted) if device else None)
+        no_memory = str(error)
+    time = step_time(timeline, device_of(device), model=traces.lifted) if device else None
+    return replace(table_of(traces, memory, time), no_memory=no_memory)
 
 
 def table_of(
