@@ -203,16 +203,20 @@ def test_diff_compares_zero2_and_zero3_unit_by_unit() -> None:
     for index in range(UNITS):
         zero2, zero3 = shown.units[f"layers.{index}"]
         regathers = int(index > 0)  # x needs no gradient
-        assert (zero2.gathers, zero3.gathers) == (1, 1 + regathers)
-        assert (zero2.reductions, zero3.reductions) == (1, 1)
-        assert (zero2.sent_bytes, zero3.sent_bytes) == (MATRIX, MATRIX + regathers * MATRIX // 2)
-        assert (zero2.gathered_at_most, zero3.gathered_at_most) == (MATRIX, MATRIX)
+        assert (zero2["gathers"], zero3["gathers"]) == (1, 1 + regathers)
+        assert (zero2["reduces"], zero3["reduces"]) == (1, 1)
+        assert (zero2["sent"], zero3["sent"]) == (MATRIX, MATRIX + regathers * MATRIX // 2)
+        assert (zero2["gathered"], zero3["gathered"]) == (MATRIX, MATRIX)
     for program, total in zip((first, second), shown.total, strict=True):
-        assert total.sent_bytes == sum(program.timeline.traffic(op).sent for op in program.timeline.ops)
-        assert total.gathered_at_most == max(gathered_bytes(program.timeline))
-        assert total.gathers == sum(isinstance(op, Gather) for op in program.timeline.ops)
-        assert (total.recomputed, total.recomputed_flops) == (0, 0)
-    assert shown.peaks == (tz.tools.memory(first).peak, tz.tools.memory(second).peak)
+        assert total["sent"] == sum(program.timeline.traffic(op).sent for op in program.timeline.ops)
+        assert total["gathered"] == max(gathered_bytes(program.timeline))
+        assert total["gathers"] == sum(isinstance(op, Gather) for op in program.timeline.ops)
+        assert (total["recomputed"], total["its FLOP"]) == (0, 0)
+    peaks = tuple(table.memory.peak for table in shown.tables if table.memory)
+    assert peaks == (
+        tz.tools.memory(first).peak,
+        tz.tools.memory(second).peak,
+    )
     assert "layers.1 .. 4, each 1 -> 2 1 64 -> 96 B 64 B 0 0" in in_words(shown)
 
 
@@ -228,9 +232,9 @@ def test_diff_counts_recomputed_flops_for_their_unit() -> None:
     estimates = [estimate(program, DEVICE) for program in (plain, recomputing)]
     assert estimates[0].model_seconds == estimates[1].model_seconds  # recomputation is no work of the model
     more = 2 * ROWS * 8 * 8  # the first product of the first unit
-    assert shown.total[1].recomputed_flops == estimates[1].flops - estimates[0].flops == more
-    assert [pair[0].recomputed_flops for pair in shown.units.values()] == [0, 0]
-    assert sum(pair[1].recomputed_flops for pair in shown.units.values()) == shown.total[1].recomputed_flops
+    assert shown.total[1]["its FLOP"] == estimates[1].flops - estimates[0].flops == more
+    assert [pair[0]["its FLOP"] for pair in shown.units.values()] == [0, 0]
+    assert sum(pair[1]["its FLOP"] for pair in shown.units.values()) == shown.total[1]["its FLOP"]
     assert "; also recompute none -> units" in in_words(shown)
 
 

@@ -139,8 +139,8 @@ def test_timelines_pages_explanations_and_differences_show_slices(tmp_path: Path
     assert "part 0 of 2 of 64 x 256, along dimension 1" in text
     assert "each of the 2 ranks of tensor parallelism computes with all of it" in str(tz.explain(traces, "down.bias"))
     difference = tz.tools.diff(trace_pair(4, 1), traces)
-    assert [total.slices for total in difference.total] == [0, 2]
-    assert [total.slice_bytes for total in difference.total] == [0, 2 * ACTIVATION]
+    assert [total["slices"] for total in difference.total] == [0, 2]
+    assert [total["sent by slices"] for total in difference.total] == [0, 2 * ACTIVATION]
     assert "collectives of tensor parallelism: 0 -> 2, which send 0 B -> 4.00 KiB of all" in str(difference)
 
 

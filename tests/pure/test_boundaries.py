@@ -128,18 +128,17 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
                                                               "tools/devices tools/dry_run tools/forecast "
                                                               "tools/cost tools/table tools/models "
                                                               "tools/planner")),
+    Room("tools/views/why.py",IMPORT, IMPORT,  NOT,     rooms("plan sharded traces capture tools/printing "
+                                                              "tools/devices tools/compiled_programs tools/forecast "
+                                                              "tools/cost")),
     Room("tools/views/",      IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces capture tools/printing "
                                                               "tools/devices tools/cost tools/forecast tools/table "
                                                               "tools/views/selection tools/views/print_rows")),
-    Room("tools/why/",        IMPORT, IMPORT,  NOT,     rooms("plan sharded traces capture tools/printing "
-                                                              "tools/devices tools/compiled_programs tools/forecast "
-                                                              "tools/cost")),
     Room("tools/convert/",    IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan checkpoint tools/printing")),
     Room("tools/doctor.py",   IMPORT, IMPORT,  IMPORT,  rooms("plan sharded traces capture tools/printing")),
     Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint tools/convert tools/devices "
                                                               "tools/doctor tools/dry_run tools/from_file tools/models "
-                                                              "tools/planner tools/table/rows tools/views "
-                                                              "tools/why")),
+                                                              "tools/planner tools/table/rows tools/views")),
     Room("tools/__init__.py", NOT,    NOT,     NOT,     ALL),
     Room("__main__.py",       NOT,    NOT,     NOT,     rooms("tools/cli")),
     Room("__init__.py",       NOT,    NOT,     IMPORT,  ALL),

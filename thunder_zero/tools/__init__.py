@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from thunder_zero.tools.table.rows import Row as Row
     from thunder_zero.tools.table.table import Table as Table
     from thunder_zero.tools.table.table import step_table as step_table
+    from thunder_zero.tools.views.diff import Difference as Difference
     from thunder_zero.tools.views.diff import diff as diff
-    from thunder_zero.tools.views.difference import Difference as Difference
     from thunder_zero.tools.views.explain import Explanation as Explanation
     from thunder_zero.tools.views.page.report import report as report
     from thunder_zero.tools.views.save_timeline import save_timeline as save_timeline
@@ -61,8 +61,7 @@ if TYPE_CHECKING:
 NAMES = {  # names keyed by module; type checkers read the imports above
     "thunder_zero.traces.compiled": ("Traces",),
     "thunder_zero.tools.absent_ranks": ("fake_mesh",),
-    "thunder_zero.tools.views.diff": ("diff",),
-    "thunder_zero.tools.views.difference": ("Difference",),
+    "thunder_zero.tools.views.diff": ("Difference", "diff"),
     "thunder_zero.tools.views.explain": ("Explanation",),
     "thunder_zero.tools.views.save_timeline": ("save_timeline",),
     "thunder_zero.tools.compiled_programs": ("CompiledProgram", "programs"),

@@ -180,7 +180,7 @@ def _plan(add: Add) -> None:
 
 def _why(add: Add) -> None:
     def run(options: argparse.Namespace) -> None:
-        from thunder_zero.tools.why.page import why
+        from thunder_zero.tools.views.why import why
 
         why(options.script, options.arguments, steps=options.steps, device=options.device)
 

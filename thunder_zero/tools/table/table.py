@@ -239,7 +239,8 @@ def _add_memory(rows: Iterable[Cells], memory: Memory) -> None:
         index = indices.get((row["phase"], row["position"]))
         if index is not None:
             before = memory.lines[index]
-            row |= {"allocated": allocated[index], "freed": freed[index], "is_peak": before is memory.peak_line}
+            row |= {"allocated": dict(allocated[index]), "freed": dict(freed[index])}
+            row["is_peak"] = before is memory.peak_line
         if before:
             row |= {"alive": before.total, "highest": before.highest}
 

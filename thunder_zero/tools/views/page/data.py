@@ -22,8 +22,7 @@ from thunder_zero.tools.printing.text import place_of
 from thunder_zero.tools.printing.words import short
 from thunder_zero.tools.table.rows import CODES, COMPUTES, label, label_of
 from thunder_zero.tools.table.table import Table
-from thunder_zero.tools.views.diff import compare_units
-from thunder_zero.tools.views.difference import COLUMNS
+from thunder_zero.tools.views.diff import COLUMNS, difference_of, require_one_module
 from thunder_zero.tools.views.explain import explanation_of
 from thunder_zero.tools.views.reasons import why_launch
 
@@ -184,10 +183,11 @@ def differences(programs: Sequence[Data], tables: Sequence[Table]) -> list[Data]
 
 
 def _by_unit(first: Table, second: Table) -> Iterator[list[str]]:
-    units, _ = compare_units(first.traces, second.traces)
+    require_one_module(first.traces, second.traces)
+    units = difference_of(first, second).units
     for pair, group in groupby(units, key=lambda unit: units[unit]):
         names = [name or "root unit" for name in group]
-        cells = ([text(figures) for figures in pair] for text in COLUMNS.values())
+        cells = ([text(figures[name]) for figures in pair] for name, text in COLUMNS.items())
         changes = (old if old == new else f"{old} {ARROW} {new}" for old, new in cells)
         yield [f"{names[0]} .. {names[-1]}, each" if names[1:] else names[0], *changes]
 
