@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.compat.jitted import plain_of
-from thunder_zero.plan.amounts import float_dtype, name_of
+from thunder_zero.plan.amounts import duration, float_dtype, name_of
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import STAGES, Policy, Times
 from thunder_zero.plan.precision import MixedPrecision
@@ -179,5 +179,7 @@ def html_of(data: Any) -> str:
         files(__package__).joinpath(f"page.{name}").read_text("utf-8") for name in ("html.jinja", "css", "js")
     )
     inline = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
-    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["duration"] = duration
+    page = environment.from_string(template)
     return page.render(page=data, data=Markup(inline), style=Markup(style), script=Markup(script))
