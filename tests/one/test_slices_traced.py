@@ -26,9 +26,9 @@ from thunder_zero.schedule.names import label_of
 from thunder_zero.schedule.ops import Compute, Gather, Launch, Reduce, Wait, ends, starts_collective
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Lane
-from thunder_zero.tools.page.measured import by_profile, by_times
-from thunder_zero.tools.page.report import page_of
 from thunder_zero.tools.time.costs import ring
+from thunder_zero.tools.views.page.measured import by_profile, by_times
+from thunder_zero.tools.views.page.report import page_of
 
 DOCS_PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallel.md"
 
@@ -141,8 +141,8 @@ def test_timelines_pages_explanations_and_differences_show_slices(tmp_path: Path
     assert "part 0 of 2 of 64 x 256, along dimension 1" in text
     assert "each of the 2 ranks of tensor parallelism computes with all of it" in str(tz.explain(traces, "down.bias"))
     difference = tz.tools.diff(trace_pair(4, 1), traces)
-    assert [total.slices for total in difference.total] == [0, 2]
-    assert [total.slice_bytes for total in difference.total] == [0, 2 * ACTIVATION]
+    assert [total["slices"] for total in difference.total] == [0, 2]
+    assert [total["sent by slices"] for total in difference.total] == [0, 2 * ACTIVATION]
     assert "collectives of tensor parallelism: 0 -> 2, which send 0 B -> 4.00 KiB of all" in str(difference)
 
 

@@ -111,31 +111,32 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/fitting/fit.py",IMPORT,TYPES,  IMPORT,  rooms("plan schedule comm traces capture tools/printing "
                                                               "tools/dry_run tools/forecast")),
     Room("tools/fitting/",    TYPES,  NOT,     NOT,     rooms("plan schedule tools/printing tools/forecast")),
-    Room("tools/table/",      NOT,    NOT,     IMPORT,  rooms("plan traces capture tools/printing tools/devices "
-                                                              "tools/time tools/forecast tools/table/rows")),
-    Room("tools/views/selection.py",NOT,NOT,   NOT,     rooms("plan schedule tools/printing tools/table/rows")),
-    Room("tools/views/print_rows.py",NOT,NOT,  NOT,     rooms("plan schedule tools/printing tools/table/rows "
-                                                              "tools/views/selection")),
-    Room("tools/views/",      IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces capture tools/printing "
-                                                              "tools/devices tools/time tools/forecast tools/table "
-                                                              "tools/views/selection tools/views/print_rows")),
+    Room("tools/table/",      NOT,    NOT,     IMPORT,  rooms("plan schedule traces capture tools/printing "
+                                                              "tools/devices tools/time tools/forecast "
+                                                              "tools/table/rows")),
     Room("tools/from_file.py",IMPORT, NOT,     NOT,     rooms("compat")),
     Room("tools/models/",     IMPORT, IMPORT,  NOT,     NOTHING),
     Room("tools/planner/",    IMPORT, IMPORT,  NOT,     rooms("plan comm schedule traces capture tools/printing "
                                                               "tools/devices tools/time tools/dry_run "
-                                                              "tools/forecast tools/from_file tools/models")),
-    Room("tools/page/",       IMPORT, NOT,     TYPES,   rooms("plan schedule compat traces capture tools/printing "
+                                                              "tools/forecast tools/from_file "
+                                                              "tools/models")),
+    Room("tools/views/selection.py",NOT,NOT,   NOT,     rooms("plan schedule tools/printing tools/table/rows")),
+    Room("tools/views/print_rows.py",NOT,NOT,  NOT,     rooms("plan schedule tools/printing tools/table/rows "
+                                                              "tools/views/selection")),
+    Room("tools/views/page/", IMPORT, NOT,     TYPES,   rooms("plan schedule compat traces capture tools/printing "
                                                               "tools/devices tools/dry_run tools/forecast "
-                                                              "tools/time tools/table tools/views tools/models "
+                                                              "tools/time tools/table tools/models "
                                                               "tools/planner")),
-    Room("tools/why/",        IMPORT, IMPORT,  NOT,     rooms("plan sharded traces capture tools/printing "
+    Room("tools/views/why.py",IMPORT, IMPORT,  NOT,     rooms("plan sharded traces capture tools/printing "
                                                               "tools/devices tools/compiled_programs tools/forecast "
                                                               "tools/time")),
+    Room("tools/views/",      IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces capture tools/printing "
+                                                              "tools/devices tools/time tools/forecast tools/table "
+                                                              "tools/views/selection tools/views/print_rows")),
     Room("tools/convert/",    IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan checkpoint tools/printing")),
     Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint tools/convert tools/devices "
                                                               "tools/dry_run tools/from_file tools/models "
-                                                              "tools/page tools/planner tools/table/rows tools/views "
-                                                              "tools/why")),
+                                                              "tools/planner tools/table/rows tools/views")),
     Room("tools/__init__.py", NOT,    NOT,     NOT,     ALL),
     Room("__main__.py",       NOT,    NOT,     NOT,     rooms("tools/cli")),
     Room("__init__.py",       NOT,    NOT,     IMPORT,  ALL),

@@ -4,8 +4,8 @@ In: a module and inputs, a model that ran, or a checkpoint. Out: frozen data wit
 
     module, inputs -- dry_run.py --> Traces --+---------------------> table/   a row for each line of a step
                                       |   |                             ^  |
-                                      |   +---> forecast/ bytes --------+  +-> views/ text, JSON, Perfetto
-                                      +-------> time/ devices/ seconds -+  +-> page/ one HTML page
+                                      |   +---> forecast/ bytes --------+  +-> views/ text, JSON, Perfetto, HTML
+                                      +-------> time/ devices/ seconds -+
                                                   |
                                                   +- fitting/ many policies -- planner/ stages and meshes
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:  # the public names, which are imported when they are first us
     from thunder_zero.tools.measure import measure_times as measure_times
     from thunder_zero.tools.models.named import MODELS as MODELS
     from thunder_zero.tools.models.named import NamedModel as NamedModel
-    from thunder_zero.tools.page.report import report as report
     from thunder_zero.tools.planner.plan_training import plan_training as plan_training
     from thunder_zero.tools.planner.training_plan import TrainingPlan as TrainingPlan
     from thunder_zero.tools.table.rows import Row as Row
@@ -51,9 +50,10 @@ if TYPE_CHECKING:  # the public names, which are imported when they are first us
     from thunder_zero.tools.table.table import step_table as step_table
     from thunder_zero.tools.time.estimate import Estimate as Estimate
     from thunder_zero.tools.time.estimate import estimate as estimate
+    from thunder_zero.tools.views.diff import Difference as Difference
     from thunder_zero.tools.views.diff import diff as diff
-    from thunder_zero.tools.views.difference import Difference as Difference
-    from thunder_zero.tools.views.explanation import Explanation as Explanation
+    from thunder_zero.tools.views.explain import Explanation as Explanation
+    from thunder_zero.tools.views.page.report import report as report
     from thunder_zero.tools.views.save_timeline import save_timeline as save_timeline
     from thunder_zero.traces.compiled import Traces as Traces
 

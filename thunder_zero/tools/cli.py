@@ -179,7 +179,7 @@ def _plan(add: Add) -> None:
 
 def _why(add: Add) -> None:
     def run(options: argparse.Namespace) -> None:
-        from thunder_zero.tools.why.page import why
+        from thunder_zero.tools.views.why import why
 
         why(options.script, options.arguments, steps=options.steps, device=options.device)
 
@@ -239,13 +239,13 @@ def _show_trace(options: argparse.Namespace) -> None:
 
 def _write_report(options: argparse.Namespace) -> None:
     """Write the report of a model with AdamW, under one or two stages."""
-    from thunder_zero.tools.page.planned import report_of
+    from thunder_zero.tools.views.page.report import report_of
 
     data = report_of(options.model, **_options_except(options, "model", "out", "json"))
     if options.json:
         print(json.dumps(data))
         return
-    from thunder_zero.tools.page.report import html_of
+    from thunder_zero.tools.views.page.report import html_of
 
     options.out.write_text(html_of(data), encoding="utf-8")
     print(f"{options.out}  {options.out.stat().st_size:,} B")
