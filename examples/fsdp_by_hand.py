@@ -63,7 +63,7 @@ POLICY = tz.Policy(stage=3, unit_of=lambda module: ("up", "down"), reshard_after
 
 
 def plain_trace(module: nn.Module, x: Tensor, executor: ZeroExecutor) -> JointTrace:
-    captured = ProgramSource(module, [x], {}, POLICY, executor.plan.mesh).exported
+    captured = ProgramSource(module, [x], {}, POLICY, executor.plan.mesh)
     with thunder_context():
         return convert(captured.joint, captured.paths, backward=True).traced(executor, synced=True)
 

@@ -139,8 +139,9 @@ class ProgramSource:
         with _replaced_tensors(module, plan), left_to_plan(module):
             inputs = cast_inputs(type(module).__name__, tuple(args), dict(kwargs), plan.policy.mixed_precision)
             args, kwargs = tree_map_only(Tensor, lambda item: shape_of(item) if item.is_meta else item, inputs)
-            self.exported = export(module, args, kwargs, plan, for_gpu=for_gpu, dynamic=dynamic)
-        self._mode = Mode(self.exported.joint.differentiates and torch.is_grad_enabled(), synced)
+            exported = export(module, args, kwargs, plan, for_gpu=for_gpu, dynamic=dynamic)
+        self.joint, self.paths, self._buffers, self._restored = exported
+        self._mode = Mode(self.joint.differentiates and torch.is_grad_enabled(), synced)
 
     def under(self, policy: Policy | int, mesh: Mesh | None = None) -> Traces:
         """Return the traces under another policy, and on another mesh if ``mesh`` is given.
@@ -148,12 +149,11 @@ class ProgramSource:
         The policy may differ from the captured policy in the stage, in the kept and recomputed units, and in the bytes
         of buckets and in flight.
         """
-        exported, plan = self.exported, self._plan(policy, mesh or self._mesh)
-        executor = ZeroExecutor(plan, Runtime())
-        converted, traces = program_of(exported.joint, exported.paths, executor, self._mode, fuses=self._fuses)
+        executor = ZeroExecutor(self._plan(policy, mesh or self._mesh), Runtime())
+        converted, traces = program_of(self.joint, self.paths, executor, self._mode, fuses=self._fuses)
         names = [proxy.name for proxy in converted.trace.args]
-        buffer_paths = {names[position]: path for position, path in exported.buffers.items()}
-        return replace(traces, others=buffer_paths, restored=exported.restored)
+        buffer_paths = {names[position]: path for position, path in self._buffers.items()}
+        return replace(traces, others=buffer_paths, restored=self._restored)
 
     def _plan(self, policy: Policy | int, mesh: Mesh) -> Plan:
         """Return the plan of the module, for the memory of the device, or else of the module's GPU."""
