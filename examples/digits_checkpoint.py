@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from pictures import save_curve
 from ranks import Ranks, add_format_options, formats_of, options_parser, positive, ranks_of_torchrun, stage_name
+from safetensors.torch import load_file
 from show import Bar, console_of, figures, progress_bar
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -170,13 +171,13 @@ class Trainer:
 def test_plain(file: Path, trainer: Trainer) -> float:
     """Return the accuracy of the plain module, without Thunder, with the weights of one file."""
     plain = Digits()
-    plain.load_state_dict(torch.load(file, weights_only=True))
+    plain.load_state_dict(load_file(file))
     return accuracy(plain, trainer.test_images, trainer.test_labels)
 
 
 def consolidate(checkpoint_folder: Path) -> Path:
     """Make one file with the command line, as a user would."""
-    file = checkpoint_folder.parent / "digits.pt"
+    file = checkpoint_folder.parent / "digits.safetensors"
     command = ["consolidate", str(checkpoint_folder), str(file)]
     subprocess.run([sys.executable, "-m", "thunder_zero", *command], check=True, stdout=subprocess.DEVNULL)
     return file
@@ -218,7 +219,7 @@ def report(trainer: Trainer, of_ranks: list[float], plain: float, found: list[fl
             f"{of_ranks[0]:.4%}",
             f"on every rank: {', '.join(f'{one:.4%}' for one in of_ranks)}",
         ),
-        ("plain module, from one file", f"{plain:.4%}", f"computes in float32; {trainer.folder / 'digits.pt'}"),
+        ("plain module, from one file", f"{plain:.4%}", f"computes in float32; {trainer.folder}/digits.safetensors"),
         ("checkpoint", f"epoch {options.epochs}", str(trainer.folder / f"epoch-{options.epochs}")),
     ]
     figures(console_of(ranks), f"Handwritten digits, {where}", rows)

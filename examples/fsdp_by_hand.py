@@ -28,7 +28,7 @@ from thunder_zero.capture.convert import convert
 from thunder_zero.schedule import Plan, passes, verify, verify_recompute
 from thunder_zero.schedule.free import free
 from thunder_zero.schedule.lifetimes import gathered_bytes
-from thunder_zero.tools.dry_run import ProgramSource, TraceRequest
+from thunder_zero.tools.dry_run import ProgramSource
 from thunder_zero.tools.views.selection import format_timeline
 from thunder_zero.traces.insert import insert_reductions, insert_synchronize
 from thunder_zero.traces.lift import lift
@@ -63,7 +63,7 @@ POLICY = tz.Policy(stage=3, unit_of=lambda module: ("up", "down"), reshard_after
 
 
 def plain_trace(module: nn.Module, x: Tensor, executor: ZeroExecutor) -> JointTrace:
-    captured = ProgramSource(TraceRequest(module, [x], {}, POLICY, executor.plan.mesh)).exported
+    captured = ProgramSource(module, [x], {}, POLICY, executor.plan.mesh)
     with thunder_context():
         return convert(captured.joint, captured.paths, backward=True).traced(executor, synced=True)
 

@@ -10,7 +10,7 @@ from show import WIDTH, mb
 
 import thunder_zero as tz
 from thunder_zero.tools.table.rows import Row
-from thunder_zero.tools.views.explanation import Gathered, Reduced
+from thunder_zero.tools.views.reasons import why_free
 
 INDENT = 12  # columns
 
@@ -33,30 +33,28 @@ def _lines(traces: tz.tools.Traces) -> Iterator[str]:
     param = max(inside, key=lambda one: (gathers.count(one.path), one.full_bytes))
     life = tz.explain(traces, param.path)
     yield f"\nThe life of {param.path}, of unit {param.unit}, in the program of one step:"
-    for number, gather in enumerate(life.gathers):
-        yield from _gathered(gather, "gathered" if number == 0 else "regathered")
-    if life.gradient is not None:
+    for number, rows in enumerate(life.gathers):
+        bucket = _bucket(rows["gather"], "parameter", traces)
+        name = "gathered" if number == 0 else "regathered"
+        yield from _event(name, rows["gather"], f"the ranks send each other their rows of {bucket}")
+        if "first use" in rows:
+            sentence = "the first line that computes with the full parameter, or a view of it"
+            yield from _event("used", rows["first use"], sentence)
+        if "free" in rows:
+            why = why_free(life.step, rows["wait"], rows["free"], is_read="first use" in rows)
+            yield from _event("freed", rows["free"], f"{why}; this rank is back to its rows")
+    if "reduce" in life.gradient:
         own = "each rank keeps those of its rows" if param.sharded else "each rank gets all of them"
-        yield from _event(
-            "reduced", life.gradient.launch, f"the ranks average {_bucket(life.gradient, 'gradient')}; {own}"
-        )
+        launch = life.gradient["reduce"]
+        yield from _event("reduced", launch, f"the ranks average {_bucket(launch, 'gradient', traces)}; {own}")
     yield from wrap(f"That is because {life.lifetime}.", WIDTH)
     yield f'More of this parameter: print(tz.explain(tz.traces_of(model), "{param.path}"))'
     yield f'The lines of this unit: tz.print_trace(model, unit="{param.unit}"); of all: tz.print_trace(model)'
 
 
-def _gathered(gather: Gathered, name: str) -> Iterator[str]:
-    yield from _event(name, gather.launch, f"the ranks send each other their rows of {_bucket(gather, 'parameter')}")
-    if gather.first_read is not None:
-        yield from _event(
-            "used", gather.first_read, "the first line that computes with the full parameter, or a view of it"
-        )
-    if gather.free is not None:
-        yield from _event("freed", gather.free, f"{gather.why_free}; this rank is back to its rows")
-
-
-def _bucket(one: Gathered | Reduced, noun: str) -> str:
-    return f"{len(one.bucket)} {noun}s, {mb(one.bucket_bytes)} in full" if len(one.bucket) > 1 else f"one {noun}"
+def _bucket(launch: Row, noun: str, traces: tz.tools.Traces) -> str:
+    nbytes = traces.timeline.traffic(traces.timeline.ops[launch.op or 0]).full
+    return f"{len(launch.params)} {noun}s, {mb(nbytes)} in full" if len(launch.params) > 1 else f"one {noun}"
 
 
 def _event(name: str, line: Row, sentence: str) -> Iterator[str]:

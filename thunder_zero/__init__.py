@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from thunder_zero.compat.imports import let_thunder_import
 from thunder_zero.lazy import lazy
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the public names, which are imported when they are first used
     from thunder_zero import schedule as schedule
     from thunder_zero import tools as tools
     from thunder_zero.capture.plugin import Recipe as Recipe
@@ -54,28 +54,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-NAMES = {  # the public names, by the module that defines them; type checkers read the imports above
-    "thunder_zero": ("schedule", "tools"),
-    "thunder_zero.checkpoint.hugging_face": ("save_pretrained",),
-    "thunder_zero.checkpoint.load": ("Loaded", "load"),
-    "thunder_zero.checkpoint.save": ("save",),
-    "thunder_zero.encodings.int8": ("Int8",),
-    "thunder_zero.encodings.nf4": ("NF4",),
-    "thunder_zero.capture.plugin": ("Recipe", "Zero", "zero"),
-    "thunder_zero.capture.transform": ("ZeroTransform", "compile"),
-    "thunder_zero.capture.zero_module": ("ZeroModule", "traces_of"),
-    "thunder_zero.optim.ema": ("EMA",),
-    "thunder_zero.optim.global_numbers": ("clip_grad_norm_", "global_mean"),
-    "thunder_zero.optim.optimizer": ("whole",),
-    "thunder_zero.plan.policy": ("DDP", "ZERO1", "ZERO2", "ZERO3", "Policy"),
-    "thunder_zero.plan.precision": ("MixedPrecision",),
-    "thunder_zero.sharded.full_parameters": ("full_parameters",),
-    "thunder_zero.sharded.full_state_dict": ("full_state_dict",),
-    "thunder_zero.tools.views.explain": ("explain",),
-    "thunder_zero.tools.views.print_trace": ("print_trace",),
-    "thunder_zero.tools.dry_run": ("trace",),
-}
-look_up, list_names, __all__ = lazy(__name__, NAMES)
+look_up, list_names, __all__ = lazy(__name__)
 
 if not TYPE_CHECKING:  # so that a type checker reports a name that does not exist
     __getattr__, __dir__ = look_up, list_names

@@ -2,18 +2,21 @@
 
 ::
 
-    NAMES = {"thunder_zero.plan.policy": ("Policy", "DDP")}      tz.Policy    ->  imports plan/policy.py
-    look_up, list_names, __all__ = lazy(__name__, NAMES)         tz.Polcy     ->  AttributeError
+    if TYPE_CHECKING:                                               tz.Policy    ->  imports plan/policy.py
+        from thunder_zero.plan.policy import Policy as Policy       tz.Polcy     ->  AttributeError
+    look_up, list_names, __all__ = lazy(__name__)
 
-A type checker reads the package's imports under ``if TYPE_CHECKING``. A test compares them with the table.
+The names are the imports that a type checker reads.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from pkgutil import get_data
 from typing import Any
 
 GetAttribute = Callable[[str], Any]
@@ -21,9 +24,11 @@ PACKAGES = ("thunder_zero", "thunder_zero.tools", "thunder_zero.schedule")  # an
 ALWAYS = ("__all__", "__doc__", "__file__", "__name__", "__path__")
 
 
-def lazy(package: str, names: Mapping[str, tuple[str, ...]]) -> tuple[GetAttribute, Callable[[], list[str]], list[str]]:
-    """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package, given the names of each module."""
-    homes = {name: module for module, exported in names.items() for name in exported}
+def lazy(package: str) -> tuple[GetAttribute, Callable[[], list[str]], list[str]]:
+    """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package, from its source."""
+    blocks = (node for node in ast.parse(get_data(package, "__init__.py") or b"").body if isinstance(node, ast.If))
+    imports = [line for block in blocks for line in block.body if isinstance(line, ast.ImportFrom)]
+    homes = {alias.name: str(line.module) for line in imports for alias in line.names}
 
     def look_up(name: str) -> Any:
         if name not in homes:

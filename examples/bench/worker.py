@@ -23,6 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 from unittest.mock import patch
 
@@ -38,7 +39,6 @@ from examples.bench.network import bytes_sent
 from examples.tensor_memory import added_at_peak
 from thunder_zero.comm.handle import Handle
 from thunder_zero.tools.devices.calibrate import Calibration
-from thunder_zero.tools.devices.named import to_data
 
 WARM_UP = 3  # steps: the first one compiles, and DDP rebuilds its buckets after it
 MESSAGE_BYTES = 8 << 20  # of the bare exchange
@@ -133,7 +133,7 @@ class Worker:
     def device(self) -> dict[str, Any]:
         """The device that was calibrated last."""
         assert self.calibration is not None, "calibrate comes first"
-        return to_data(self.calibration.device())
+        return asdict(self.calibration.device())
 
     def compile(self) -> dict[str, Any]:
         from examples.bench.overhead import compile_times

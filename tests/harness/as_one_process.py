@@ -172,7 +172,7 @@ def assert_same_state(model: Any, plain: nn.Module, tolerance: float | None = No
         assert_near(full[name], value, name, tolerance)
     values = {path: full[path.replace(CHECKPOINT_WRAPPER, "")] for path in state.params}
     for path, param in state.params.items():
-        assert torch.equal(local(param.shard), rows_of(values[path], param.plan, state.plan)), path
+        assert torch.equal(local(param.shard), rows_of(values[path], param.planned, state.plan)), path
     digests = gather_objects(digest(values.values()), state.group)
     assert len(set(digests)) == 1, "the bits differ between ranks"
     return full

@@ -24,7 +24,7 @@ from typing import Any
 import thunder_zero as tz
 from thunder_zero.plan.mesh import SHARD
 from thunder_zero.schedule.derived import gathered_from
-from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Launch, Op, Reduce, Return, Wait
+from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Launch, Op, Reduce, Return, Wait, Work
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.traces.lift import PREAMBLE, computation, proxies_in
 
@@ -219,7 +219,7 @@ def plain(ops: Sequence[Op]) -> list[Op]:
             case Wait():
                 return replace(op, launch=one(op.launch))  # type: ignore[arg-type]
             case Compute():
-                return replace(op, line=None, repeated=False, exchange=None, awaits=False, number=-1)
+                return replace(op, line=None, repeated=False, work=Work.OTHER, number=-1)
             case Free():
                 return replace(op, params=tuple(sorted(op.params)))
             case Return():

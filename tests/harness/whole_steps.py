@@ -31,7 +31,7 @@ def set_gradients(model: Any, grads: Mapping[str, Tensor]) -> None:
     state = sharded_model(model).state
     for path, param in state.params.items():
         if param.shard.requires_grad:
-            rows = local_rows(grads[path], param.plan, state.plan) if path in grads else None
+            rows = local_rows(grads[path], param.planned, state.plan) if path in grads else None
             param.shard.grad = None if rows is None else param.gradient(rows.clone())
 
 

@@ -1,4 +1,4 @@
-"""``explain``, ``diff``, ``save_timeline``, profiler labels, ``thunder-zero trace`` and ``doctor`` say what holds."""
+"""``explain``, ``diff``, ``save_timeline``, profiler labels and ``thunder-zero trace`` say what holds."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.errors import fails
-from thunder_zero.capture import compilations
 from thunder_zero.comm.handle import Handle
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.ops import Gather, Op, Wait
 from thunder_zero.schedule.prefetch import Bound, bounds
 from thunder_zero.sharded.waits import Labels, label_launch
-from thunder_zero.tools import Device, Link, cli, diff, doctor, estimate
+from thunder_zero.tools import Device, Link, cli, diff, estimate
 
 import thunder
 
@@ -79,22 +78,21 @@ def op_at(line: Any, program: tz.tools.Traces) -> Op:
 def test_explain_names_each_line_of_a_zero3_parameter() -> None:
     program = traces(3, bucket_bytes=0)
     shown = tz.explain(program, weight(2))
-    assert (shown.rows, shown.resting_bytes) == ((0, WIDTH // 2), MATRIX // 2)
-    assert [gather.launch.phase for gather in shown.gathers] == ["forward", "backward"]
+    assert f"rows 0 to 1 of 4 on this rank, {MATRIX // 2} B of {MATRIX} B" in in_words(shown)
+    assert [gather["gather"].phase for gather in shown.gathers] == ["forward", "backward"]
     for gather in shown.gathers:
-        assert (
-            op_at(gather.launch, program).params == op_at(gather.wait, program).params == gather.bucket == (weight(2),)
-        )
-        view = "aten.t(" if gather.launch.phase == "forward" else "aten.mm("  # backward multiplies by the weight itself
-        assert view in gather.first_read.statement
-        assert op_at(gather.last_read, program).flops == 2 * ROWS * WIDTH**2
-        assert gather.free.code.startswith("del ")
-        assert gather.free.phase == gather.launch.phase
-        assert (gather.nbytes, gather.sent_bytes, gather.received_bytes) == (MATRIX, MATRIX // 2, MATRIX // 2)
-        assert 2 * MATRIX <= gather.gathered_at_most <= max(gathered_bytes(program.timeline))
-    assert isinstance(op_at(shown.gradient.wait, program), Wait)
-    assert op_at(shown.gradient.made, program).writes == op_at(shown.gradient.launch, program).reads
-    assert (shown.sent_bytes, shown.received_bytes) == (3 * MATRIX // 2, 3 * MATRIX // 2)
+        launch, free = gather["gather"], gather["free"]
+        assert op_at(launch, program).params == op_at(gather["wait"], program).params == (weight(2),)
+        view = "aten.t(" if launch.phase == "forward" else "aten.mm("  # backward multiplies by the weight itself
+        assert view in gather["first use"].statement
+        assert op_at(gather.get("last use", gather["first use"]), program).flops == 2 * ROWS * WIDTH**2
+        assert free.code.startswith("del ")
+        assert free.phase == launch.phase
+    for alive in re.findall(r"64 B of its own; at most (\d+) B of all", in_words(shown)):
+        assert 2 * MATRIX <= int(alive) <= max(gathered_bytes(program.timeline))
+    assert isinstance(op_at(shown.gradient["wait"], program), Wait)
+    assert op_at(shown.gradient["made"], program).writes == op_at(shown.gradient["reduce"], program).reads
+    assert (shown.traffic.sent, shown.traffic.received) == (3 * MATRIX // 2, 3 * MATRIX // 2)
     assert shown.exposed_seconds is None
     text = in_words(shown)
     assert text.startswith("layers.2.weight: 4 x 4 float32, in unit layers.2; ZeRO-3, rank 0 of 2 at rest rows 0 to 1")
@@ -158,12 +156,14 @@ def test_nothing_computes_between_the_bound_of_a_gather_and_its_launch() -> None
 
 
 def test_each_stage_gathers_and_frees_as_it_promises() -> None:
-    assert tz.explain(traces(1), weight(2)).gathers[0].free is None
+    assert "free" not in tz.explain(traces(1), weight(2)).gathers[0]
     (gather,) = tz.explain(traces(2), weight(2)).gathers
-    assert (gather.first_read.phase, gather.last_read.phase, gather.free.phase) == ("forward", "backward", "backward")
+    phases = [gather[name].phase for name in ("first use", "last use", "free")]
+    assert phases == ["forward", "backward", "backward"]
     assert len(tz.explain(traces(3, keep_unsharded=("layers.1",)), weight(1)).gathers) == 1
-    deferred = tz.explain(traces(3, synced=False), weight(1)).gradient
-    assert (deferred.wait, deferred.sent_bytes, deferred.nbytes) == (None, 0, MATRIX)
+    deferred = tz.explain(traces(3, synced=False), weight(1))
+    assert list(deferred.gradient) == ["made", "defer"]
+    assert deferred.traffic.sent == MATRIX, "two gathers"
 
 
 def test_a_program_without_backward_is_explained_without_one() -> None:
@@ -179,8 +179,8 @@ def test_a_value_computed_from_a_parameter_alone_counts_as_its_use() -> None:
     module, x = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), torch.ones(3, 4)
     program = tz.trace(module, x, policy=tz.Policy(2, mixed_precision=half, recompute="none"), world_size=2)
     (gather,) = tz.explain(program, "0.weight").gathers
-    assert gather.last_read.phase == gather.free.phase
-    assert gather.last_read.position < gather.free.position
+    assert gather["last use"].phase == gather["free"].phase
+    assert gather["last use"].position < gather["free"].position
 
 
 def test_seconds_add_up_to_the_estimate() -> None:
@@ -192,8 +192,8 @@ def test_seconds_add_up_to_the_estimate() -> None:
         estimate(program, DEVICE).exposed_seconds
     )
     assert "compute waits" in in_words(shown[0])
-    for report in shown[0].gathers:
-        assert report.wire_seconds == pytest.approx(10 * MATRIX / 2)
+    for gather in shown[0].gathers:
+        assert gather["gather"].wire_seconds == pytest.approx(10 * MATRIX / 2)
 
 
 def test_diff_compares_zero2_and_zero3_unit_by_unit() -> None:
@@ -202,16 +202,20 @@ def test_diff_compares_zero2_and_zero3_unit_by_unit() -> None:
     for index in range(UNITS):
         zero2, zero3 = shown.units[f"layers.{index}"]
         regathers = int(index > 0)  # x needs no gradient
-        assert (zero2.gathers, zero3.gathers) == (1, 1 + regathers)
-        assert (zero2.reductions, zero3.reductions) == (1, 1)
-        assert (zero2.sent_bytes, zero3.sent_bytes) == (MATRIX, MATRIX + regathers * MATRIX // 2)
-        assert (zero2.gathered_at_most, zero3.gathered_at_most) == (MATRIX, MATRIX)
+        assert (zero2["gathers"], zero3["gathers"]) == (1, 1 + regathers)
+        assert (zero2["reduces"], zero3["reduces"]) == (1, 1)
+        assert (zero2["sent"], zero3["sent"]) == (MATRIX, MATRIX + regathers * MATRIX // 2)
+        assert (zero2["gathered"], zero3["gathered"]) == (MATRIX, MATRIX)
     for program, total in zip((first, second), shown.total, strict=True):
-        assert total.sent_bytes == sum(program.timeline.traffic(op).sent for op in program.timeline.ops)
-        assert total.gathered_at_most == max(gathered_bytes(program.timeline))
-        assert total.gathers == sum(isinstance(op, Gather) for op in program.timeline.ops)
-        assert (total.recomputed, total.recomputed_flops) == (0, 0)
-    assert shown.peaks == (tz.tools.memory(first).peak, tz.tools.memory(second).peak)
+        assert total["sent"] == sum(program.timeline.traffic(op).sent for op in program.timeline.ops)
+        assert total["gathered"] == max(gathered_bytes(program.timeline))
+        assert total["gathers"] == sum(isinstance(op, Gather) for op in program.timeline.ops)
+        assert (total["recomputed"], total["its FLOP"]) == (0, 0)
+    peaks = tuple(table.memory.peak for table in shown.tables if table.memory)
+    assert peaks == (
+        tz.tools.memory(first).peak,
+        tz.tools.memory(second).peak,
+    )
     assert "layers.1 .. 4, each 1 -> 2 1 64 -> 96 B 64 B 0 0" in in_words(shown)
 
 
@@ -227,9 +231,9 @@ def test_diff_counts_recomputed_flops_for_their_unit() -> None:
     estimates = [estimate(program, DEVICE) for program in (plain, recomputing)]
     assert estimates[0].model_seconds == estimates[1].model_seconds  # recomputation is no work of the model
     more = 2 * ROWS * 8 * 8  # the first product of the first unit
-    assert shown.total[1].recomputed_flops == estimates[1].flops - estimates[0].flops == more
-    assert [pair[0].recomputed_flops for pair in shown.units.values()] == [0, 0]
-    assert sum(pair[1].recomputed_flops for pair in shown.units.values()) == shown.total[1].recomputed_flops
+    assert shown.total[1]["its FLOP"] == estimates[1].flops - estimates[0].flops == more
+    assert [pair[0]["its FLOP"] for pair in shown.units.values()] == [0, 0]
+    assert sum(pair[1]["its FLOP"] for pair in shown.units.values()) == shown.total[1]["its FLOP"]
     assert "; also recompute none -> units" in in_words(shown)
 
 
@@ -449,23 +453,6 @@ def test_an_error_of_the_users_code_is_one_sentence_with_its_line(
     assert "RuntimeError: a and b must have same reduction dim" in error
     (model_file.parent / "syntax.py").write_text("def build(:\n")
     assert "syntax.py:1: SyntaxError" in run(capsys, *command, f"{model_file.parent / 'syntax.py'}:build")[2]
-
-
-def test_doctor_reports_what_works(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilations, "SECONDS", 1e6)  # a slow machine would print how long it compiles
-    code, out, error = run(capsys, "doctor")
-    assert (code, error) == (0, "")
-    assert max(map(len, out.splitlines())) <= 100
-    for name in ("python", "torch", "lightning-thunder", "a step of ZeRO-3", "backends", "device"):
-        assert re.search(rf"^ok +{name} ", out, re.MULTILINE), name
-    assert torch.__version__ in out
-    monkeypatch.setattr(doctor, "ZeroTransform", None)
-    code, out, error = run(capsys, "doctor", "--json")
-    result = json.loads(out)
-    faults = [finding["what"] for finding in result["findings"] if finding["fault"]]
-    steps = [f"a step of {name}" for name in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")]
-    assert (code, result["works"], faults) == (1, False, steps)
-    assert error.startswith("thunder-zero: thunder_zero cannot run here: a step of DDP")
 
 
 def test_the_page_shows_the_output_of_its_programs(

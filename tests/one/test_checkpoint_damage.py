@@ -154,14 +154,17 @@ def test_damaged_metadata_is_refused_in_one_sentence(
     for number, (name, (change, words)) in enumerate(IN_METADATA.items()):
         path = damaged(good, tmp_path / str(number), change)
         messages = [load(path)]
-        for command in (["inspect", path, "--verify"], ["consolidate", path, tmp_path / "m.pt", "--optimizer"]):
+        for command in (
+            ["inspect", path, "--verify"],
+            ["consolidate", path, tmp_path / "m.safetensors", "--optimizer"],
+        ):
             assert cli.main([str(argument) for argument in command]) == 1, name
             messages.append(capsys.readouterr().err)
         for sentence in messages:
             assert words in sentence, (name, sentence)
             assert sentence.rstrip("\n").count("\n") == 0, (name, sentence)
             assert sentence.rstrip().endswith(LAST), (name, sentence)
-    assert not (tmp_path / "m.pt").exists()
+    assert not (tmp_path / "m.safetensors").exists()
 
 
 def test_places_outside_of_files_and_links_are_refused(

@@ -19,7 +19,8 @@ from torch.distributed import checkpoint as dcp
 import thunder_zero as tz
 from tests.harness.errors import fails
 from thunder_zero.safetensors_files import TensorToWrite, split_into_files
-from thunder_zero.tools import cli, consolidate, doctor
+from thunder_zero.tools import cli, consolidate
+from thunder_zero.tools.convert import open_checkpoint
 from thunder_zero.tools.convert.open_checkpoint import OpenCheckpoint
 
 Command = Callable[..., tuple[int, str, str]]
@@ -77,7 +78,7 @@ def test_an_index_its_folder_or_a_folder_with_one_file_is_read(runs: Path, tmp_p
     shutil.copy(tmp_path / "in.safetensors", tmp_path / "alone/model.safetensors")
     for source in ("hub/model.safetensors.index.json", "hub", "alone"):
         tz.tools.shard_safetensors(tmp_path / source, runs / "again", ranks=2)
-        assert_same(torch.load(consolidate(runs / "again", tmp_path / "one.pt")[0]), weights())
+        assert_same(load_file(consolidate(runs / "again", tmp_path / "one.safetensors")[0]), weights())
 
 
 def test_floats_are_cast_and_tensors_aligned(runs: Path, tmp_path: Path, command: Command) -> None:
@@ -160,15 +161,16 @@ def test_only_files_of_an_earlier_call_are_removed(runs: Path, tmp_path: Path) -
         assert {path.name for path in out.iterdir()} == {*foreign, *(file.name for file in files)}
 
 
-@pytest.mark.parametrize("name", ["m.safetensors", "m.pt"])
-def test_existing_files_stay_if_a_call_fails(runs: Path, tmp_path: Path, name: str) -> None:
+def test_existing_files_stay_if_a_call_fails(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    limit = 20 if name == "m.safetensors" else None
-    consolidate(runs / "start", out / name, max_file_bytes=limit)
+    consolidate(runs / "start", out / "m.safetensors", max_file_bytes=20)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     with mock.patch.object(OpenCheckpoint, "read", side_effect=OSError(28, "No space left on device")):
-        fails(lambda: consolidate(runs / "start", out / name), ": the disk is full; existing files are unchanged")
+        fails(
+            lambda: consolidate(runs / "start", out / "m.safetensors"),
+            ": the disk is full; existing files are unchanged",
+        )
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
@@ -224,8 +226,8 @@ def test_checkpoints_of_other_tools_can_be_inspected_and_consolidated(
 
 
 def test_an_interrupt_is_reported_in_one_line(command: Command) -> None:
-    with mock.patch.object(doctor, "show_health", side_effect=KeyboardInterrupt()):
-        assert command("doctor") == (130, "", "thunder-zero: interrupted\n")
+    with mock.patch.object(open_checkpoint, "inspect", side_effect=KeyboardInterrupt()):
+        assert command("inspect", "latest") == (130, "", "thunder-zero: interrupted\n")
 
 
 def test_files_are_printed_to_stdout_and_bars_to_stderr(
@@ -238,9 +240,9 @@ def test_files_are_printed_to_stdout_and_bars_to_stderr(
     code, out, err = command("consolidate", runs / "start", runs / "m.safetensors", "--max-file-bytes", "0B")
     assert (code, out, err.partition(";")[0]) == (1, "", "thunder-zero: max_file_bytes is '0B'")
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
-    _, out, err = command("consolidate", runs / "start", runs / "m.pt")
-    assert out == f"{runs / 'm.pt'}  {(runs / 'm.pt').stat().st_size:,} B\n"
-    assert (last(err, "verify start"), last(err, "write m.pt")) == ("100%", "100%")
+    _, out, err = command("consolidate", runs / "start", runs / "m.safetensors")
+    assert out == f"{runs / 'm.safetensors'}  {(runs / 'm.safetensors').stat().st_size:,} B\n"
+    assert (last(err, "verify start"), last(err, "write m.safetensors")) == ("100%", "100%")
     _, out, err = command("shard", runs.parent / "in.safetensors", runs / "again", "--ranks", 2)
     assert out == f"{runs / 'again'}\n"
     assert last(err, "write again") == "100%"

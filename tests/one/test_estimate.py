@@ -18,7 +18,6 @@ import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.traced import Chain, traced
 from thunder_zero.schedule.ops import Compute, Work
-from thunder_zero.tools.devices.calibrated import Calibrated, Curve
 
 pytestmark = pytest.mark.slow
 
@@ -48,14 +47,13 @@ class Attends(nn.Module):
 
 NONE = tz.Policy(0, recompute="none")
 H100 = tz.tools.DEVICES["h100"]
-MEASURED = Calibrated(
+MEASURED = tz.tools.Device(
     "ours",
     {"float32": 1.0},
     1.0,
     1 << 30,
     intra_node=tz.tools.Link(1.0),
-    products={"matmul": {"float32": Curve(((1.0, 1.0),))}},
-    traffic={"pointwise": Curve(((1.0, 1.0),))},
+    curves=dict.fromkeys(("matmul float32", "pointwise"), ((1.0, 1.0),)),
 )
 
 

@@ -17,7 +17,7 @@ import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.plan.amounts import itemsize, size
-from thunder_zero.tools.dry_run import ProgramSource, TraceRequest
+from thunder_zero.tools.dry_run import ProgramSource
 from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.forecast.memory import recorder_of
 from thunder_zero.tools.forecast.recorder import Recorder
@@ -46,7 +46,7 @@ def on_meta(make: Callable[[], nn.Module] = net) -> nn.Module:
 
 def recorded(start: tz.Policy = tz.ZERO3) -> tuple[ProgramSource, Recorder]:
     """Capture the net once, and record its lines."""
-    source = ProgramSource(TraceRequest(on_meta(), (torch.empty(SHORT),), {}, tz.ZERO3, tz.schedule.Mesh.of(2)))
+    source = ProgramSource(on_meta(), (torch.empty(SHORT),), {}, tz.ZERO3, tz.schedule.Mesh.of(2))
     return source, recorder_of(source.under(start), None, torch.optim.SGD)
 
 
@@ -176,7 +176,7 @@ def test_prices_decide_between_recomputing_and_regathering_units() -> None:
 def test_one_capture_gives_the_traces_of_each_policy(fused: bool) -> None:
     chosen = tz.Policy(keep_unsharded=UNITS[1:], recompute_units=UNITS[:2])
     mesh, x = tz.schedule.Mesh.of(2), torch.empty(SHORT)
-    captured = ProgramSource(TraceRequest(on_meta(), (x,), {}, tz.ZERO3, mesh, fuse="inductor" if fused else None))
+    captured = ProgramSource(on_meta(), (x,), {}, tz.ZERO3, mesh, fuse="inductor" if fused else None)
     stages = [tz.Policy(stage, recompute="units") for stage in (0, 1, 2, 0)]
     for policy in (tz.ZERO3, chosen, tz.Policy(bucket_bytes=0, in_flight_bytes=0), *stages, tz.ZERO3):
         result, expected = captured.under(policy), traced(net, SHORT, policy, fused=fused)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import thunder_zero as tz
-from thunder_zero.schedule.ops import Compute, Op, Work
+from thunder_zero.schedule.ops import Compute, Exchange, Op, Work
 
 
 class Mixed(nn.Module):
@@ -46,7 +46,7 @@ def calls(traces: tz.tools.Traces, name: str, *, backward: bool = False) -> list
     return [op for op, line in placed if line.sym.name == name]
 
 
-def works(ops: Iterable[Op]) -> set[Work]:
+def works(ops: Iterable[Op]) -> set[Work | Exchange]:
     return {op.work for op in ops if isinstance(op, Compute)}
 
 

@@ -24,11 +24,10 @@ from thunder_zero.schedule.names import launch_label, wait_label
 from thunder_zero.schedule.ops import Gather, Launch, Wait, ends
 from thunder_zero.tools import Device, Link, cli
 from thunder_zero.tools.forecast.rehearsal import Rehearsal
-from thunder_zero.tools.page.data import data_of
-from thunder_zero.tools.page.measured import by_profile, by_times
-from thunder_zero.tools.page.program import Data, PageProgram
-from thunder_zero.tools.page.report import page_of
-from thunder_zero.tools.table.table import table_of
+from thunder_zero.tools.table.table import Table, table_of
+from thunder_zero.tools.views.page.data import Data, data_of
+from thunder_zero.tools.views.page.measured import by_profile, by_times
+from thunder_zero.tools.views.page.report import page_of
 
 DEVICE = Device("slow", {"float32": 1e9}, 1e10, 1 << 30, intra_node=Link(1e8, 1e-6), inter_node=Link(5e7, 1e-6))
 UNITS, WIDTH = 3, 16
@@ -65,10 +64,18 @@ def trace_model(stage: int | tz.Policy = 3, **options: Any) -> tz.tools.Traces:
     return traced(build_model, (8, WIDTH), stage, **options)
 
 
-def make_program(stage: int = 3, *, with_training: bool = True, **options: Any) -> PageProgram:
-    traces, training = trace_model(stage, **options), TRAINING if with_training else {}
-    time = tz.tools.estimate(traces, DEVICE, **training)
-    return PageProgram("forecast", table_of(traces, tz.tools.memory(traces, **training), time), time)
+def make_table(stage: int = 3, *, with_training: bool = True, **options: Any) -> Table:
+    return tz.tools.step_table(trace_model(stage, **options), device=DEVICE, **(TRAINING if with_training else {}))
+
+
+def time_of(table: Table) -> tz.tools.Estimate:
+    assert table.time is not None
+    return table.time
+
+
+def rows_of(columns: Data) -> list[Data]:
+    """Return the rows of a table with a list for each column."""
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 STAGES = [3, *slow(0, 1, 2)]
@@ -115,16 +122,16 @@ def test_time_and_memory_leave_out_what_the_loss_does_not_use() -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_operation_is_on_its_line_of_the_trace(stage: int) -> None:
-    program = make_program(stage)
-    for index, op in enumerate(program.table.traces.timeline.ops):
-        row = program.table.of(index)
-        assert row.position == program.table.traces.lines[index][0]
+    table = make_table(stage)
+    for index, op in enumerate(table.traces.timeline.ops):
+        row = table.of(index)
+        assert row.position == table.traces.lines[index][0]
         assert (row.kind, set(row.params) >= set(op.params)) == (op.kind if op.params or row.kind else "", True)
         assert row.phase == ("backward" if op.backward else "forward")
-    phases = list(dict.fromkeys(row.phase for row in program.table.all))
+    phases = list(dict.fromkeys(row.phase for row in table.all))
     digests = ["digests"] if stage == 1 else []
     assert phases == [*digests, "forward", "loss", "backward", "optimizer step"]
-    spans = [(row.start, row.end) for row in program.table.all]
+    spans = [(row.start, row.end) for row in table.all]
     assert all(before[1] <= after[1] and after[0] <= after[1] for before, after in pairwise(spans))
 
 
@@ -134,21 +141,23 @@ def total_length(bars: Iterable[Data]) -> float:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_bars_last_as_long_as_forecast_and_do_not_overlap(stage: int) -> None:
-    program = make_program(stage)
-    by_lane = {lane: [bar for bar in program.bars if bar["lane"] == lane] for lane in program.lanes}
-    assert sum(map(len, by_lane.values())) == len(program.bars)
+    table = make_table(stage)
+    time, data = time_of(table), data_of("forecast", table)
+    all_bars = rows_of(data["bars"])
+    by_lane = {lane: [bar for bar in all_bars if bar["lane"] == at] for at, lane in enumerate(data["lanes"])}
+    assert sum(map(len, by_lane.values())) == len(all_bars)
     computes = [bar for bar in by_lane["compute"] if not bar["waits"]]
-    assert total_length(computes) == pytest.approx(program.estimate.compute_seconds)
-    assert total_length(bar for bar in program.bars if bar["waits"]) == pytest.approx(program.estimate.exposed_seconds)
+    assert total_length(computes) == pytest.approx(time.compute_seconds)
+    assert total_length(bar for bar in all_bars if bar["waits"]) == pytest.approx(time.exposed_seconds)
     wire_seconds = sum(total_length(bars) for lane, bars in by_lane.items() if lane != "compute")
-    assert wire_seconds == pytest.approx(sum(program.estimate.wire_seconds.values()))
+    assert wire_seconds == pytest.approx(sum(time.wire_seconds.values()))
     for bars in by_lane.values():
         assert all(before["end"] <= after["start"] for before, after in pairwise(bars))
-    assert max(bar["end"] for bar in program.bars) == pytest.approx(program.estimate.seconds)
-    kinds = {bar["lane"].split()[0] for bar in program.bars} - {"compute"}
+    assert max(bar["end"] for bar in all_bars) == pytest.approx(time.seconds)
+    kinds = {lane.split()[0] for lane in data["lanes"]} - {"compute"}
     assert kinds == ({"reduce"} if stage == 0 else {"gather", "reduce"})
-    for unit, first, last in program.units:
-        assert unit in {row.unit for row in program.table.all[first : last + 1] if row.end > row.start}
+    for unit, first, last in data["runs"]:
+        assert data["units"][unit] in {row.unit for row in table.all[first : last + 1] if row.end > row.start}
 
 
 def test_a_peak_that_does_not_fit_is_marked() -> None:
@@ -161,23 +170,22 @@ def test_a_peak_that_does_not_fit_is_marked() -> None:
 
 
 def test_each_wire_of_hybrid_sharding_has_its_own_lanes() -> None:
-    program = make_program(3, replicas=2)
-    assert program.lanes == ("compute", "gather shard", "reduce shard", "reduce replicate")
+    lanes = data_of("forecast", make_table(3, replicas=2))["lanes"]
+    assert lanes == ["compute", "gather shard", "reduce shard", "reduce replicate"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_memory_curve_is_the_forecast_of_each_line(stage: int) -> None:
-    program = make_program(stage)
-    assert program.table.memory is not None
-    memory = data_of(program)["memory"]
-    lines = program.table.all
+    table = make_table(stage)
+    assert table.memory is not None
+    memory = data_of("forecast", table)["memory"]
+    lines = table.all
     index_of = {(row.phase, row.position): index for index, row in enumerate(lines)}
-    indices = [index_of[line.phase, line.position] for line in program.table.memory.lines]
+    indices = [index_of[line.phase, line.position] for line in table.memory.lines]
     alive: Counter[str] = Counter()
     changes = list(memory["changes"])
-    columns = memory["tensors"]
-    tensors = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    for index, line in zip(indices, program.table.memory.lines, strict=True):
+    tensors = rows_of(memory["tensors"])
+    for index, line in zip(indices, table.memory.lines, strict=True):
         while changes and changes[0][0] <= index:
             _, kind, step = changes.pop(0)
             alive[memory["kinds"][kind]] += step
@@ -185,30 +193,30 @@ def test_the_memory_curve_is_the_forecast_of_each_line(stage: int) -> None:
         live = [row for row in tensors if row["made"] <= index and (row["freed"] is None or row["freed"] > index)]
         assert sum(row["bytes"] for row in live) == line.total
     peak = memory["peak"]
-    assert sum(peak["by_kind"].values()) == peak["bytes"] == program.table.memory.peak
-    assert sum(tensors[index]["bytes"] for index in peak["tensors"]) == program.table.memory.peak
-    assert lines[peak["line"]].code.splitlines()[0] == program.table.memory.peak_line.code.splitlines()[0]
+    assert sum(peak["by_kind"].values()) == peak["bytes"] == table.memory.peak
+    assert sum(tensors[index]["bytes"] for index in peak["tensors"]) == table.memory.peak
+    assert lines[peak["line"]].code.splitlines()[0] == table.memory.peak_line.code.splitlines()[0]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_collectives_and_parameters_are_described_as_in_the_trace_and_in_explain(stage: int) -> None:
-    program = make_program(stage, with_training=False)
-    data = data_of(program)
-    paths = [param.path for param in program.table.traces.plan.params]
+    table = make_table(stage, with_training=False)
+    data = data_of("forecast", table)
+    paths = [param.path for param in table.traces.plan.params]
     assert [param["path"] for param in data["parameters"]] == paths
     for param in data["parameters"]:
-        assert param["explained"] == str(tz.explain(program.table.traces, param["path"], device=DEVICE))
-    launches = [op for op in program.table.traces.timeline.ops if isinstance(op, Launch)]
-    assert [item["params"] for item in program.collectives] == [len(op.params) for op in launches]
-    for item in program.collectives:
-        launch, wait = (program.table.all[item[name]] for name in ("launch", "wait"))
-        op = program.table.traces.timeline.ops[item["op"]]
+        assert param["explained"] == str(tz.explain(table.traces, param["path"], device=DEVICE))
+    launches = [op for op in table.traces.timeline.ops if isinstance(op, Launch)]
+    assert [item["params"] for item in data["collectives"]] == [len(op.params) for op in launches]
+    for item in data["collectives"]:
+        launch, wait = (table.all[item[name]] for name in ("launch", "wait"))
+        op = table.traces.timeline.ops[item["op"]]
         assert (launch.kind, wait.kind, launch.params) == (item["kind"], "wait", op.params)
         assert item["sent_bytes"] == launch.sent
         assert item["waited"] >= item["launched"]
         assert (item["why_exposed"] == "") == (item["exposed_seconds"] == 0) == (item["hidden_share"] == 1)
-    exposed = [item for item in program.collectives if item["exposed_seconds"]]
-    assert sum(item["exposed_seconds"] for item in exposed) == pytest.approx(program.estimate.exposed_seconds)
+    exposed = [item for item in data["collectives"] if item["exposed_seconds"]]
+    assert sum(item["exposed_seconds"] for item in exposed) == pytest.approx(time_of(table).exposed_seconds)
     assert any("on the wire; " in item["why_exposed"] for item in exposed)
 
 
@@ -222,7 +230,7 @@ def test_the_file_loads_nothing_else_and_is_small(tmp_path: Path) -> None:
     (inline,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, flags=re.DOTALL)
     page = page_of(trace_model(), DEVICE, **TRAINING, title="a </script> title")
     assert json.loads(inline) == json.loads(json.dumps(page))
-    bytes_per_line = len(inline) / len(make_program().table.all)
+    bytes_per_line = len(inline) / len(make_table().all)
     assert bytes_per_line < 450, "a GPT of 12 blocks has 2,000 lines and must stay below 1 MB"
 
 
@@ -233,11 +241,12 @@ def test_two_stages_are_compared_as_in_diff() -> None:
     step, by_unit = page["differences"]
     difference = tz.tools.diff(trace_model(freeing), trace_model(2))
     figures = {row[0]: row[1:] for row in step["rows"]}
-    assert figures["gathers"] == [str(total.gathers) for total in difference.total]
-    assert difference.peaks == tuple(program["figures"]["peak_bytes"] for program in page["programs"])
+    assert figures["gathers"] == [str(total["gathers"]) for total in difference.total]
+    peaks = tuple(table.memory.peak for table in difference.tables if table.memory)
+    assert peaks == tuple(program["figures"]["peak_bytes"] for program in page["programs"])
     assert by_unit["heads"] == ["unit", "gathers", "reduces", "sent", "gathered", "recomputed", "its FLOP"]
     units = {row[0]: row[1] for row in by_unit["rows"]}
-    gathers = [(str(first.gathers), str(second.gathers)) for first, second in difference.units.values()]
+    gathers = [(str(first["gathers"]), str(second["gathers"])) for first, second in difference.units.values()]
     arrow = "\N{RIGHTWARDS ARROW}"
     assert any(first != second for first, second in gathers)
     assert set(units.values()) == {a if a == b else f"{a} {arrow} {b}" for a, b in gathers}
@@ -248,9 +257,9 @@ def test_two_stages_are_compared_as_in_diff() -> None:
     fails(lambda: page_of(trace_model(3), DEVICE, beside=3), "TypeError", "beside is of type int")  # type: ignore[arg-type]
 
 
-def make_times(program: PageProgram, slower: float) -> tz.schedule.Times:
+def make_times(table: Table, slower: float) -> tz.schedule.Times:
     """Return times ``slower`` times the forecast's between waits for gathers. Gathers are as fast as forecast."""
-    timeline, costs = program.estimate.timeline, program.estimate.costs
+    timeline, costs = time_of(table).timeline, time_of(table).costs
     waits = [index for index, op in enumerate(timeline.ops) if ends(op, Gather)]
     phases: tuple[dict[str, float], dict[str, float]] = ({}, {})
     for index, next_index in pairwise(waits):
@@ -259,28 +268,28 @@ def make_times(program: PageProgram, slower: float) -> tz.schedule.Times:
             phases[timeline.ops[index].backward][timeline.ops[index].params[0]] = seconds * slower
     gathers = [index for index, op in enumerate(timeline.ops) if isinstance(op, Gather)]
     nbytes = sum(timeline.traffic(timeline.ops[index]).busiest for index in gathers)
-    return tz.schedule.Times(*phases, nbytes / sum(wire[1] for index in gathers if (wire := costs[index].wire)))
+    return tz.schedule.Times(*phases, nbytes / sum(costs[index].wire_seconds for index in gathers))
 
 
 def test_measured_times_are_shown_beside_the_forecast() -> None:
-    program = make_program()
-    spans, expected = by_times(program.estimate, make_times(program, 1.0)).spans, program.estimate.spans
+    table = make_table()
+    spans, expected = by_times(time_of(table), make_times(table, 1.0)).spans, time_of(table).spans
     assert [(span.op, span.lane) for span in spans] == [(span.op, span.lane) for span in expected]
     assert [span.end for span in spans] == pytest.approx([span.end for span in expected])
-    slower = by_times(program.estimate, make_times(program, 2.0))
-    assert slower.compute_seconds == pytest.approx(2 * program.estimate.compute_seconds)
-    assert slower.exposed_seconds < program.estimate.exposed_seconds
-    page = page_of(trace_model(), DEVICE, make_times(program, 2.0), **TRAINING)
+    slower = by_times(time_of(table), make_times(table, 2.0))
+    assert slower.compute_seconds == pytest.approx(2 * time_of(table).compute_seconds)
+    assert slower.exposed_seconds < time_of(table).exposed_seconds
+    page = page_of(trace_model(), DEVICE, make_times(table, 2.0), **TRAINING)
     assert [program["name"] for program in page["programs"]] == ["ZeRO-3", "measured times"]
     assert "those of measure_times" in page["programs"][1]["note"]
     assert len(page["differences"]) == 1
 
 
-def make_profile(program: PageProgram, steps: int, gap: float) -> list[dict[str, Any]]:
+def make_profile(table: Table, steps: int, gap: float) -> list[dict[str, Any]]:
     """Return events of the forecast's waits and launches. Each takes ``gap`` seconds after the compute before it."""
-    timeline, now, events = program.estimate.timeline, 5.0, []
+    timeline, now, events = time_of(table).timeline, 5.0, []
     for _ in range(steps):
-        for op, cost in zip(timeline.ops, program.estimate.costs, strict=True):
+        for op, cost in zip(timeline.ops, time_of(table).costs, strict=True):
             now += cost.seconds
             if isinstance(op, Launch | Wait):
                 launch = op.launch if isinstance(op, Wait) else op
@@ -291,19 +300,19 @@ def make_profile(program: PageProgram, steps: int, gap: float) -> list[dict[str,
 
 
 def test_a_profile_puts_launches_and_waits_where_they_ran(tmp_path: Path) -> None:
-    program = make_program(with_training=False)
-    profile = [{"name": "other", "ph": "X", "ts": 1.0}, *make_profile(program, 2, 0.001)]
-    time = by_profile(program.estimate, profile)
-    profiled = PageProgram("profile", table_of(program.table.traces, time=time), time)
-    labelled_ops = sum(isinstance(op, Launch | Wait) for op in program.table.traces.timeline.ops)
-    assert profiled.estimate.seconds == pytest.approx(program.estimate.compute_seconds + 0.001 * labelled_ops)
-    waits = sum(isinstance(op, Wait) for op in program.table.traces.timeline.ops)
-    assert profiled.estimate.exposed_seconds == pytest.approx(0.001 * waits)
-    assert all(collective["wire_seconds"] > 0 for collective in profiled.collectives)
+    table = make_table(with_training=False)
+    profile = [{"name": "other", "ph": "X", "ts": 1.0}, *make_profile(table, 2, 0.001)]
+    time = by_profile(time_of(table), profile)
+    profiled = data_of("profile", table_of(table.traces, time=time))
+    labelled_ops = sum(isinstance(op, Launch | Wait) for op in table.traces.timeline.ops)
+    assert profiled["figures"]["step_seconds"] == pytest.approx(time_of(table).compute_seconds + 0.001 * labelled_ops)
+    waits = sum(isinstance(op, Wait) for op in table.traces.timeline.ops)
+    assert profiled["figures"]["exposed_seconds"] == pytest.approx(0.001 * waits)
+    assert all(collective["wire_seconds"] > 0 for collective in profiled["collectives"])
     path = tmp_path / "profile.json"
     path.write_text(json.dumps({"traceEvents": profile}))
     shown = page_of(trace_model(), DEVICE, path)["programs"][1]
-    assert (shown["name"], shown["figures"]["step_seconds"]) == ("profile", profiled.estimate.seconds)
+    assert (shown["name"], shown["figures"]["step_seconds"]) == ("profile", profiled["figures"]["step_seconds"])
     path.write_text(json.dumps({"traceEvents": profile[:4]}))
     fails(lambda: page_of(trace_model(), DEVICE, path), "ValueError", "the profile has no whole step of this program")
 

@@ -21,7 +21,6 @@ import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.tools.cli import main
-from thunder_zero.tools.devices.calibrated import Calibrated, Curve
 from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.models.decoder import DecoderSizes, Llama
 from thunder_zero.tools.models.named import LLAMA_STYLES, cross_entropy
@@ -377,14 +376,13 @@ def test_the_code_of_a_named_model_builds_and_slices_it_with_public_names() -> N
         assert names["module"].blocks[0].mlp.up.weight.placements == (Shard(0),)
 
 
-CPU = Calibrated(
+CPU = tz.tools.Device(
     "ours",
     {"float32": 1.0},
     1.0,
     1 << 33,
     intra_node=tz.tools.Link(1.0),
-    products={"matmul": {"float32": Curve(((1.0, 1.0),))}},
-    traffic={"pointwise": Curve(((1.0, 1.0),))},
+    curves=dict.fromkeys(("matmul float32", "pointwise"), ((1.0, 1.0),)),
 )
 
 

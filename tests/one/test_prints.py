@@ -14,7 +14,6 @@ from torch import nn
 
 import thunder_zero as tz
 from tests.harness.traced import Chain, ResidualBlock
-from thunder_zero.tools.devices.calibrated import CollectiveCurves, Curve
 from thunder_zero.tools.format_errors import WireErrors
 
 BLOCKS, WIDTH = 16, 8
@@ -57,27 +56,19 @@ def build_values() -> Mapping[str, tuple[Any, ...]]:
     two, three = (tz.trace(module, x, policy=each_policy) for each_policy in (tz.Policy(2, unit_of=unit_of), policy))
     memory = tz.tools.memory(three, loss=loss, optimizer=torch.optim.AdamW)
     device = tz.tools.DEVICES["h100"]
-    curve = Curve(((1.0, 1e-6), (1e6, 1e-3)))
-    collectives = {kind: CollectiveCurves(curve, curve, curve, curve) for kind in ("gather", "scatter", "all_reduce")}
-    work = {work: {"float32": curve, "bfloat16": curve} for work in ("matmul", "attention", "convolution")}
-    traffic = dict.fromkeys(("pointwise", "reduction", "index", "random", "view"), curve)
-    about = {"cpu": "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "torch": "2.13.0"}
-    measured = tz.tools.Calibrated(
-        about["cpu"],
+    curves = ("matmul float32", "matmul bfloat16", "pointwise", "gather wire", "scatter wire", "all_reduce wire")
+    measured = tz.tools.Device(
+        "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz",
         {"float32": 1e11, "bfloat16": 1e11},
         1e10,
         64 << 30,
         tz.tools.Link(1e9),
-        products=work,
-        traffic=traffic,
-        collectives=collectives,
-        ranks=4,
-        about=about,
+        devices_per_node=4,
+        curves=dict.fromkeys(curves, ((1.0, 1e-6), (1e6, 1e-3))),
     )
     plan = tz.tools.plan_training(alike, y, world_size=1024, stages=(2, 3), loss=loss)
     table = tz.tools.step_table(three, device="h100")
     return {
-        "Calibrated": (measured,),
         "WireError": (
             WireErrors(
                 [tz.tools.WireError("blocks.11.attention.qkv.weight", ("int8/128", ""), 6.5e-3, 1.2e-2, 0.9999)]
@@ -87,7 +78,7 @@ def build_values() -> Mapping[str, tuple[Any, ...]]:
             tz.tools.CompiledProgram("graph 0", "training", {"tokens": torch.Size((2, 128))}, 1.4, 12 << 20, None),
         ),
         "DEVICES": (tz.tools.DEVICES,),
-        "Device": tuple(tz.tools.DEVICES.values()),
+        "Device": (measured, *tz.tools.DEVICES.values()),
         "Difference": (tz.tools.diff(two, three),),
         "Estimate": (tz.tools.estimate(three, "h100", loss=loss, optimizer=torch.optim.AdamW),),
         "Explanation": (tz.explain(three, "shared.weight", device="h100"), tz.explain(three, "blocks.3.0.weight")),
@@ -126,13 +117,13 @@ def test_its_text_fits_a_screen(name: str) -> None:
             assert sum(-(-len(line) // COLUMNS) for line in lines) <= limit, text
 
 
-@pytest.mark.parametrize("name", ["Calibrated", "Difference", "Estimate", "Explanation", "Memory", "TrainingPlan"])
+@pytest.mark.parametrize("name", ["Difference", "Explanation", "Memory", "TrainingPlan"])
 def test_its_table_has_the_rest(name: str) -> None:
     value = build_values()[name][0]
     lines = value.table().splitlines()
     assert max(map(len, lines)) <= COLUMNS
     more = len(lines) - len(str(value).splitlines())
-    if name in ("Difference", "Estimate", "Explanation", "Memory"):
+    if name in ("Difference", "Explanation", "Memory"):
         assert more >= 3, str(value)
     if name == "Difference":
         assert sum("blocks." in line for line in lines) == BLOCKS

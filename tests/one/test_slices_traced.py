@@ -23,11 +23,12 @@ from tests.harness.errors import refused
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.schedule.names import label_of
-from thunder_zero.schedule.ops import Compute, Gather, Launch, Reduce, Wait, ends
+from thunder_zero.schedule.ops import Compute, Gather, Launch, Reduce, Wait, ends, starts_collective
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.cost.costs import Lane, ring
-from thunder_zero.tools.page.measured import by_profile, by_times
-from thunder_zero.tools.page.report import page_of
+from thunder_zero.tools.devices.device import Lane
+from thunder_zero.tools.time.costs import ring
+from thunder_zero.tools.views.page.measured import by_profile, by_times
+from thunder_zero.tools.views.page.report import page_of
 
 DOCS_PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallel.md"
 
@@ -62,7 +63,8 @@ def test_a_rank_of_many_is_traced_in_one_process() -> None:
     assert shapes["up.weight"] == ((32, 64), (8, 64))
     assert shapes["down.weight"] == ((64, 32), (16, 32))
     assert shapes["first.weight"] == ((64, 64), (16, 64))
-    sent = [op.exchange.traffic.sent for op in traces.timeline.ops if isinstance(op, Compute) and op.exchange]
+    ops = filter(starts_collective, traces.timeline.ops)
+    sent = [traces.timeline.traffic(op).sent for op in ops if isinstance(op, Compute)]
     assert sent == [2 * 7 * (8 * 64 * 4 // 8)] * 2  # the activation behind down, the gradient in front of up
     assert not dist.is_initialized()
 
@@ -113,7 +115,7 @@ def test_data_parallel_rings_skip_the_other_slices() -> None:
         plan = make_plan(Pair(), tz.Policy(stage), mesh, {"up.weight": 0, "up.bias": 0, "down.weight": 1})
         ops = (Reduce(("g",), "h", ("up.weight",), over) for over in plan.reduced_over(plan.params[2]))
         all_rings = (ring(op, Timeline((op,), {}, plan)) for op in ops)
-        return {(hop.lane, hop.ranks, hop.stride) for hop in all_rings if hop}
+        return {(hop[0], *hop[1][1:3]) for hop in all_rings if hop}
 
     assert rings(Mesh.of(4, slices=2), 3) == {("shard", 4, 2)}
     assert rings(Mesh.of(4, replicas=3, slices=2), 3) == {("shard", 4, 2), ("replicate", 3, 8)}
@@ -139,8 +141,8 @@ def test_timelines_pages_explanations_and_differences_show_slices(tmp_path: Path
     assert "part 0 of 2 of 64 x 256, along dimension 1" in text
     assert "each of the 2 ranks of tensor parallelism computes with all of it" in str(tz.explain(traces, "down.bias"))
     difference = tz.tools.diff(trace_pair(4, 1), traces)
-    assert [total.slices for total in difference.total] == [0, 2]
-    assert [total.slice_bytes for total in difference.total] == [0, 2 * ACTIVATION]
+    assert [total["slices"] for total in difference.total] == [0, 2]
+    assert [total["sent by slices"] for total in difference.total] == [0, 2 * ACTIVATION]
     assert "collectives of tensor parallelism: 0 -> 2, which send 0 B -> 4.00 KiB of all" in str(difference)
 
 
@@ -164,7 +166,7 @@ def test_measured_times_include_waits_for_slices() -> None:
     timeline = estimate.timeline
     gathers = [op for op in timeline.ops if isinstance(op, Gather)]
     pairs = zip(timeline.ops, estimate.costs, strict=True)
-    wire_seconds = sum(cost.wire[1] for op, cost in pairs if op in gathers and cost.wire)
+    wire_seconds = sum(cost.wire_seconds for op, cost in pairs if op in gathers)
     for slower in (1.0, 3.0):
         times: tuple[dict[str, float], dict[str, float]] = {}, {}
         waits_for_gathers = [index for index, op in enumerate(timeline.ops) if ends(op, Gather)]
@@ -195,7 +197,7 @@ def test_a_profile_includes_waits_for_slices() -> None:
     assert measured.exposed_on[Lane.TENSOR] == pytest.approx(2 * estimate.exposed_on[Lane.TENSOR])
     rings = [span for span in measured.spans if span.lane is Lane.TENSOR]
     ops = [estimate.timeline.ops[span.op] for span in rings]
-    assert [op.exchange.moves for op in ops if isinstance(op, Compute) and op.exchange] == ["all_reduce"] * 2
+    assert [str(op.work) for op in ops if isinstance(op, Compute) and starts_collective(op)] == ["all_reduce"] * 2
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from tests.harness.read_traces import require_written
 from tests.harness.tiers import slow
 from tests.harness.traced import traced
 from thunder_zero.schedule import Free, Gather, Op, Reduce, Return, Timeline, Wait, check, ends
-from thunder_zero.schedule.ops import Launch, reading
+from thunder_zero.schedule.ops import Compute, Exchange, Launch, reading
 
 from thunder.core import prims
 from thunder.core.proxies import Proxy
@@ -108,7 +108,7 @@ def test_slices_are_written(policy: tz.Policy, options: dict[str, Any]) -> None:
         module, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), torch.empty(2, 8)
     with tz.tools.fake_mesh((2, 2)) as mesh:
         traces = tz.trace(parallelize_module(module, mesh["tp"], styles), x, policy=policy, mesh=mesh, **options)
-    assert any(getattr(op, "exchange", None) for op in traces.timeline.ops)
+    assert any(isinstance(op, Compute) and isinstance(op.work, Exchange) for op in traces.timeline.ops)
     require_written(traces)
 
 

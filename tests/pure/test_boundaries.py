@@ -96,9 +96,8 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),
     Room("tools/table/rows.py",NOT,   NOT,     NOT,     rooms("plan schedule tools/printing")),
     Room("tools/devices/",    IMPORT, IMPORT,  NOT,     rooms("plan schedule comm tools/printing")),
-    Room("tools/absent_ranks.py",NOT,   IMPORT,  NOT,     rooms("plan comm")),
     Room("tools/dry_capture.py",IMPORT,NOT,    NOT,     rooms("plan compat sharded capture")),
-    Room("tools/dry_run.py",  IMPORT, TYPES,   IMPORT,  rooms("plan schedule compat comm traces sharded capture "
+    Room("tools/dry_run.py",  IMPORT, IMPORT,  IMPORT,  rooms("plan schedule compat comm traces sharded capture "
                                                               "tools/devices tools/dry_capture")),
     Room("tools/measure.py",  NOT,    NOT,     IMPORT,  rooms("plan schedule comm sharded traces capture")),
     Room("tools/format_errors.py",IMPORT,NOT,  IMPORT,  rooms("plan comm sharded traces capture")),
@@ -107,37 +106,36 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/forecast/",   IMPORT, NOT,     IMPORT,  rooms("plan schedule traces compat sharded "
                                                               "capture tools/printing tools/table/rows "
                                                               "tools/forecast/unsent")),
-    Room("tools/cost/",       NOT,    NOT,     NOT,     rooms("plan schedule traces capture tools/printing "
+    Room("tools/time/",       NOT,    NOT,     NOT,     rooms("plan schedule traces capture tools/printing "
                                                               "tools/devices tools/forecast")),
-    Room("tools/table/",      NOT,    NOT,     IMPORT,  rooms("plan traces capture tools/printing tools/devices "
-                                                              "tools/cost tools/forecast tools/table/rows")),
-    Room("tools/views/selection.py",NOT,NOT,   NOT,     rooms("plan schedule tools/printing tools/table/rows")),
-    Room("tools/views/print_rows.py",NOT,NOT,  NOT,     rooms("plan schedule tools/printing tools/table/rows "
-                                                              "tools/views/selection")),
-    Room("tools/views/",      IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces capture tools/printing "
-                                                              "tools/devices tools/cost tools/forecast tools/table "
-                                                              "tools/views/selection tools/views/print_rows")),
+    Room("tools/table/",      NOT,    NOT,     IMPORT,  rooms("plan schedule traces capture tools/printing "
+                                                              "tools/devices tools/time tools/forecast "
+                                                              "tools/table/rows")),
     Room("tools/from_file.py",IMPORT, NOT,     NOT,     rooms("compat")),
     Room("tools/models/",     IMPORT, IMPORT,  NOT,     NOTHING),
     Room("tools/plan/fit.py", IMPORT, TYPES,   IMPORT,  rooms("plan schedule comm traces capture tools/printing "
                                                               "tools/dry_run tools/forecast")),
     Room("tools/plan/",       IMPORT, IMPORT,  NOT,     rooms("plan comm schedule traces capture tools/printing "
-                                                              "tools/devices tools/cost tools/dry_run "
-                                                              "tools/absent_ranks tools/forecast tools/from_file "
+                                                              "tools/devices tools/time tools/dry_run "
+                                                              "tools/forecast tools/from_file "
                                                               "tools/models")),
-    Room("tools/page/",       IMPORT, NOT,     TYPES,   rooms("plan schedule compat traces capture tools/printing "
+    Room("tools/views/selection.py",NOT,NOT,   NOT,     rooms("plan schedule tools/printing tools/table/rows")),
+    Room("tools/views/print_rows.py",NOT,NOT,  NOT,     rooms("plan schedule tools/printing tools/table/rows "
+                                                              "tools/views/selection")),
+    Room("tools/views/page/", IMPORT, NOT,     TYPES,   rooms("plan schedule compat traces capture tools/printing "
                                                               "tools/devices tools/dry_run tools/forecast "
-                                                              "tools/cost tools/table tools/views tools/models "
+                                                              "tools/time tools/table tools/models "
                                                               "tools/plan")),
-    Room("tools/why/",        IMPORT, IMPORT,  NOT,     rooms("plan sharded traces capture tools/printing "
+    Room("tools/views/why.py",IMPORT, IMPORT,  NOT,     rooms("plan sharded traces capture tools/printing "
                                                               "tools/devices tools/compiled_programs tools/forecast "
-                                                              "tools/cost")),
+                                                              "tools/time")),
+    Room("tools/views/",      IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces capture tools/printing "
+                                                              "tools/devices tools/time tools/forecast tools/table "
+                                                              "tools/views/selection tools/views/print_rows")),
     Room("tools/convert/",    IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan checkpoint tools/printing")),
-    Room("tools/doctor.py",   IMPORT, IMPORT,  IMPORT,  rooms("plan sharded traces capture tools/printing")),
     Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint tools/convert tools/devices "
-                                                              "tools/doctor tools/dry_run tools/from_file tools/models "
-                                                              "tools/page tools/plan tools/table/rows tools/views "
-                                                              "tools/why")),
+                                                              "tools/dry_run tools/from_file tools/models "
+                                                              "tools/plan tools/table/rows tools/views")),
     Room("tools/__init__.py", NOT,    NOT,     NOT,     ALL),
     Room("__main__.py",       NOT,    NOT,     NOT,     rooms("tools/cli")),
     Room("__init__.py",       NOT,    NOT,     IMPORT,  ALL),
@@ -234,7 +232,7 @@ def test_a_room_imports_only_what_it_may() -> None:
             "import thunder_zero.traces.lift",
             "tools/printing/a.py imports thunder_zero.traces.lift",
         ),
-        ("optim/a.py", "from thunder_zero.tools.cost import costs", "optim/a.py imports thunder_zero.tools.cost.costs"),
+        ("optim/a.py", "from thunder_zero.tools.time import costs", "optim/a.py imports thunder_zero.tools.time.costs"),
         ("traces/lift.py", "from torch import distributed as dist", "traces/lift.py imports torch.distributed"),
         ("traces/lift.py", "import torch\ntorch.distributed.barrier()", "traces/lift.py imports torch.distributed"),
         ("compat/casts.py", "from lightning.fabric import Fabric", "compat/casts.py imports lightning.fabric.Fabric"),
@@ -301,28 +299,6 @@ def test_no_modules_import_each_other() -> None:
     paths = sources(PACKAGE)
     dotted = {path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): paths[path] for path in paths}
     assert len(import_order(dotted)) > 50
-
-
-def lazy_names(source: str) -> dict[str, list[str]]:
-    """Return the names, by module, that a package imports lazily, according to its table."""
-    table = (node for node in parsed(source).body if isinstance(node, ast.Assign))
-    tables = [ast.literal_eval(node.value) for node in table if unparsed(node.targets[0]) == "NAMES"]
-    return {module: list(names) for table in tables for module, names in table.items()}
-
-
-def typed_names(source: str) -> dict[str, list[str]]:
-    """Return the names, by module, that a package imports for type checkers."""
-    result: dict[str, list[str]] = {}
-    blocks = (node for node in parsed(source).body if isinstance(node, ast.If))
-    for line in (line for block in blocks for line in block.body if isinstance(line, ast.ImportFrom)):
-        result.setdefault(str(line.module), []).extend(alias.name for alias in line.names)
-    return result
-
-
-@pytest.mark.parametrize("package", ["", "tools/"])
-def test_a_type_checker_reads_the_names_that_a_package_has(package: str) -> None:
-    source = (PACKAGE / f"{package}__init__.py").read_text()
-    assert typed_names(source) == lazy_names(source) != {}
 
 
 # Only one room patches Thunder and torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,51 +19,52 @@ from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.ops import Compute, Reduce, Wait, Work
 from thunder_zero.schedule.timeline import Timeline, Value
-from thunder_zero.tools.cost.costs import Cost, Lane, costs_of
-from thunder_zero.tools.cost.estimate import step_time
-from thunder_zero.tools.cost.lanes import Lanes
 from thunder_zero.tools.devices.calibrate import wire_seconds
-from thunder_zero.tools.devices.calibrated import Calibrated, CollectiveCurves, Curve
-from thunder_zero.tools.devices.device import Link
+from thunder_zero.tools.devices.device import Cost, Device, Lane, Link, rising, seconds_at
 from thunder_zero.tools.devices.named import load_device, save_device
+from thunder_zero.tools.time.costs import costs_of
+from thunder_zero.tools.time.estimate import step_time
+from thunder_zero.tools.time.lanes import Lanes
 
-LINE = Curve(((0.0, 0.0), (100.0, 1.0)))
-SENDS = CollectiveCurves(
-    launch=Curve(((0.0, 0.5),)),
-    wire=LINE,
-    finish=Curve(((0.0, 0.25),)),
-    taken=Curve(((0.0, 0.0), (100.0, 0.5))),
-)
-DEVICE = Calibrated(
+LINE = ((0.0, 0.0), (100.0, 1.0))
+SENDS = {
+    "launch": ((0.0, 0.5),),
+    "wire": LINE,
+    "finish": ((0.0, 0.25),),
+    "taken": ((0.0, 0.0), (100.0, 0.5)),
+    "tensor": ((0.0, 0.0), (1.0, 0.0)),
+}
+WORK = {
+    "matmul float32": LINE,
+    "attention float32": ((0.0, 0.0), (100.0, 4.0)),
+    "pointwise": ((0.0, 0.125), (10.0, 1.0)),
+    "view": ((0.0, 0.5),),
+}
+COLLECTIVES = {f"{kind} {name}": SENDS[name] for kind in ("gather", "scatter", "all_reduce") for name in SENDS}
+DEVICE = Device(
     "ours",
     {"float32": 100.0},
     10.0,
     1 << 30,
     intra_node=Link(100.0),
     devices_per_node=2,
-    products={"matmul": {"float32": LINE}, "attention": {"float32": Curve(((0.0, 0.0), (100.0, 4.0)))}},
-    traffic={"pointwise": Curve(((0.0, 0.125), (10.0, 1.0))), "view": Curve(((0.0, 0.5),))},
-    collectives={"gather": SENDS, "scatter": replace(SENDS, tensor_seconds=2.0), "all_reduce": SENDS},
-    ranks=2,
-    about={"cpu": "ours"},
+    curves=WORK | COLLECTIVES | {"scatter tensor": ((0.0, 0.0), (1.0, 2.0))},
 )
-ALONE = replace(DEVICE, ranks=1, collectives={})
+ALONE = replace(DEVICE, devices_per_node=1, curves=WORK)
 
 
 def test_a_curve_is_a_line_from_point_to_point() -> None:
-    curve = Curve(((10.0, 1.0), (20.0, 3.0), (40.0, 4.0)))
-    assert [curve.seconds(size) for size in (0, 10, 15, 20, 30, 40, 80)] == [1, 1, 2, 3, 3.5, 4, 8]
-    assert curve.seconds_per_unit == 0.1
-    assert Curve(((0.0, 0.5),)).seconds(7) == 0.5
-    noisy = Curve.measured([(4.0, 2.0), (1.0, 3.0), (8.0, 5.0)])
-    assert noisy.points == ((1, 3), (4, 3), (8, 5)), "no larger size is faster"
+    curve = ((10.0, 1.0), (20.0, 3.0), (40.0, 4.0))
+    assert [seconds_at(curve, size) for size in (0, 10, 15, 20, 30, 40, 80)] == [1, 1, 2, 3, 3.5, 4, 8]
+    assert seconds_at(((0.0, 0.5),), 7) == 0.5
+    assert rising([(4.0, 2.0), (1.0, 3.0), (8.0, 5.0)]) == ((1, 3), (4, 3), (8, 5)), "no larger size is faster"
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(1e-9, 1e3)), min_size=1, unique_by=lambda point: point[0]))
 def test_a_larger_size_takes_no_less_time(points: list[tuple[float, float]]) -> None:
-    curve = Curve.measured(points)
+    curve = rising(points)
     sizes = sorted([size * factor for size, _ in points for factor in (0.5, 1, 1.5)])
-    seconds = [curve.seconds(size) for size in sizes]
+    seconds = [seconds_at(curve, size) for size in sizes]
     assert all(later >= earlier * (1 - 1e-9) for earlier, later in pairwise(seconds))
 
 
@@ -77,11 +79,10 @@ def test_lines_take_the_seconds_of_their_class_of_work() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: Curve(()), "a curve has the points"),
-        (lambda: Curve(((1.0, -1.0),)), "a curve has the points"),
-        (lambda: Curve(((1.0, float("nan")),)), "a curve has the points"),
-        (lambda: Curve(((2.0, 1.0), (1.0, 2.0))), "a curve has the points"),
-        (lambda: Curve(((1.0, 2.0), (2.0, 1.0))), "a curve has the points"),
+        *(
+            (partial(replace, DEVICE, curves=WORK | {"view": points}), "the curve 'view' has the points")
+            for points in ((), ((1, -1),), ((1, float("nan")),), ((2, 1), (1, 2)), ((1, 2), (2, 1)))
+        ),
         (lambda: DEVICE.seconds(50, "bfloat16", 7, "matmul"), "ours has FLOP/s for float32, but .* in 'bfloat16'"),
         (lambda: DEVICE.collective("gather", 4, 1, 100, 3, 1), "collectives of 2 ranks, but the step has one of 4 ran"),
         (lambda: DEVICE.collective("gather", 2, 2, 100, 1, 1), "of 2 ranks, 2 apart; calibrate under torchrun with"),
@@ -110,9 +111,9 @@ def test_a_launch_and_a_wait_delay_compute() -> None:
     # The busiest rank sends 200 of 400 B, in 2 s of wire that take 1 s of the core: half of it.
     timeline = reduce_of(sharded=True)
     cost = costs_of(timeline, DEVICE)[0]
-    assert cost == Cost(sent_bytes=200, wire=(Lane.SHARD, 2.0), load=0.5, launch_seconds=2.5, finish_seconds=0.25)
+    assert cost == Cost(0, 0, 200, 0.0, Lane.SHARD, 2.0, load=0.5, launch_seconds=2.5, finish_seconds=0.25)
     step = step_time(timeline, DEVICE)
-    result = [(str(span.lane), span.start, span.end, span.waits) for span in step.spans]
+    result = [(str(span.lane), span.start, span.end, bool(span.waits)) for span in step.spans]
     # beside the wire compute has half of the core for 2 s; then it has 0.5 s to go
     assert result == [
         ("compute", 0, 2.5, False),
@@ -122,14 +123,14 @@ def test_a_launch_and_a_wait_delay_compute() -> None:
         ("compute", 5.25, 5.25, False),
     ]
     assert (step.seconds, step.compute_seconds, step.exposed_seconds) == (5.25, 5.25, 0)
-    assert costs_of(reduce_of(sharded=False), DEVICE)[0].wire == (Lane.SHARD, 4.0)
+    assert costs_of(reduce_of(sharded=False), DEVICE)[0].wire_seconds == 4.0
 
 
 def simulate(load: float, *compute: float, wires: int = 1) -> list[tuple[str, float, float]]:
     """Run rings of 2 s each, which take a share of the core, beside computations; then wait for the last ring."""
     lanes = Lanes()
     for number in range(wires):
-        lanes.launch(number, f"fut{number}", (Lane.SHARD, 2.0), load)
+        lanes.launch(number, f"fut{number}", Cost(lane=Lane.SHARD, wire_seconds=2.0, load=load))
     for number, seconds in enumerate(compute):
         lanes.compute(wires + number, seconds)
     lanes.wait(wires + len(compute), f"fut{wires - 1}")
@@ -170,14 +171,15 @@ def test_a_saved_device_is_read_back(tmp_path: Path) -> None:
     ("content", "words"),
     [
         ({"format": "other"}, "is no file of this version's thunder-zero calibrate \\(format 'other'"),
-        ({"products": {}}, "is damaged: it has no curve of matmul work; calibrate this machine again"),
-        ({"traffic": {"pointwise": [[1, -1]]}}, "is damaged: a curve has the points"),
-        ({"traffic": {"pointwise": 7}}, "is damaged: "),
-        ({"ranks": 0}, "is damaged: devices_per_node is 0"),
-        ({"about": []}, "is damaged: "),
+        ({"curves": {"pointwise": [[1, 1]]}}, "is damaged: it has no curve of matmul float32 work; calibrate this"),
+        ({"curves": {"pointwise": [[1, -1]]}}, "is damaged: the curve 'pointwise' has the points"),
+        ({"curves": {"pointwise": 7}}, "is damaged: "),
+        ({"curves": []}, "is damaged: "),
+        ({"devices_per_node": 0}, "is damaged: devices_per_node is 0"),
+        ({"ranks": 2}, "is damaged: .* 'ranks'"),
         ("{", "is no JSON"),
         ("[]", "format 'list'"),
-        ('{"format": "thunder_zero device 1"}', "it has no 'products'"),
+        ('{"format": "thunder_zero device 2"}', "it has no 'intra_node'"),
     ],
 )
 def test_damaged_and_foreign_files_are_refused(content: dict[str, object] | str, words: str, tmp_path: Path) -> None:

@@ -19,19 +19,11 @@ from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.ops import Compute, Gather, Launch, Op, Reduce, Wait, Work
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Timeline, Value
-from thunder_zero.tools.cost.costs import (
-    CollectiveKind,
-    Cost,
-    Lane,
-    Ring,
-    compute_dtype,
-    costs_of,
-    ring,
-    traffic_bytes,
-)
-from thunder_zero.tools.cost.estimate import simulate, step_time
-from thunder_zero.tools.cost.lanes import Lanes
-from thunder_zero.tools.devices.device import A100, DEVICES, H100, TPU_V2, Device, Link
+from thunder_zero.tools.devices.device import Cost, Device, Lane, Link
+from thunder_zero.tools.devices.named import A100, DEVICES, H100, TPU_V2
+from thunder_zero.tools.time.costs import compute_dtype, costs_of, ring, traffic_bytes
+from thunder_zero.tools.time.estimate import simulate, step_time
+from thunder_zero.tools.time.lanes import Lanes
 
 PLAN = Plan(Policy(3), Mesh.of(2), ())
 SECOND = Device(  # a FLOP, a byte of traffic and a byte on a wire each take one second
@@ -57,7 +49,8 @@ def lanes(text: str, *, overlaps: bool) -> list[str]:
         name = "y" if kind == "compute" else words.pop(0)
         if kind in ("gather", "across"):
             ops.append(Gather((f"t_{name}",), f"fut_{name}", ()))
-            costs.append(Cost(wire=(Lane.SHARD if kind == "gather" else Lane.REPLICATE, float(words[0]))))
+            lane = Lane.SHARD if kind == "gather" else Lane.REPLICATE
+            costs.append(Cost(lane=lane, wire_seconds=float(words[0])))
         else:
             ops.append(Wait(Gather((), f"fut_{name}", ()), (name,)) if kind == "wait" else Compute(("x",), (name,)))
             costs.append(Cost(seconds=sum(map(float, words))))
@@ -71,9 +64,9 @@ STEP = "gather a 2; gather b 2; compute 1; wait a; compute 3; wait b; compute 1"
 def spans_of(shared: frozenset[Lane]) -> list[str]:
     """Simulate an all-reduce of slices, which takes one second, during a gather, which takes four."""
     busy = Lanes(shared)
-    busy.launch(0, "a", (Lane.SHARD, 4.0), 0.0)
+    busy.launch(0, "a", Cost(lane=Lane.SHARD, wire_seconds=4.0))
     busy.compute(1, 1.0)
-    busy.launch(2, "b", (Lane.TENSOR, 1.0), 0.0)
+    busy.launch(2, "b", Cost(lane=Lane.TENSOR, wire_seconds=1.0))
     busy.wait(3, "b")
     busy.compute(4, 0.5)
     busy.wait(5, "a")
@@ -131,15 +124,15 @@ def launch_of(
 
 def test_a_launch_has_the_ring_of_its_ranks() -> None:
     # 5 rows of 3 bfloat16 on 2 ranks: the busiest rank owns 3 rows, 18 bytes.
-    inside = Ring(Lane.SHARD, 2, 1, 18, 1, CollectiveKind.GATHER, 1)
+    inside = Lane.SHARD, ("gather", 2, 1, 18, 1, 1)
     assert ring(*launch_of((5, 3), Gather, 2, 1)) == inside
     assert ring(*launch_of((5, 3), Gather, 2, 4)) == inside
     op, timeline = launch_of((5, 3), Reduce, 2, 4)
-    assert ring(op, timeline) == replace(inside, sends=CollectiveKind.SCATTER)
-    across = Ring(Lane.REPLICATE, 4, 2, 2 * 14, 6, CollectiveKind.ALL_REDUCE, 1)  # 13.5 elements
+    assert ring(op, timeline) == (Lane.SHARD, ("scatter", *inside[1][1:]))
+    across = Lane.REPLICATE, ("all_reduce", 4, 2, 2 * 14, 6, 1)  # 13.5 elements
     assert ring(Reduce(("g",), "fut", ("w",), REPLICATE), timeline) == across
     op, timeline = launch_of((5, 3), Reduce, 2, 2, sharded=False)
-    in_full = Ring(Lane.REPLICATE, 4, 1, 2 * 23, 6, CollectiveKind.ALL_REDUCE, 1)  # 22.5 elements: 2 * 3 / 4 of 15
+    in_full = Lane.REPLICATE, ("all_reduce", 4, 1, 2 * 23, 6, 1)  # 22.5 elements: 2 * 3 / 4 of 15
     assert ring(Reduce(("g",), "fut", ("w",), ALL), timeline) == in_full
     assert ring(*launch_of((5, 3), Gather, 1, 1)) is None
 
@@ -220,7 +213,7 @@ def test_devices_have_names_and_the_costs_of_their_numbers() -> None:
     assert len({device.name for device in DEVICES.values()}) == len(DEVICES)
     op, timeline = launch_of((800, 3), Gather, 8, 1)
     (cost,) = costs_of(timeline, H100)
-    assert cost.wire == (Lane.SHARD, H100.intra_node.seconds(7 * 100 * 3 * 2, steps=7))
+    assert (cost.lane, cost.wire_seconds) == (Lane.SHARD, H100.intra_node.seconds(7 * 100 * 3 * 2, steps=7))
     assert cost.sent_bytes == timeline.traffic(op).busiest
 
 
@@ -252,4 +245,4 @@ def test_a_copy_on_several_nodes_shares_its_wire_with_other_copies() -> None:
     timeline = timeline.with_ops((op, Reduce(("g",), "fut", ("w",), REPLICATE)))
     for devices, lanes in {4: [Lane.SHARD, Lane.REPLICATE], 2: [Lane.SHARD, Lane.SHARD]}.items():
         costs = costs_of(timeline, replace(SECOND, devices_per_node=devices))
-        assert [cost.wire and cost.wire[0] for cost in costs] == lanes
+        assert [cost.lane for cost in costs] == lanes

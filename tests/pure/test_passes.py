@@ -274,7 +274,7 @@ def test_a_schedule_is_right(timeline: Timeline, rank: int) -> None:
     assert (seen.ops, seen.plan.params) == (after.ops, after.plan.params), "all ranks schedule alike"
     computed = [op.line for op in after.ops if isinstance(op, Compute) and not op.repeated]
     assert computed == [op.line for op in timeline.ops if isinstance(op, Compute)]
-    launched = [op for op in after.ops if isinstance(op, Compute | Reduce) and not after.continues(op)]
+    launched = [op for op in after.ops if isinstance(op, Compute | Reduce) and not after.is_second_reduction(op)]
     for previous, op in pairwise(launched):
         assert not isinstance(op, Reduce) or isinstance(previous, Reduce) or op.reads[-1] in previous.writes, (
             "a late reduction"

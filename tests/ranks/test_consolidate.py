@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import weakref
-import zipfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import thunder_zero as tz
 from tests.harness.checkpoints import adamw, differing, state_of, take_step
@@ -126,46 +126,34 @@ def test_the_optimizer_has_a_file_of_its_own(run: Run, tmp_path: Path) -> None:
     assert {name.rpartition(".")[0] for name in run.states} <= set(groups["0.params"])
 
 
-def test_a_torch_file_loads_into_the_plain_module(run: Run, tmp_path: Path) -> None:
-    (file,) = tz.tools.consolidate(run.path, tmp_path / "model.pt")
-    state = torch.load(file, weights_only=True)
-    assert differing(state, run.weights) == []
-    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
-    assert zipfile.ZipFile(file).testzip() is None  # testzip compares CRCs
-    assert differing(torch.load(file, mmap=True), run.weights) == []
-    module = Small()
-    module.load_state_dict(state)
-    assert torch.equal(module.head.weight, run.weights["embed.weight"])
-    (with_optimizer,) = tz.tools.consolidate(run.path, tmp_path / "both.pt", optimizer=True)
-    state = torch.load(with_optimizer, weights_only=True)
+def test_torch_writes_a_file_of_a_checkpoint(run: Run, tmp_path: Path) -> None:
+    dcp_to_torch_save(run.path, tmp_path / "both.pt")
+    state = torch.load(tmp_path / "both.pt", weights_only=True)
     assert differing(state["model"], run.weights) == []
+    Small().load_state_dict(state["model"])
     states = {f"{name}.{key}": value for name, entry in state["optim"]["state"].items() for key, value in entry.items()}
     assert differing(states, run.states) == []
     assert state["optim"]["param_groups"][0]["lr"] == 0.1
+    dcp_to_torch_save(run.folder / "odd", tmp_path / "odd.pt")
+    state = torch.load(tmp_path / "odd.pt", weights_only=True)
+    seen, three = state["model"]["_extra_state"]["seen"]
+    assert (seen.tolist(), three) == ([0, 1, 2], "three")
 
 
 def test_what_a_file_cannot_hold_is_warned_about(run: Run, tmp_path: Path) -> None:
-    odd, out = run.folder / "odd", tmp_path / "odd.pt"
+    odd, out = run.folder / "odd", tmp_path / "odd.safetensors"
     omission = "does not contain the ranks' own values of ignored parameters: model.own.weight"
     with pytest.warns(UserWarning, match="does not contain") as warned:
-        tz.tools.consolidate(odd, out, optimizer=True)
+        *_, optimizer_file = tz.tools.consolidate(odd, out, optimizer=True)
     assert [str(warning.message).partition(";")[0] for warning in warned] == [
-        f"odd.pt {omission}, optim.state.own.weight.momentum_buffer, optim.state.own.weight.step"
-    ]
-    state = torch.load(out, weights_only=True)
-    seen, three = state["model"]["_extra_state"]["seen"]
-    assert (seen.tolist(), three) == ([0, 1, 2], "three")
-    layer_state = state["optim"]["state"]["layer.weight"]
-    assert (layer_state["step"], layer_state["momentum_buffer"].shape) == (STEPS, (3, 3))
-    with pytest.warns(UserWarning, match="does not contain") as warned:
-        *_, optimizer_file = tz.tools.consolidate(odd, tmp_path / "odd.safetensors", optimizer=True)
-    assert [str(warning.message).partition(";")[0] for warning in warned][1:] == [
-        "odd.safetensors does not contain _extra_state: safetensors files cannot hold extra states"
+        f"odd.safetensors {omission}, optim.state.own.weight.momentum_buffer, optim.state.own.weight.step",
+        "odd.safetensors does not contain _extra_state: safetensors files cannot hold extra states",
     ]
     numbers = json.loads(metadata_of(optimizer_file)["state"])
     assert numbers == {"layer.weight.step": STEPS, "layer.bias.step": STEPS}
-    with pytest.warns(UserWarning, match=f"odd.pt {omission};"):
+    with pytest.warns(UserWarning, match="does not contain") as warned:
         tz.tools.consolidate(odd, out)
+    assert str(warned[0].message).startswith(f"odd.safetensors {omission};")
 
 
 def test_one_tensor_is_in_memory_at_a_time(run: Run, tmp_path: Path) -> None:
@@ -212,8 +200,8 @@ def test_the_command_inspects_and_consolidates(run: Run, tmp_path: Path, capsys:
     assert cli.main(["consolidate", str(run.path), str(out), "--dtype", "float16", "--optimizer"]) == 0
     assert str(tmp_path / "m.optimizer.safetensors") in capsys.readouterr().out
     assert load_file(out)["row"].dtype is torch.float16
-    assert cli.main(["consolidate", str(run.folder / "odd"), str(tmp_path / "odd.pt")]) == 0
-    assert "thunder-zero: odd.pt does not contain the ranks' own values" in capsys.readouterr().err
+    assert cli.main(["consolidate", str(run.folder / "odd"), str(tmp_path / "odd.safetensors")]) == 0
+    assert "thunder-zero: odd.safetensors does not contain the ranks' own values" in capsys.readouterr().err
     (tmp_path / "cut").mkdir()
     for file in (".metadata", "manifest.json"):
         shutil.copy(run.path / file, tmp_path / "cut")
@@ -226,14 +214,13 @@ def test_the_command_inspects_and_consolidates(run: Run, tmp_path: Path, capsys:
 def test_wrong_arguments_are_refused(run: Run, tmp_path: Path) -> None:
     tz.tools.consolidate(run.path, tmp_path / "model.safetensors")
     bare = tz.tools.shard_safetensors(tmp_path / "model.safetensors", tmp_path / "bare")
-    ending = "model.txt ends in '.txt'; pass a name that ends in .safetensors or .pt"
+    ending = "model.pt ends in '.pt'; pass a name that ends in .safetensors, or call torch's dcp_to_torch_save"
     for path, name, options, words in (
-        (run.path, "model.txt", {}, ending),
-        (run.path, "no.pt", {"max_file_bytes": 5}, "max_file_bytes is given for no.pt; pass a name"),
-        (run.path, "no.pt", {"dtype": torch.int8}, "dtype is torch.int8; give a dtype of floating-point numbers"),
-        (bare, "no.pt", {"optimizer": True}, "has no optimizer; consolidate without one"),
+        (run.path, "model.pt", {}, ending),
+        (run.path, "no.safetensors", {"dtype": torch.int8}, "dtype is torch.int8; give a dtype of floating-point"),
+        (bare, "no.safetensors", {"optimizer": True}, "has no optimizer; consolidate without one"),
     ):
         fails(partial(tz.tools.consolidate, path, tmp_path / name, **options), words)
-    assert not (tmp_path / "no.pt").exists()
+    assert not (tmp_path / "no.safetensors").exists()
     no_files = partial(tz.tools.shard_safetensors, tmp_path / "no", tmp_path / "no", ranks=0)
     fails(no_files, "ranks is 0; pass the number of files")

@@ -170,11 +170,11 @@ def test_saved_averages_load_on_any_number_of_ranks(ranks_pool: RanksPool, tmp_p
     tz.tools.consolidate(tmp_path / "run", tmp_path / "ema.safetensors", ema="ema")
     tied = {"head.weight": expected["head.weight"]}  # once in a file
     assert differing(load_file(tmp_path / "ema.safetensors") | tied, expected) == []
-    assert cli.main(["consolidate", str(tmp_path / "run"), str(tmp_path / "slow.pt"), "--ema", "slow.er"]) == 0
-    slower = torch.load(tmp_path / "slow.pt")
+    assert cli.main(["consolidate", str(tmp_path / "run"), str(tmp_path / "slow.safetensors"), "--ema", "slow.er"]) == 0
+    slower = load_file(tmp_path / "slow.safetensors")
     assert torch.equal(slower["frozen"], expected["frozen"])
     assert not torch.equal(slower["embed.weight"], expected["embed.weight"])
-    fails(lambda: tz.tools.consolidate(tmp_path / "run", tmp_path / "x.pt", ema="x"), "has no EMA 'x'")
+    fails(lambda: tz.tools.consolidate(tmp_path / "run", tmp_path / "x.safetensors", ema="x"), "has no EMA 'x'")
 
 
 # Refusals

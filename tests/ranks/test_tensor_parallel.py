@@ -48,7 +48,7 @@ from tests.harness.errors import fails, refused
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.comm.small_collectives import all_gather_tensor
-from thunder_zero.schedule.ops import Compute, ends_collective, starts_collective
+from thunder_zero.schedule.ops import Compute, Exchange, ends_collective, starts_collective
 from thunder_zero.sharded import unsliced
 
 HEADS, WORDS, LENGTH, ROWS, STEPS = 4, 10, 6, 4, 3
@@ -494,11 +494,11 @@ def label_collectives(rank: int, world_size: int) -> None:
     for model in models:
         model(torch.ones(ROWS, 6, dtype=torch.float64)).sum().backward()
         timelines.append(tz.traces_of(model).timeline)
-    slices, users = ([op.exchange for op in exchanging(timeline)] for timeline in timelines)
+    slices, users = ([op.work for op in exchanging(timeline)] for timeline in timelines)
     assert slices == users
     if rank == 0:  # which alone prints
         tz.print_trace(models[1], file=(text := StringIO()))
-        launches = sum(exchange is not None for exchange in users)
+        launches = sum(isinstance(work, Exchange) for work in users)
         assert text.getvalue().count("_c10d_functional.all_reduce") == launches + 1
 
 

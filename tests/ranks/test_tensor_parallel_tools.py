@@ -42,7 +42,7 @@ from examples.bench.slices import (
 from examples.sent_bytes import bytes_on_sockets, counted_lines
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
-from thunder_zero.schedule.ops import Compute
+from thunder_zero.schedule.ops import Compute, starts_collective
 
 DOUBLE = torch.float64
 PLAIN_MODULE = "of plain modules"
@@ -253,7 +253,7 @@ def count_bytes(rank: int, world_size: int) -> None:
     x = tokens_of(0).chunk(mesh["dp"].size())[rank // 2]
     loss_of(model, x).backward()
     timeline = tz.traces_of(model).timeline
-    torchs = [op.exchange.traffic.sent for op in timeline.ops if isinstance(op, Compute) and op.exchange]
+    torchs = [timeline.traffic(op).sent for op in filter(starts_collective, timeline.ops) if isinstance(op, Compute)]
     activation = x.numel() * 32 * 8
     # forward: embed, then o and down of two blocks, and half of the logits; backward: q, k, v, up of two blocks, head
     assert Counter(torchs) == {activation: 1 + 4 + 8 + 1, activation // 2: 1}, torchs

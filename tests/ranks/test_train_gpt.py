@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import thunder_zero as tz
 from tests.harness.examples import (
@@ -94,8 +95,8 @@ def test_a_bad_option_gets_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    (file,) = tz.tools.consolidate(folder / "train_gpt_stage3" / "latest", folder / "model.pt")
-    return torch.load(file, weights_only=True)
+    (file,) = tz.tools.consolidate(folder / "train_gpt_stage3" / "latest", folder / "model.safetensors")
+    return load_file(file)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import thunder_zero as tz
 from tests.harness.errors import fails
@@ -148,7 +149,7 @@ def test_whole_states_are_one_chunk_and_consolidate(root: Path, tmp_path: Path) 
     states = [entry for key, entry in metadata.state_dict_metadata.items() if key.startswith("optim.state.")]
     assert {len(entry.chunks) for entry in states if hasattr(entry, "chunks")} == {1}
     for name in KINDS:
-        tz.tools.consolidate(root / name, tmp_path / f"{name}.pt", optimizer=True)
+        dcp_to_torch_save(root / name, tmp_path / f"{name}.pt")
         file = torch.load(tmp_path / f"{name}.pt", weights_only=True)
         assert_same(file["optim"]["state"], train_one_process(name, 2)[1], name)
     tz.tools.consolidate(root / "Adafactor", tmp_path / "a.safetensors", optimizer=True)

@@ -227,7 +227,7 @@ class _Conversion:
         output = self._make_proxies(node, name, torch.empty(0) if is_effect and value is None else value)
         self.proxy_of[node] = output
         if is_effect or (isinstance(output, NumberProxy) and not is_backward(node)):
-            self.effects += proxies_in(output)  # outputs of forward, or the split would take them for backward's
+            self.effects += proxies_in(output)  # outputs of forward, or lifting would take them for backward's
         new_line = line(COPYING.get(node.target, node.target), args, kwargs, output)
         if node in self.overwritten:
             new_line.tags.add(prims.OpTags.IN_PLACE)  # backward would read what forward wrote

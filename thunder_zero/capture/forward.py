@@ -47,7 +47,7 @@ from thunder_zero.capture.refusals import PARTS
 from thunder_zero.compat import aot, dynamo
 from thunder_zero.compat.packed_sequences import packed_as_operators
 from thunder_zero.compat.uncapturable import require_traceable
-from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded, path_of, require_unhooked
+from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded, path_of
 from thunder_zero.sharded.reduce import tensors_in
 from thunder_zero.sharded.runtime import ModelRuntime
 from thunder_zero.sharded.state import State
@@ -118,8 +118,6 @@ class CapturedForward:
                 raise RuntimeError(f"cannot trace {name}: {inner}") from error
             sentence, cause = dynamo.failure(error, name, self.state.plan.mesh.tensor.size)
             raise RuntimeError(sentence) from cause
-        if self.state.plan.mesh.is_sliced:
-            require_unhooked(param.placeholder for param in self.state.params.values())
         for tensor in tensors_in(output):
             if (path := path_of(tensor)) is not None:  # dynamo captured no graph, and returned an input
                 raise RuntimeError(returned_message(path))

@@ -65,7 +65,7 @@ class Executable:
 
 @dataclass(eq=False)
 class GraphPrograms:
-    """The programs of one graph with one choice of parameters. The last entry is the program that ran last.
+    """The programs of one graph with one choice of parameters. The last one ran last.
 
     ``paths`` has, for each input of the graph, the path of a parameter or None.
     """
@@ -89,12 +89,12 @@ class GraphPrograms:
         """Run the program of this call's mode, compiled at its first use, and return the graph's outputs."""
         is_recording = torch.is_grad_enabled() or self.joint.turns_on
         mode = Mode(self.joint.differentiates and is_recording, self.state.synced)
-        entry = self.by_mode.pop(mode, None) or self._compile(mode)
-        self.by_mode[mode] = entry
+        executable = self.by_mode.pop(mode, None) or self._compile(mode)
+        self.by_mode[mode] = executable
         with torch.set_grad_enabled(is_recording):
             rows = iter(self.runtime.take_rows(self._parameters) if self._parameters else ())
             pairs = zip(inputs, self.paths, strict=True)
-            outputs = entry.run([value if path is None else next(rows) for value, path in pairs])
+            outputs = executable.run([value if path is None else next(rows) for value, path in pairs])
         if detached := self.joint.without_history if is_recording else range(len(outputs)):
             other_inputs = [value for value, path in zip(inputs, self.paths, strict=True) if path is None]
             outputs = [

@@ -180,8 +180,8 @@ class ZeroModule(Refusals, ShardedModel, ThunderModule):
             try:
                 return self._forward_fn(*args, **kwargs)
             except Exception as error:
-                entries = chain.from_iterable(self._forward_fn.ran)
-                note_failed_line(error, ((entry.computation_fn, entry.traces) for entry in entries))
+                executables = chain.from_iterable(self._forward_fn.ran)
+                note_failed_line(error, ((executable.computation_fn, executable.traces) for executable in executables))
                 raise
             finally:
                 self._state.labels.end()
@@ -261,11 +261,11 @@ def traces_of(model: ThunderModule, synced: bool | None = None, graph: int | Non
     graphs = captured_forward(model).ran
     if graphs and ((graph is None and len(graphs) > 1) or not 0 <= (graph or 0) < len(graphs)):
         raise ValueError(f"graph is {graph}, and the last forward ran {len(graphs)}; choose 0 to {len(graphs) - 1}")
-    entries = graphs[graph or 0] if graphs else []
-    for entry in reversed(entries):
-        if synced in (None, entry.synced):
-            return entry.traces()
-    if entries:
+    executables = graphs[graph or 0] if graphs else []
+    for executable in reversed(executables):
+        if synced in (None, executable.synced):
+            return executable.traces()
+    if executables:
         where = "outside" if synced else "inside"
         raise RuntimeError(f"the model was not called {where} no_sync yet; call it there once")
     raise RuntimeError("the model was not called yet, so there is no trace; call it once, or use thunder_zero.trace")

@@ -85,7 +85,7 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     """
     # torch's function on DTensors hangs for an infinite norm_type if a rank has no rows.
     params = state.params.values()
-    present = {param.plan: local(param.shard.grad) for param in params if param.shard.grad is not None}
+    present = {param.planned: local(param.shard.grad) for param in params if param.shard.grad is not None}
     mesh = state.plan.mesh
     counted = [
         rows

@@ -99,7 +99,7 @@ def make_ordinary(
 def _planned_shards(groups: Groups) -> list[tuple[Param, Tensor, int, str | None]]:
     """List (``Param``, shard, number of the group, name in the group) tuples for the parameters in groups."""
     return [
-        (owner[1].plan, shard, number, name)
+        (owner[1].planned, shard, number, name)
         for number, group in enumerate(groups)
         for name, shard in zip(names_of(group), group["params"], strict=True)
         if (owner := owner_of(shard)) is not None

@@ -77,7 +77,7 @@ def _reduce_buckets(timeline: Timeline) -> list[list[int]]:
     buckets = _OpenBuckets(plan.sizes.bucket_bytes)
     reduced: dict[str, int] = {}  # handle or reduced gradient -> index of its launch
     for index, op in enumerate(timeline.ops):
-        if timeline.continues(op):
+        if timeline.is_second_reduction(op):
             reduced[op.writes[0]] = reduced[op.reads[0]]
         elif isinstance(op, Reduce):
             (param,) = timeline.params_of(op)
@@ -94,7 +94,7 @@ def _reduce_buckets(timeline: Timeline) -> list[list[int]]:
 def _buckets_of_means(timeline: Timeline, buckets: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the buckets of the reductions that read the means of the given buckets."""
     wait_of = {op.launch.handle: op for op in timeline.ops if isinstance(op, Wait)}
-    reader = {op.reads[0]: index for index, op in enumerate(timeline.ops) if timeline.continues(op)}
+    reader = {op.reads[0]: index for index, op in enumerate(timeline.ops) if timeline.is_second_reduction(op)}
     means = [[wait_of[timeline.ops[index].writes[0]].writes[0] for index in members] for members in buckets]
     return [[reader[name] for name in names] for names in means if names[0] in reader]
 

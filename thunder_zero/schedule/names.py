@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from thunder_zero.plan.mesh import OF_MEANS, SHARD, TENSOR
-from thunder_zero.schedule.ops import Compute, Exchange, Launch, Op, Wait
+from thunder_zero.schedule.ops import Compute, Exchange, Launch, Op, Wait, Work
 from thunder_zero.schedule.timeline import Timeline
 
 
@@ -25,9 +25,9 @@ def label_of(op: Op, timeline: Timeline) -> str:
     match op:
         case Wait(launch=launch):
             return wait_label(launch.kind, launch.params, launch.over)
-        case Compute(awaits=True):
+        case Compute(work=Work.AWAIT):
             return f"wait for {label_of(timeline.collectives[op.reads[0]], timeline)}"
-        case Compute(exchange=Exchange(moves=moves)):
+        case Compute(work=Exchange(moves=moves)):
             return f"{moves} over {TENSOR}"
     assert isinstance(op, Launch), f"a {op.kind} is not a collective"
     return launch_label(op.kind, op.params, op.over)

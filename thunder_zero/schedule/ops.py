@@ -29,7 +29,8 @@ class Work(StrEnum):
     """Classes of work on the device, heaviest first: a fused region has the class of its heaviest part.
 
     NONE: collectives, waits, frees. OTHER: an unknown class. VIEW: another shape of the input's memory, if strides
-        allow. POINTWISE includes copies and constants. INDEX: reads or writes positions that depend on data.
+        allow. POINTWISE includes copies and constants. INDEX: reads or writes positions that depend on data. AWAIT:
+        waits for an :class:`Exchange`.
     """
 
     ATTENTION = "attention"
@@ -41,6 +42,7 @@ class Work(StrEnum):
     RANDOM = "random"
     POINTWISE = "pointwise"
     VIEW = "view"
+    AWAIT = "await"
     NONE = "none"
 
 
@@ -133,10 +135,13 @@ class Defer:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What a collective of torch's tensor parallelism does."""
+    """The work of a collective of torch's tensor parallelism."""
 
     moves: str  # "gather", "scatter", "all_reduce" or "all_to_all"
     traffic: Traffic  # its bytes on the wire
+
+    def __str__(self) -> str:
+        return self.moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,19 +159,16 @@ class Compute:
     # True if running it twice gives equal values and has no side effect (not random, nothing in place), so that
     # backward may compute it again
     repeatable: bool = False
-    work: Work = Work.OTHER
+    work: Work | Exchange = Work.OTHER
     cheap: bool = False  # True if it is repeatable at little cost: views, pointwise work, reductions of rows
     updates: tuple[str, ...] = ()  # values whose memory it overwrites, and values that may share this memory
     flops: int = 0  # FLOPs of its products, attention and convolutions; 0 for all other work
-    exchange: Exchange | None = None  # set for a collective of torch's tensor parallelism
-    awaits: bool = False  # True for the wait for such a collective
+    number: int = -1  # its index in the lifted timeline, by which passes know it. A copy has its original's
 
     @property
     def between_slices(self) -> bool:
         """True for a collective of torch's tensor parallelism, and for the wait for one."""
-        return self.awaits or self.exchange is not None
-
-    number: int = -1  # its index in the lifted timeline, by which passes know it. A copy has its original's
+        return self.work is Work.AWAIT or isinstance(self.work, Exchange)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +218,12 @@ def ends(op: Op, launch: type[Launch]) -> TypeGuard[Wait]:
 
 def starts_collective(op: Op) -> bool:
     """Return whether an operation starts a collective, of this package or of torch's tensor parallelism."""
-    return isinstance(op, Launch) or (isinstance(op, Compute) and op.exchange is not None)
+    return isinstance(op, Launch) or (isinstance(op, Compute) and isinstance(op.work, Exchange))
 
 
 def ends_collective(op: Op) -> bool:
     """Return whether an operation waits for a collective, of this package or of torch's tensor parallelism."""
-    return isinstance(op, Wait) or (isinstance(op, Compute) and op.awaits)
+    return isinstance(op, Wait) or (isinstance(op, Compute) and op.work is Work.AWAIT)
 
 
 def reading(op: Op, names: Mapping[str, str]) -> Op:

@@ -54,7 +54,7 @@ def defer(timeline: Timeline) -> Timeline:
     mean_of = dict(timeline.gradients)
     ops: list[Op] = []
     for op in timeline.ops:
-        if isinstance(op, Reduce) and not timeline.continues(op):
+        if isinstance(op, Reduce) and not timeline.is_second_reduction(op):
             ops += [Defer((grad,), (mean_of[path],), (path,)) for grad, path in zip(op.reads, op.params, strict=True)]
         elif not isinstance(op, Reduce) and not ends(op, Reduce):
             ops.append(op)

@@ -37,7 +37,7 @@ from thunder_zero.schedule.lifetimes import last_reads
 from thunder_zero.schedule.ops import Compute, Gather, Op, Return, Wait, ends, reading
 from thunder_zero.schedule.regather import copy_chain, let_views_follow
 from thunder_zero.schedule.timeline import Timeline, overwritten
-from thunder_zero.schedule.units import NOT_RECOMPUTED, Segments, segments
+from thunder_zero.schedule.units import RECOMPUTED, Segments, segments
 
 
 def recompute(timeline: Timeline) -> Timeline:
@@ -138,7 +138,7 @@ class _Phases:
             and op.repeatable
             and (
                 (op.cheap and self.timeline.plan.policy.recompute != "none")
-                or (unit != ROOT and op.work not in NOT_RECOMPUTED)
+                or (unit != ROOT and op.work in RECOMPUTED)
                 or op.number in self.copied
             )
             and self.overwritten.isdisjoint(op.reads)

@@ -70,16 +70,16 @@ class _Sinking:
         self._reduction_of_means = {
             wait.launch.reads: (wait.launch, wait)
             for wait in timeline.ops
-            if isinstance(wait, Wait) and timeline.continues(wait.launch)
+            if isinstance(wait, Wait) and timeline.is_second_reduction(wait.launch)
         }
 
     def take(self, index: int, op: Op) -> None:
         """Append the next operation, after the waits that must come before it."""
-        if self._timeline.continues(op):
+        if self._timeline.is_second_reduction(op):
             return  # it is launched after the wait for the means that it reads
         if ends(op, Reduce):
             self._missing.update(op.writes)
-            if not self._timeline.continues(op.launch):
+            if not self._timeline.is_second_reduction(op.launch):
                 self._waits.append(op)
             return
         self._made += self._grad_bytes[index]
@@ -147,7 +147,7 @@ def making(timeline: Timeline) -> Counter[int]:
     """Return a mapping from the index where a reduction's first gradient is computed to the bytes of its gradients."""
     result: Counter[int] = Counter()
     for index, op in enumerate(timeline.ops):
-        if isinstance(op, Reduce) and not timeline.continues(op):
+        if isinstance(op, Reduce) and not timeline.is_second_reduction(op):
             result[min(timeline.writer.get(read, index) for read in op.reads)] += timeline.traffic(op).full
     return result
 
@@ -173,5 +173,5 @@ def gathers_ahead(timeline: Timeline) -> dict[int, tuple[int, int]]:
             starting += timeline.traffic(op).full
             result[index] = begun[-1 - prefetch] if len(begun) > prefetch else 0, starting
         computed |= isinstance(op, Compute)
-        reductions += isinstance(op, Reduce) and not timeline.continues(op)
+        reductions += isinstance(op, Reduce) and not timeline.is_second_reduction(op)
     return result

@@ -33,6 +33,7 @@ from thunder_zero.plan.traffic import Traffic, bucket_traffic
 from thunder_zero.schedule.ops import (
     Compute,
     Defer,
+    Exchange,
     Gather,
     Launch,
     Op,
@@ -157,11 +158,11 @@ class Timeline:
         """A mapping from handles to the operations that start collectives, torch's tensor parallelism included."""
         return {op.writes[0]: op for op in self.ops if starts_collective(op)}
 
-    def is_continued(self, op: Op) -> bool:
+    def feeds_reduction(self, op: Op) -> bool:
         """Return whether an operation is the wait for intra-replica means, which another reduction reads."""
         return ends(op, Reduce) and op.launch.over != self.plan.reduced_over(self.params_of(op)[0])[-1]
 
-    def continues(self, op: Op) -> bool:
+    def is_second_reduction(self, op: Op) -> bool:
         """Return whether an operation is a reduction that reads the means of another reduction."""
         return isinstance(op, Reduce) and op.over != self.plan.reduced_over(self.params_of(op)[0])[0]
 
@@ -190,7 +191,7 @@ class Timeline:
     def traffic(self, op: Op) -> Traffic:
         """Return the bytes of an operation: on the wire if it is a launch, and of full parameters or gradients."""
         if isinstance(op, Compute):
-            return op.exchange.traffic if op.exchange else NO_TRAFFIC
+            return op.work.traffic if isinstance(op.work, Exchange) else NO_TRAFFIC
         if isinstance(op, Launch):
             return bucket_traffic(self.plan, op.params, op.over if isinstance(op, Reduce) else None)
         of_gradients, params = isinstance(op, Defer) or ends(op, Reduce), self.params_of(op)

@@ -21,7 +21,8 @@ from thunder_zero.schedule.lifetimes import bytes_alive, lifetimes
 from thunder_zero.schedule.ops import Compute, Defer, Reduce, Return, Work
 from thunder_zero.schedule.timeline import Timeline
 
-NOT_RECOMPUTED = {Work.RANDOM, Work.OTHER, Work.NONE}  # work that is never recomputed, except for derived values
+# Other work is never recomputed, except for derived values.
+RECOMPUTED = {*Work} - {Work.RANDOM, Work.OTHER, Work.AWAIT, Work.NONE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def backward_ends(timeline: Timeline) -> dict[str, int]:
     in ascending order."""
     last: dict[str, int] = {}
     for index, op in enumerate(timeline.ops):
-        if isinstance(op, Reduce | Defer) and not timeline.continues(op):
+        if isinstance(op, Reduce | Defer) and not timeline.is_second_reduction(op):
             last.update((param.unit, index) for param in timeline.params_of(op) if param.unit != ROOT)
     return dict(sorted(last.items(), key=lambda end: end[1]))
 

@@ -236,7 +236,7 @@ def _check_gradients(timeline: Timeline, trained: Collection[str]) -> None:
     means = {
         (path, name): index
         for index, op in enumerate(timeline.ops)
-        if (ends(op, Reduce) and not timeline.is_continued(op)) or isinstance(op, Defer)
+        if (ends(op, Reduce) and not timeline.feeds_reduction(op)) or isinstance(op, Defer)
         for path, name in zip(op.params, op.writes, strict=True)
     }
     read = set(timeline.ops[-1].reads)

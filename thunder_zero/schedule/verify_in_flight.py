@@ -108,7 +108,7 @@ def check_making(timeline: Timeline) -> None:
             )
         if isinstance(op, Reduce):
             in_flight += timeline.traffic(op).full
-            if not timeline.continues(op):
+            if not timeline.is_second_reduction(op):
                 running[op.handle] = reductions
                 reductions += 1
                 made_bytes -= timeline.traffic(op).full

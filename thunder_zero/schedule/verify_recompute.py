@@ -9,7 +9,7 @@ from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.lifetimes import last_reads
 from thunder_zero.schedule.ops import Compute, Op, identities
 from thunder_zero.schedule.timeline import Timeline, fault, overwritten
-from thunder_zero.schedule.units import NOT_RECOMPUTED, segments
+from thunder_zero.schedule.units import RECOMPUTED, segments
 
 
 def check_recompute(timeline: Timeline, before: Timeline) -> None:
@@ -49,7 +49,7 @@ def _check_recomputed(timeline: Timeline, before: Timeline) -> None:
     for index, op in enumerate(timeline.ops):
         if not isinstance(op, Compute) or not timeline.recomputes(op):
             continue
-        if not ((op.cheap and policy != "none") or (op.number in in_units and op.work not in NOT_RECOMPUTED)):
+        if not ((op.cheap and policy != "none") or (op.number in in_units and op.work in RECOMPUTED)):
             raise fault(timeline, index, f"does {op.work} work again, which recompute={policy!r} does not allow here")
         if changed := [name for name in op.reads if name in changed_values]:
             raise fault(timeline, index, f"is computed again from {changed[0]}, whose memory an operation overwrites")

@@ -33,7 +33,7 @@ def rows_at_rest(full: Tensor, param: Param, plan: Plan) -> Tensor:
 def frozen_param(tensor: object) -> Param | None:
     """Return the ``Param`` of an encoded shard; None for any other object."""
     owner = owner_of(tensor) if isinstance(tensor, Tensor) else None
-    return owner[1].plan if owner is not None and owner[1].plan.frozen_format is not None else None
+    return owner[1].planned if owner is not None and owner[1].planned.frozen_format is not None else None
 
 
 def shape_and_dtype(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:

@@ -106,8 +106,8 @@ def _write_back(state: State, values: dict[str, Tensor]) -> None:
     """Copy the values of the first data rank into the shards."""
     for path, param in state.params.items():
         if (value := values.get(path)) is None:
-            value = torch.empty(param.plan.shape, dtype=param.plan.dtype, device=param.rows.device)
+            value = torch.empty(param.planned.shape, dtype=param.planned.dtype, device=param.rows.device)
         value = local(value)
         broadcast(value, 0, state.ranks.data, state.device)
-        param.rows.copy_(rows_at_rest(value, param.plan, state.plan))
+        param.rows.copy_(rows_at_rest(value, param.planned, state.plan))
     state.expire(state.params.values())

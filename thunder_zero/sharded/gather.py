@@ -30,20 +30,20 @@ class GatherBucket:
     def __init__(self, state: LocalState, paths: Sequence[str]) -> None:
         self._state, self._wire = state, state.wire
         self._params = tuple(state.params[path] for path in paths)
-        self._plans = tuple(param.plan for param in self._params)
-        self._keeps, self._is_resident = self._params[0].keeps, self._plans[0].resident
-        self._decodes = state.plan.decodes(*self._plans)
+        self._planned = tuple(param.planned for param in self._params)
+        self._keeps, self._is_resident = self._params[0].keeps, self._planned[0].resident
+        self._decodes = state.plan.decodes(*self._planned)
 
     def encode(self, shards: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the payloads of the parameters that are due, and other shards unchanged."""
         if not self._keeps:
-            return self._wire.encode(shards, self._plans)
+            return self._wire.encode(shards, self._planned)
         return self._replace(self._wire.encode, self._due(), shards)
 
     def launch(self, sent: Sequence[Tensor]) -> Waitable:
         """Launch the gather of the parameters that are due. The handle returns all parameters of the bucket."""
         if not self._keeps:
-            return self._wire.gather(sent, self._plans)
+            return self._wire.gather(sent, self._planned)
         due = self._due()
         full = {index: param.full_value() for index, param in enumerate(self._params) if index not in due}
         handle = self._wire.gather(*self._select(due, sent)) if due else None
@@ -59,20 +59,20 @@ class GatherBucket:
     def decode(self, arrived: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return full parameters: decode parameters that arrived as bytes, and return other parameters unchanged."""
         if not self._keeps:
-            return self._wire.decode(arrived, self._plans)
+            return self._wire.decode(arrived, self._planned)
         due = [index for index, tensor in enumerate(arrived) if tensor.dtype is torch.uint8]
         return self._note_arrival(self._replace(self._wire.decode, due, arrived))
 
     def _due(self) -> list[int]:
         for param in self._params:
-            if not self._is_resident and not param.is_stale and param.is_written:  # ranks agree on resident ones
+            if not self._is_resident and not param.must_gather and param.is_written:  # ranks agree on resident ones
                 param.expire()
-        return [index for index, param in enumerate(self._params) if param.is_stale]
+        return [index for index, param in enumerate(self._params) if param.must_gather]
 
     def _select(self, due: Sequence[int], tensors: Sequence[Tensor]) -> Any:
         """Return the arguments of a function of ``Wire``: tensors, plans, and ZeRO-1's buffers to gather into."""
         into = [self._params[index].full for index in due] if self._is_resident else None
-        return [tensors[index] for index in due], [self._plans[index] for index in due], into
+        return [tensors[index] for index in due], [self._planned[index] for index in due], into
 
     def _replace(self, function: Callable[..., Any], due: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
         """Replace the tensors at the indices ``due`` by the results of a function of ``Wire``."""
@@ -112,7 +112,7 @@ def agree_on_stale(state: LocalState) -> None:
         _require_unwritten(state)
     if not (params := state.resident):
         return
-    stale = {param.path for param in params if param.is_stale or param.is_written}
+    stale = {param.path for param in params if param.must_gather or param.is_written}
     is_written, digests = changed_digests(params) if state.compares_digests else (None, ())
     if state.must_agree or stale:
         for path in state.on_any_rank([param.path for param in params], stale, is_written):
@@ -129,8 +129,8 @@ def agree_on_stale(state: LocalState) -> None:
 
 def _require_unwritten(state: LocalState) -> None:
     """Raise RuntimeError if a write since ZeRO-2 gathered bumped no version: other ranks join no second gather."""
-    params = (param for param in state.params.values() if not param.plan.resident)
-    kept = [param for param in params if not param.is_stale and not param.is_written]
+    params = (param for param in state.params.values() if not param.planned.resident)
+    kept = [param for param in params if not param.must_gather and not param.is_written]
     if kept and (is_written := changed_digests(kept)[0]).any():
         raise RuntimeError(
             f"parameter {_first(kept, is_written)!r} was written to in the middle of an accumulation, in a way that "
@@ -149,7 +149,7 @@ def may_be_stale(state: LocalState, paths: Sequence[str]) -> list[bool]:
     The flag is True for a parameter without such a value, and for one that shares no memory with the shard.
     """
     params = [state.params[path] for path in paths]
-    seen = [param for param in params if param.shares_memory and not param.is_stale and not param.is_written]
+    seen = [param for param in params if param.shares_memory and not param.must_gather and not param.is_written]
     flags = changed_digests(seen)[0].tolist() if seen and state.compares_digests else [False] * len(seen)
     up_to_date = {param.path for param, is_written in zip(seen, flags, strict=True) if not is_written}
     return [path not in up_to_date for path in paths]

@@ -48,7 +48,7 @@ class OutsideGradients:
         self._plan, self._wire, self._name, self._device, self._params = plan, wire, name, device, params
         self._noted: dict[int, list[str]] = {}  # paths to average when a backward ends, by the backward's number
         for path, param in params.items():
-            if not param.plan.sharded and param.shard.is_floating_point():
+            if not param.planned.sharded and param.shard.is_floating_point():
                 param.has_own_hook = True
                 _hook(param.shard, path, WeakMethod(self._arrived))
 

@@ -68,7 +68,7 @@ class ShardedParam:
 
     def __init__(self, param: Param, plan: Plan, device: torch.device, value: Tensor, spec: DTensorSpec | None) -> None:
         """Lay out the memory of ``value``: this rank's rows with padding, or the full value (ZeRO-1, replicated)."""
-        self.plan, self.path = param, param.path  # :meth:`LocalState.take_plan` replaces ``plan``
+        self.planned, self.path = param, param.path  # :meth:`LocalState.take_plan` replaces it
         self.spec = spec  # of the shard; None in stage 0 without tensor parallelism
         keeps = param.resident or (param.kept_unsharded and not plan.policy.reshard_after_backward)
         self.keeps = param.sharded and keeps  # between forwards: in ZeRO-1, or in ZeRO-2 over an accumulation
@@ -97,8 +97,8 @@ class ShardedParam:
         """Find the parameter's slots in a plain module, copy its attributes, and build its placeholder."""
         original = module.get_parameter(self.path)
         with_attributes_of(self.shard, original)
-        self.placeholder = placeholder_of(self.path, original, self.plan.compute_dtype, device)
-        parts = (name.rpartition(".") for name in self.plan.names)
+        self.placeholder = placeholder_of(self.path, original, self.planned.compute_dtype, device)
+        parts = (name.rpartition(".") for name in self.planned.names)
         self.slots = tuple((module.get_submodule(parent)._parameters, name) for parent, _, name in parts)
 
     def gradient(self, rows: Tensor) -> Tensor:
@@ -125,14 +125,14 @@ class ShardedParam:
         return self.version != self.current_version()
 
     @property
-    def is_stale(self) -> bool:
+    def must_gather(self) -> bool:
         """True if a program must gather the parameter, False if it reads :meth:`full_value`."""
         return self.status != "full"
 
     def full_value(self) -> Tensor:
         """Return an unpadded view of the full value. Its rows of other ranks may be stale."""
         assert self.full is not None, f"no full value of {self.path} is kept"
-        return self.full[: self.plan.shape[0]]
+        return self.full[: self.planned.shape[0]]
 
     def gather(self) -> None:
         """Record that a gather was launched."""
@@ -142,18 +142,18 @@ class ShardedParam:
     def arrive(self, full: Tensor) -> None:
         """Keep the full value that was gathered. ZeRO-1's buffer has it already."""
         self.status = moved(self.status, "arrive", self.path)
-        if not self.plan.resident and not self.is_stale:
+        if not self.planned.resident and not self.must_gather:
             self.full = full
 
     def expire(self) -> None:
         """Record that the full value is stale or no longer needed. Free it, unless it is ZeRO-1's buffer."""
         self.status = moved(self.status, "expire", self.path)
-        if not self.plan.resident:
+        if not self.planned.resident:
             self.full = None
 
     def defer(self, grad: Tensor) -> None:
         is_first = self.deferred is None
-        total = self.with_deferred(grad)
+        total = self.add_deferred(grad)
         # Cloned, since the gradient may be a view, or other code may write to it.
         self.deferred = total.clone() if is_first else total
 
@@ -162,10 +162,10 @@ class ShardedParam:
         assert deferred is not None, f"no gradient of {self.path} is deferred"
         return deferred
 
-    def with_deferred(self, grad: Tensor) -> Tensor:
+    def add_deferred(self, grad: Tensor) -> Tensor:
         """Remove the deferred gradient, if any, and return its sum with ``grad``, in the dtype of the reduction."""
-        if grad.dtype is not self.plan.reduce_dtype:
-            grad = grad.to(self.plan.reduce_dtype)
+        if grad.dtype is not self.planned.reduce_dtype:
+            grad = grad.to(self.planned.reduce_dtype)
         return grad if self.deferred is None else self.take_deferred().add_(grad)
 
 

@@ -41,28 +41,28 @@ class ReduceBucket:
     def __init__(self, state: LocalState, paths: Sequence[str], over: str) -> None:
         self._state, self._wire, self._over = state, state.wire, over
         self._params = tuple(state.params[path] for path in paths)
-        self._plans = tuple(param.plan for param in self._params)
+        self._planned = tuple(param.planned for param in self._params)
         self.is_first = over not in OF_MEANS  # False if it averages the means of another reduction
-        self._is_encoded = state.plan.encodes_gradient(over, *self._plans)
+        self._is_encoded = state.plan.encodes_gradient(over, *self._planned)
 
     def encode(self, grads: Sequence[Tensor]) -> Sequence[OnTheWire]:
-        return self._wire.encode_grad(self._with_deferred(grads), self._plans, self._over)
+        return self._wire.encode_grad(self._add_deferred(grads), self._planned, self._over)
 
     def launch(self, sent: Sequence[OnTheWire]) -> Waitable:
         if self.is_first:
             self._state.must_agree = True
             self._state.release_gathered()  # backward does not gather kept parameters
         if not self._is_encoded:
-            sent = self._with_deferred(cast(Sequence[Tensor], sent))
-        return self._wire.reduce(sent, self._plans, self._over)
+            sent = self._add_deferred(cast(Sequence[Tensor], sent))
+        return self._wire.reduce(sent, self._planned, self._over)
 
     def decode(self, arrived: Sequence[OnTheWire]) -> Sequence[Tensor]:
-        return self._wire.decode_grad(arrived, self._plans, self._over)
+        return self._wire.decode_grad(arrived, self._planned, self._over)
 
-    def _with_deferred(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _add_deferred(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         if not self.is_first:
             return grads
-        return [param.with_deferred(grad) for grad, param in zip(grads, self._params, strict=True)]
+        return [param.add_deferred(grad) for grad, param in zip(grads, self._params, strict=True)]
 
 
 def reduce_deferred(state: LocalState, paths: Sequence[str]) -> None:
@@ -75,9 +75,9 @@ def reduce_deferred(state: LocalState, paths: Sequence[str]) -> None:
     means = {}
     for path in state.on_any_rank(paths, [param.path for param in state.deferred]):
         param = state.params[path]
-        zeros = torch.zeros((), dtype=param.plan.reduce_dtype, device=state.device).expand(param.plan.shape)
+        zeros = torch.zeros((), dtype=param.planned.reduce_dtype, device=state.device).expand(param.planned.shape)
         full = zeros if param.deferred is None else param.take_deferred()
-        (means[path],) = state.wire.average_now([full], [param.plan])
+        (means[path],) = state.wire.average_now([full], [param.planned])
     wait_offloaded(state)
     if means and state.plan.policy.check_gradients:
         check_finite(state, list(means.values()), list(means))
@@ -114,7 +114,7 @@ def follow_requires_grad(state: State) -> None:
     parameters learn of it by the tags of their next launches.
     """
     params = state.params.values()
-    changed = [param for param in params if param.shard.requires_grad is not param.plan.requires_grad]
+    changed = [param for param in params if param.shard.requires_grad is not param.planned.requires_grad]
     if not changed:
         return
     new_plan = state.plan.training({param.path for param in params if param.shard.requires_grad})
@@ -122,8 +122,8 @@ def follow_requires_grad(state: State) -> None:
     state.take_plan(new_plan)
     for param in changed:
         with torch.DisableTorchFunctionSubclass():
-            param.placeholder.requires_grad_(param.plan.requires_grad)
-    if state.grew and (frozen := [param for param in changed if not param.plan.requires_grad]):
+            param.placeholder.requires_grad_(param.planned.requires_grad)
+    if state.grew and (frozen := [param for param in changed if not param.planned.requires_grad]):
         _reduce_now(state, frozen)
 
 
@@ -153,7 +153,7 @@ class Rows(torch.autograd.Function):
         rows = tuple(param.rows.detach() for param in params)
         if state.plan.frozen:
             pairs = zip(rows, params, strict=True)
-            ctx.mark_non_differentiable(*(tensor for tensor, param in pairs if not param.plan.requires_grad))
+            ctx.mark_non_differentiable(*(tensor for tensor, param in pairs if not param.planned.requires_grad))
         return rows
 
     @staticmethod
@@ -169,7 +169,7 @@ class Rows(torch.autograd.Function):
         for rows, param in zip(grads, params, strict=True):
             grad, shard = None if rows is None else param.gradient(rows), param.shard
             # Single rows are excluded: autograd may later add to .grad in place, and DTensor would broadcast the row.
-            is_single = param.plan.sharded and param.plan.shape[0] == 1
+            is_single = param.planned.sharded and param.planned.shape[0] == 1
             trains = shard.requires_grad  # it may have been frozen since forward
             writes = trains and writes_grads and not is_single and not param.is_hooked
             if grad is not None and writes and _write(grad, shard):

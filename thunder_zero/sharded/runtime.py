@@ -101,7 +101,7 @@ class ModelRuntime(Runtime):
         self._state.params[path].defer(grad)
         self._state.labels.gradients_are_made((path,))
 
-    def reduce_deferred(self, paths: Sequence[str]) -> None:
+    def reduce_deferred_at_end(self, paths: Sequence[str]) -> None:
         """Reduce the deferred gradients of all parameters at the end of this backward, and add them to ``.grad``.
 
         Only at the end is it known which parameters this backward has reached. Nothing is sent unless a backward ran

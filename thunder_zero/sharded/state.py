@@ -66,7 +66,7 @@ class LocalState:
             param.path: ShardedParam(param, plan, device, at_rest.pop(param.path), specs.get(param.path))
             for param in plan.params
         }
-        self.resident = [param for param in self.params.values() if param.plan.resident]
+        self.resident = [param for param in self.params.values() if param.planned.resident]
         self._outside = OutsideGradients(plan, wire, name, device, self.params)  # to which hooks refer weakly
         is_copied = plan.mesh.shard.size > 1 or not all(param.shares_memory for param in self.resident)
         self.compares_digests = is_copied and device.type != "meta"  # to find writes that bump no version
@@ -82,7 +82,7 @@ class LocalState:
         self.labels.end()
         self.plan, self.labels = plan, Labels(plan)
         for param in plan.params:
-            self.params[param.path].plan = param
+            self.params[param.path].planned = param
         first, *others = sorted(self._first_frozen ^ plan.frozen) or [""]
         count = f" and {len(others)} more" * bool(others)
         self.refrozen = f", with requires_grad of {first!r}{count} changed" if first else ""
@@ -103,7 +103,7 @@ class LocalState:
     def release_gathered(self) -> None:
         if self.holds_gathered:
             self.holds_gathered = False
-            self.expire(param for param in self.params.values() if not param.plan.resident)
+            self.expire(param for param in self.params.values() if not param.planned.resident)
 
     def drop_deferred(self) -> None:
         """Drop all deferred gradients, and the unsharded parameters kept for the next micro-batch."""
@@ -234,7 +234,7 @@ class State(LocalState):
     @contextmanager
     def exact(self) -> Iterator[None]:
         """Temporarily send parameters and gradients without lossy formats. All ranks must enter the block."""
-        formatted = [param for param in self.params.values() if param.plan.gather_format]
+        formatted = [param for param in self.params.values() if param.planned.gather_format]
         self.expire(formatted)
         try:
             with self.wire.exact():

@@ -26,7 +26,7 @@ NOISE = 1e-6  # relative to the largest norm, for gradients that are zero in exa
 
 def require_equal_gradients_once(state: State, stepped: Iterable[ShardedParam]) -> None:
     """Compare gradients of unsliced parameters, once for each parameter; a collective of one small message."""
-    params = [param for param in stepped if param.plan.sliced is None and not param.is_compared]
+    params = [param for param in stepped if param.planned.sliced is None and not param.is_compared]
     if not params or not state.plan.mesh.is_sliced:
         return
     summaries = torch.zeros(len(params), 2, device=state.device)

@@ -7,7 +7,6 @@ thunder-zero trace FILE.py:function [--world-size 8] [--stage 3] [--rank 0] [--a
 thunder-zero report FILE.py:function [--out report.html] [--world-size 8] [--stage 3] [--beside 2] [--json]
 thunder-zero plan --model llama3-8b --world-size 1024 [--device h100] [--memory-bytes 80GiB] [--json]
 thunder-zero why [--device machine.json] SCRIPT.py [its arguments]
-thunder-zero doctor [--json]
 thunder-zero calibrate OUT.json [--seconds 30]
 
 ``python -m thunder_zero`` is the same command.
@@ -23,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from thunder_zero.tools.devices.device import DEVICES
+from thunder_zero.tools.devices.named import DEVICES
 from thunder_zero.tools.models.named import MODELS
 from thunder_zero.tools.table.rows import PHASES
 from thunder_zero.tools.views.selection import ONLY
@@ -31,8 +30,8 @@ from thunder_zero.tools.views.selection import ONLY
 INPUTS = "(module, input, ...) or (module, (input, ...), {name: input, ...})"
 INTERRUPTED = 130  # the exit code that shells use for an interrupted command
 DESCRIPTION = (
-    "Print and convert checkpoints; print traces; plan a training; measure a script's step beside its forecast (why); "
-    "print what works on this machine (doctor), and measure how fast its CPU and gloo are (calibrate)."
+    "Print and convert checkpoints; print traces; plan a training; measure a script's step beside its forecast (why), "
+    "and how fast this machine's CPU and gloo are (calibrate)."
 )
 WHY = (
     "Run a training script unchanged (torchrun --nproc-per-node 2 -m thunder_zero why SCRIPT.py), and print on rank 0, "
@@ -67,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. Commands import modules lazily, so that help is quick."""
     root = argparse.ArgumentParser("thunder-zero", description=DESCRIPTION)
     commands = root.add_subparsers(dest="command", required=True)
-    for add_command in (_inspect, _consolidate, _shard, _trace, _report, _plan, _why, _doctor, _calibrate):
+    for add_command in (_inspect, _consolidate, _shard, _trace, _report, _plan, _why, _calibrate):
         add_command(commands.add_parser)
     return root
 
@@ -109,7 +108,7 @@ def _consolidate(add: Add) -> None:
 
     cmd = _command(add, "consolidate", "make one file of whole tensors, or a few", run)
     cmd.add_argument("checkpoint", type=Path)
-    cmd.add_argument("out", type=Path, help="OUT.safetensors, or OUT.pt for what torch.save writes")
+    cmd.add_argument("out", type=Path, help="OUT.safetensors")
     cmd.add_argument("--dtype", help="of floating-point tensors, such as bfloat16 or bf16 (default: as saved)")
     cmd.add_argument("--optimizer", action="store_true", help="include the optimizer's state")
     cmd.add_argument("--ema", metavar="NAME", help="averages of the EMA that was saved as this extra, as parameters")
@@ -180,7 +179,7 @@ def _plan(add: Add) -> None:
 
 def _why(add: Add) -> None:
     def run(options: argparse.Namespace) -> None:
-        from thunder_zero.tools.why.page import why
+        from thunder_zero.tools.views.why import why
 
         why(options.script, options.arguments, steps=options.steps, device=options.device)
 
@@ -189,16 +188,6 @@ def _why(add: Add) -> None:
     cmd.add_argument("--device", help=f"to forecast time for (default: this GPU, if it is one of them): {_devices()}")
     cmd.add_argument("script", type=Path, metavar="SCRIPT.py", help="runs unchanged")
     cmd.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
-
-
-def _doctor(add: Add) -> None:
-    def run(options: argparse.Namespace) -> None:
-        from thunder_zero.tools.doctor import show_health
-
-        show_health(as_json=options.json)
-
-    cmd = _command(add, "doctor", "print what works here; the exit code is 1 if the package does not", run)
-    cmd.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _calibrate(add: Add) -> None:
@@ -250,13 +239,13 @@ def _show_trace(options: argparse.Namespace) -> None:
 
 def _write_report(options: argparse.Namespace) -> None:
     """Write the report of a model with AdamW, under one or two stages."""
-    from thunder_zero.tools.page.planned import report_of
+    from thunder_zero.tools.views.page.report import report_of
 
     data = report_of(options.model, **_options_except(options, "model", "out", "json"))
     if options.json:
         print(json.dumps(data))
         return
-    from thunder_zero.tools.page.report import html_of
+    from thunder_zero.tools.views.page.report import html_of
 
     options.out.write_text(html_of(data), encoding="utf-8")
     print(f"{options.out}  {options.out.stat().st_size:,} B")

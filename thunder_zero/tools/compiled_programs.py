@@ -63,9 +63,9 @@ def programs(model: ThunderModule) -> ProgramTable:
     rows = []
     for captured in captured_forward(model).kept.values():
         spent, why = captured.spent, captured.frame.reason()  # count the capture for the first program
-        for mode, entry in (item for programs in captured.programs.values() for item in programs.by_mode.items()):
+        for mode, executable in (item for programs in captured.programs.values() for item in programs.by_mode.items()):
             kind = "forward alone" if not mode.differentiates else "training" if mode.synced else "no_sync"
-            spent = spent + entry.spent()
+            spent = spent + executable.spent()
             rows.append(CompiledProgram(captured.name, kind, captured.shapes, spent.seconds, spent.nbytes, why))
             spent, why = Spent(), None
     return ProgramTable(rows)

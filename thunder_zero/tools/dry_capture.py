@@ -1,13 +1,12 @@
 """Captures the graph of a module that never runs, from tensors without memory.
 
-In: a module whose parameters are placeholders, and its inputs. Out: :class:`Exported`. It has the joint graph that
-a sharded model would train, and rebuilds forward's result from the graph's outputs.
+In: a module whose parameters are placeholders, and its inputs. Out: the joint graph that a sharded model would train,
+and a function that builds forward's result from the graph's outputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -32,19 +31,9 @@ EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default
 HALF, WIDEST = (torch.float16, torch.bfloat16), 256
 
 
-@dataclass(frozen=True)
-class Exported:
-    """A module's graph, captured once."""
-
-    joint: aot.Joint  # the graph, with its backward
-    paths: Sequence[str | None]  # for each input, the path of a parameter or None
-    buffers: Mapping[int, str]  # a mapping from positions of inputs to paths, for buffers and unplanned parameters
-    markers: Sequence[Any]  # an object for each output of the graph
-    returned: Any  # the result of forward, with markers in place of the graph's outputs
-
-    def restored(self, outputs: Sequence[Any]) -> Any:
-        """Build the result of the module's forward from the outputs of the forward trace."""
-        return restoring(self.returned, self.markers, self.joint.plain_outputs())(outputs)
+# A module's graph with its backward; for each input, the path of a parameter or None; paths of buffers and unplanned
+# parameters, by the position of the input; and what builds the result of forward from the outputs of the forward trace
+Exported = tuple[aot.Joint, Sequence[str | None], Mapping[int, str], Callable[[Sequence[Any]], Any]]
 
 
 def export(
@@ -101,7 +90,7 @@ def export(
         for position, value in enumerate(inputs)
         if not paths[position] and id(value) in names
     }
-    return Exported(joint, paths, buffers, markers, returned)
+    return joint, paths, buffers, restoring(returned, markers, joint.plain_outputs())
 
 
 class Memoryless(Tensor):

@@ -8,27 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from inspect import signature
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map_only
 
 from thunder_zero.capture.arguments import Fuser, check_arguments, did_you_mean, require_known
 from thunder_zero.capture.programs import Mode, lowered_of, program_of
 from thunder_zero.capture.refusals import require_unwrapped
+from thunder_zero.comm.group import has_groups
 from thunder_zero.comm.slices import mesh_and_slices, require_in_plan
 from thunder_zero.compat.plans_of_transformers import left_to_plan
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.plan.policy import ZERO3, Policy
+from thunder_zero.plan.policy import ZERO3, Policy, is_count
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.sharded.casts import cast_inputs, casting_borders
 from thunder_zero.sharded.placeholders import placeholder_of, require_plain_tensors, set_tensor
-from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.dry_capture import export, shape_of
@@ -39,7 +42,6 @@ from thunder_zero.traces.symbols import JointTrace, Runtime, ZeroExecutor
 from thunder.core.module import ThunderModule
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import DataParallelMeshDims
 
 
@@ -103,62 +105,45 @@ def trace(
         if world_size is not None or rank or replicas != 1:
             raise ValueError("mesh says how many ranks there are; leave out world_size, rank and replicas")
         planned, slices, partial = mesh_and_slices(module, mesh, dp_mesh_dims)
-    request = TraceRequest(module, args, kwargs, policy, planned, synced, fuse, device, slices, partial, dynamic)
-    return ProgramSource(request).under(policy)
-
-
-@dataclass(frozen=True)
-class TraceRequest:
-    """What is traced."""
-
-    # module, args, kwargs, policy, synced, fuse, device, dynamic: as for :func:`trace`
-    module: nn.Module
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    policy: Policy | int
-    mesh: Mesh  # the mesh of the rank
-    synced: bool = True
-    fuse: Fuser | None = None
-    device: Device | str | None = None
-    # a mapping from paths of sliced parameters to the sliced dimension
-    slices: Mapping[str, int] = field(default_factory=dict)
-    partial: Container[str] = ()  # paths of parameters whose gradients are summed over tensor-parallel ranks
-    dynamic: bool = False
-
-    @property
-    def for_gpu(self) -> bool:
-        """True if ``device`` is a GPU. Calibrated devices are CPUs; all other devices are GPUs."""
-        return self.device is not None and not isinstance(device_of(self.device), Calibrated)
-
-    def plan(self, policy: Policy | int) -> Plan:
-        """Return the plan of the module under a policy."""
-        if not self.mesh.is_sliced:
-            require_plain_tensors(self.module)
-        plan = make_plan(self.module, check_arguments(policy).policy, self.mesh, self.slices, self.partial)
-        require_in_plan(self.module, plan)
-        return replace(plan, memory_bytes=_memory_bytes(self.module, self.device))
-
-    def inputs(self, plan: Plan) -> tuple[Any, Any]:
-        """Return the arguments of forward in compute dtypes, without meta tensors."""
-        name, args, kwargs = type(self.module).__name__, tuple(self.args), dict(self.kwargs)
-        inputs = cast_inputs(name, args, kwargs, plan.policy.mixed_precision)
-        args, kwargs = tree_map_only(Tensor, lambda tensor: shape_of(tensor) if tensor.is_meta else tensor, inputs)
-        return args, kwargs
+    source = ProgramSource(module, args, kwargs, policy, planned, synced, fuse, device, slices, partial, dynamic)
+    return source.under(policy)
 
 
 CPU = torch.device("cpu")
 
 
 class ProgramSource:
-    """A module that dynamo and AOTAutograd capture once, as for a sharded model."""
+    """A module that dynamo and AOTAutograd capture once, as for a sharded model. The arguments are those of ``trace``.
 
-    def __init__(self, request: TraceRequest) -> None:
-        require_known(request.fuse)
-        self._request, plan = request, request.plan(request.policy)
-        with _replaced_tensors(request.module, plan), left_to_plan(request.module):
-            inputs = request.inputs(plan)
-            self.exported = export(request.module, *inputs, plan, for_gpu=request.for_gpu, dynamic=request.dynamic)
-        self._mode = Mode(self.exported.joint.differentiates and torch.is_grad_enabled(), request.synced)
+    ``slices`` maps paths of sliced parameters to the sliced dimension. The gradients of the parameters in ``partial``
+    are summed over tensor-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        policy: Policy | int,
+        mesh: Mesh,
+        synced: bool = True,
+        fuse: Fuser | None = None,
+        device: Device | str | None = None,
+        slices: Mapping[str, int] | None = None,
+        partial: Container[str] = (),
+        dynamic: bool = False,
+    ) -> None:
+        require_known(fuse)
+        self._module, self._mesh, self._slices, self._partial = module, mesh, slices or {}, partial
+        self._device, self._fuses = None if device is None else device_of(device), fuse is not None
+        plan = self._plan(policy, mesh)
+        for_gpu = self._device is not None and not self._device.is_measured  # all devices of data sheets are GPUs
+        with _replaced_tensors(module, plan), left_to_plan(module):
+            inputs = cast_inputs(type(module).__name__, tuple(args), dict(kwargs), plan.policy.mixed_precision)
+            args, kwargs = tree_map_only(Tensor, lambda item: shape_of(item) if item.is_meta else item, inputs)
+            exported = export(module, args, kwargs, plan, for_gpu=for_gpu, dynamic=dynamic)
+        self.joint, self.paths, self._buffers, self._restored = exported
+        self._mode = Mode(self.joint.differentiates and torch.is_grad_enabled(), synced)
         self._lifted: dict[object, tuple[JointTrace, Timeline]] = {}
 
     def under(self, policy: Policy | int, mesh: Mesh | None = None) -> Traces:
@@ -167,36 +152,36 @@ class ProgramSource:
         The policy may differ from the captured policy in the stage, in the kept and recomputed units, and in the bytes
         of buckets and in flight.
         """
-        exported, fuses = self.exported, self._request.fuse is not None
-        plan = replace(self._request, mesh=mesh or self._request.mesh).plan(policy)
-        executor = ZeroExecutor(plan, Runtime())
-        converted, traces = program_of(exported.joint, exported.paths, executor, self._mode, fuses=fuses)
+        executor = ZeroExecutor(self._plan(policy, mesh or self._mesh), Runtime())
+        converted, traces = program_of(self.joint, self.paths, executor, self._mode, fuses=self._fuses)
         names = [proxy.name for proxy in converted.trace.args]
-        buffer_paths = {names[position]: path for position, path in exported.buffers.items()}
-        return replace(traces, others=buffer_paths, restored=exported.restored)
+        buffer_paths = {names[position]: path for position, path in self._buffers.items()}
+        return replace(traces, others=buffer_paths, restored=self._restored)
 
     def schedule(self, policy: Policy, mesh: Mesh | None = None, *, missing: Collection[str] = ()) -> Timeline:
         """Return the operations of the traces under another policy, neither proved nor written.
 
         ``missing`` names tangents that backward does not take.
         """
-        exported, mesh = self.exported, mesh or self._request.mesh
-        plan = replace(self._request, mesh=mesh).plan(policy)
-        key = policy.stage, policy.keep_unsharded, mesh
+        mesh = mesh or self._mesh
+        plan, key = self._plan(policy, mesh), (policy.stage, policy.keep_unsharded, mesh)
         if key not in self._lifted:
-            executor = ZeroExecutor(plan, Runtime())
-            _, lowered = lowered_of(exported.joint, exported.paths, executor, self._mode)
+            _, lowered = lowered_of(self.joint, self.paths, ZeroExecutor(plan, Runtime()), self._mode)
             self._lifted[key] = lowered, lifted(lowered)
         lowered, timeline = self._lifted[key]
-        return rescheduled(lowered, replace(timeline, plan=plan), missing, fuses=self._request.fuse is not None)
+        return rescheduled(lowered, replace(timeline, plan=plan), missing, fuses=self._fuses)
 
-
-def _memory_bytes(module: nn.Module, device: Device | str | None) -> int | None:
-    """Return the memory of ``device``, or else of the module's GPU, in bytes; None for a CPU module."""
-    if device is not None:
-        return device_of(device).memory_bytes
-    on_gpu = next((param.device for param in module.parameters() if param.is_cuda), None)
-    return None if on_gpu is None else torch.cuda.get_device_properties(on_gpu).total_memory
+    def _plan(self, policy: Policy | int, mesh: Mesh) -> Plan:
+        """Return the plan of the module, for the memory of the device, or else of the module's GPU."""
+        if not mesh.is_sliced:
+            require_plain_tensors(self._module)
+        plan = make_plan(self._module, check_arguments(policy).policy, mesh, self._slices, self._partial)
+        require_in_plan(self._module, plan)
+        memory_bytes = None if self._device is None else self._device.memory_bytes
+        on_gpu = next((param.device for param in self._module.parameters() if param.is_cuda), None)
+        if memory_bytes is None and on_gpu is not None:
+            memory_bytes = torch.cuda.get_device_properties(on_gpu).total_memory
+        return replace(plan, memory_bytes=memory_bytes)
 
 
 def _refuse_unknown_arguments(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
@@ -244,3 +229,35 @@ def _substitute(original: nn.Parameter | Tensor, param: Param | None) -> Tensor:
         device = CPU if original.is_meta else original.device
         return placeholder_of(param.path, original, param.compute_dtype, device)
     return shape_of(original) if original.is_meta else original
+
+
+@contextmanager
+def fake_mesh(shape: Sequence[int], names: Sequence[str] = ("dp", "tp"), *, rank: int = 0) -> Iterator[DeviceMesh]:
+    """Temporarily make a device mesh whose ranks need no processes. Its collectives send nothing.
+
+    Slice and trace the module inside the block. After the block, the traces remain valid, but the module does not.
+
+    >>> with tz.tools.fake_mesh((4, 2)) as mesh:
+    ...     traces = tz.trace(parallelize_module(module, mesh["tp"], plan), tokens, mesh=mesh)
+
+    Args:
+        shape: number of ranks along each dimension.
+        names: names of the dimensions, data dimensions first, as for :func:`thunder_zero.compile`.
+        rank: the rank of this process.
+    """
+    if not shape or len(shape) != len(names) or not all(is_count(size) and size for size in shape):
+        raise ValueError(
+            f"shape is {shape!r} and names are {names!r}; give a number of ranks, at least 1, for each name"
+        )
+    if not is_count(rank) or rank >= prod(shape):
+        raise ValueError(f"rank is {rank!r}; the mesh has the ranks 0 to {prod(shape) - 1}")
+    if has_groups():
+        raise RuntimeError(
+            "there is a process group, which a fake mesh would replace; make a mesh of its ranks by torch's "
+            "init_device_mesh, or call fake_mesh in another process"
+        )
+    dist.init_process_group("fake", rank=rank, world_size=prod(shape))
+    try:
+        yield init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))
+    finally:
+        dist.destroy_process_group()

@@ -83,7 +83,7 @@ def _seconds_alone(state: State, paths: Sequence[str]) -> float:
     barrier(state.group)
     state.transport.enter(CollectiveTag(f"measure_times of {state.name}", repr(paths)))
     start = state.clock.now()
-    state.wire.gather_now([param.rows for param in params], [param.plan for param in params])
+    state.wire.gather_now([param.rows for param in params], [param.planned for param in params])
     state.copies.wait()
     return start.until(state.clock.now())
 

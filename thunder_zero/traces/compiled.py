@@ -52,7 +52,7 @@ class Traces:
     lines: Sequence[Sequence[int]]
     scheduled: Scheduled
     fuses: bool
-    pruned: Callable[[Traces, Sequence[str]], Traces]
+    without_tangents: Callable[[Traces, Sequence[str]], Traces]
     restored: Callable[[Sequence[Any]], Any] | None = None
     others: Mapping[str, str] = field(default_factory=dict)
 
@@ -68,12 +68,12 @@ class Traces:
 
     @property
     def plan(self) -> Plan:
-        """A ``Param`` for each parameter, keyed by path."""
+        """The plan that the operations follow."""
         return self.timeline.plan
 
     def without(self, tangents: Sequence[str]) -> Traces:
         """Return the traces whose backward does not read these gradients of outputs."""
-        return self.pruned(self, tangents)
+        return self.without_tangents(self, tangents)
 
     def __repr__(self) -> str:
         plan, stage = self.plan, STAGES[self.plan.policy.stage].name

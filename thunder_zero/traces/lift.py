@@ -109,14 +109,14 @@ class _Lifting:
         if not plan.mesh.is_sliced or not is_collective(operator_of(line)):
             return op
         if line.sym.name == "wait_tensor":
-            return replace(op, awaits=not self._exchanges.isdisjoint(read_by(line)))
+            return op if self._exchanges.isdisjoint(read_by(line)) else replace(op, work=Work.AWAIT)
         if line.sym.name not in MOVES or not plan.mesh.joins_slices(line.args[-1]):
             return op
         self._exchanges.update(written_by(line))
         tensor = line.flat_proxy_args[0]
         numel, itemsize = prod(map(int, tensor.shape)), int(tensor.dtype.bytes)
         traffic = slice_traffic(plan, line.sym.name, numel, itemsize)
-        return replace(op, exchange=Exchange(MOVES[line.sym.name], traffic))
+        return replace(op, work=Exchange(MOVES[line.sym.name], traffic))
 
 
 def computation(line: BoundSymbol, *, backward: bool) -> Compute:

@@ -72,7 +72,7 @@ class _Pruning:
                 yield from self._computation(op)
             case Reduce():
                 self.kept[op.handle] = mask = [name not in self.zero for name in op.reads]
-                if not self.timeline.continues(op):
+                if not self.timeline.is_second_reduction(op):
                     self.lost.update(_where([not keeps for keeps in mask], op.params))
                 if any(mask):
                     yield replace(op, reads=_where(mask, op.reads), params=_where(mask, op.params))

@@ -104,7 +104,7 @@ class Runtime:
         )
 
     enter = encode = all_gather = decode = encode_grad = reduce = decode_grad = _refuse
-    defer = reduce_deferred = check_finite = wait_offloaded = _refuse
+    defer = reduce_deferred_at_end = check_finite = wait_offloaded = _refuse
 
     def note_launches(self, schedule: str, launches: Sequence[str]) -> None:
         """Do nothing: the trace does not run."""
@@ -291,7 +291,7 @@ def functions_of(runtime: Runtime, plan: Plan) -> dict[str, Callable[..., Any]]:
         "zero_synchronize": _is_lowered,
         "zero_reduce": _is_lowered,
         "zero_enter": runtime.enter,
-        "zero_reduce_deferred": runtime.reduce_deferred,
+        "zero_reduce_deferred": runtime.reduce_deferred_at_end,
         "zero_check_finite": runtime.check_finite,
         "zero_wait_offloaded": runtime.wait_offloaded,
         "zero_cast": lambda full, path: full.to(plan.by_name[path].compute_dtype),

@@ -15,12 +15,9 @@ import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
-from math import isfinite
 from pathlib import Path
 from statistics import mean, median
 from time import monotonic
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,8 +28,7 @@ from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import has_groups, process_group
 from thunder_zero.comm.lost_ranks import speaks_gloo
 from thunder_zero.comm.small_collectives import all_gather_object, barrier, broadcast_object_from_rank_0
-from thunder_zero.tools.devices.calibrated import Calibrated, CollectiveCurves, Curve
-from thunder_zero.tools.devices.device import Link
+from thunder_zero.tools.devices.device import Device, Link, Points, is_number, rising, seconds_at
 from thunder_zero.tools.devices.measures import (
     BURST,
     SIZES,
@@ -46,13 +42,13 @@ from thunder_zero.tools.devices.named import save_device
 from thunder_zero.tools.printing.progress import show_status
 
 DTYPES = (torch.float32, torch.bfloat16)
-Key = tuple[Any, ...]  # the key of a measurement, such as ("launch", "gather", bytes sent)
+Key = tuple[str, float]  # a curve's name and a size, such as ("gather launch", bytes sent)
 LEAST_ROUNDS = 3
 
 
 def calibrate(
     seconds: float = 30.0, *, process_group: ProcessGroup | None = None, dtypes: Sequence[torch.dtype] = DTYPES
-) -> Calibrated:
+) -> Device:
     """Measure times of compute and communication on this machine, as curves over sizes, for ``tz.tools.estimate``.
 
     Without a process group, only this CPU is measured. In a group, every rank calls this function. All ranks compute at
@@ -91,14 +87,13 @@ def _group(requested: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def _require(seconds: float, dtypes: Sequence[torch.dtype]) -> None:
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not isfinite(seconds) or seconds <= 0:
+    if not is_number(seconds) or seconds <= 0:
         raise ValueError(f"seconds is {seconds!r}; give how long to measure, a number above 0")
     if not dtypes or not all(isinstance(dtype, torch.dtype) and dtype.is_floating_point for dtype in dtypes):
         raise ValueError(f"dtypes is {dtypes!r}; give floating-point dtypes, such as [torch.float32]")
 
 
-def _measure(calibration: Calibration, seconds: float, agree: Callable[[bool], bool]) -> Calibrated:
+def _measure(calibration: Calibration, seconds: float, agree: Callable[[bool], bool]) -> Device:
     """Run rounds for ``seconds``. ``agree`` makes all ranks run an equal number of rounds."""
     rounds, end = 0, monotonic() + seconds
     with show_status("calibrating:") as show:
@@ -113,85 +108,68 @@ class Calibration:
     """Measurements of one process, or of the ranks of a gloo group. Every rank must call each method."""
 
     def __init__(self, group: ProcessGroup | None = None, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
-        self._group = group if group is not None and group.size() > 1 else None
-        self._measures = tuple(measures(dtypes))
-        self._times = [enough_times(measure.run) for measure in self._measures]
-        self._collectives = None if self._group is None else Collectives(self._group)
+        self._group = group
+        self._measures = [(measure, enough_times(measure[2])) for measure in measures(dtypes)]
+        self._collectives = None if group is None else Collectives(group)
         self._seconds: dict[Key, list[float]] = defaultdict(list)
 
     def round(self) -> None:
         """Measure each point once."""
-        for measure, times in zip(self._measures, self._times, strict=True):
+        for (name, work, run, lines), times in self._measures:
             if self._group is not None:
                 barrier(self._group)  # ranks share caches and memory, so they compute at the same time
-            key = ("compute", str(measure.work), measure.dtype, measure.size)
-            self._seconds[key].append(seconds_of(measure.run, times) / measure.lines)
+            self._seconds[name, work].append(seconds_of(run, times) / lines)
         if self._collectives is not None:
             self._round_of_collectives(self._collectives)
 
     def _round_of_collectives(self, collectives: Collectives) -> None:
+        most = SIZES[-1]
         for kind, sent in collectives.points:
             for name, seconds in collectives.time(kind, sent).items():
-                self._seconds[name, kind, sent].append(seconds)
+                self._seconds[f"{kind} {name}", sent].append(seconds)
         for kind in TIMES:
-            self._seconds["tensor", kind].append(collectives.seconds_a_tensor(kind))
+            self._seconds[f"{kind} tensor", 1].append(collectives.seconds_a_tensor(kind))
             launch, finish, burst = (
-                median(self._seconds[name, kind, SIZES[-1]]) for name in ("launch", "finish", "burst")
+                median(self._seconds[f"{kind} {name}", most]) for name in ("launch", "finish", "burst")
             )
             slowdown = collectives.time_slowdown(kind, burst / BURST, launch + finish)
-            self._seconds["taken", kind].append(slowdown)
+            self._seconds[f"{kind} taken", most].append(slowdown)
 
-    def device(self) -> Calibrated:
+    def device(self) -> Device:
         """Return the device from medians over rounds, averaged over ranks. All ranks return equal devices."""
         if not self._seconds:
             raise RuntimeError("there is no round of measurements yet; call round() first")
         seconds = {key: median(rounds) for key, rounds in self._seconds.items()}
-        if self._group is not None:
-            ranks_seconds = all_gather_object(seconds, self._group)
-            seconds = {key: mean(rank_seconds[key] for rank_seconds in ranks_seconds) for key in ranks_seconds[0]}
-        ranks = 1 if self._group is None else self._group.size()
-        return _measured_device(seconds, ranks, {"backend": "none" if self._group is None else "gloo", **about()})
+        if self._group is None:
+            return _measured_device(seconds, 1)
+        ranks_seconds = all_gather_object(seconds, self._group)
+        means = {key: mean(rank_seconds[key] for rank_seconds in ranks_seconds) for key in ranks_seconds[0]}
+        return _measured_device(means, self._group.size())
 
 
-def _measured_device(seconds: Mapping[Key, float], ranks: int, about: Mapping[str, str]) -> Calibrated:
-    products: dict[str, dict[str, Curve]] = defaultdict(dict)
-    traffic: dict[str, Curve] = {}
-    for work, dtype in dict.fromkeys(key[1:3] for key in seconds if key[0] == "compute"):
-        curve = Curve.measured((key[3], seconds[key]) for key in seconds if key[:3] == ("compute", work, dtype))
-        if dtype:
-            products[work][dtype] = curve
-        else:
-            traffic[work] = curve
-    collectives = {kind: _collective(kind, seconds) for kind in TIMES if ("taken", kind) in seconds}
-    return Calibrated(
-        name=about["cpu"],
-        flops_per_second={dtype: _best_rate(curve) for dtype, curve in products["matmul"].items()},
-        memory_bytes_per_second=_best_rate(traffic["pointwise"]),
+def _measured_device(seconds: Mapping[Key, float], ranks: int) -> Device:
+    points: dict[str, dict[float, float]] = defaultdict(dict)
+    for (name, work), measured in seconds.items():
+        points[name][work] = measured
+    for kind in TIMES if ranks > 1 else ():
+        for name in ("taken", "tensor"):
+            points[f"{kind} {name}"][0] = 0.0  # these are proportional
+        taken, burst = rising(points[f"{kind} taken"].items()), points.pop(f"{kind} burst")
+        held = {sent: points[f"{kind} launch"][sent] + points[f"{kind} finish"][sent] for sent in burst}
+        points[f"{kind} wire"] = {
+            sent: wire_seconds(elapsed, held[sent], seconds_at(taken, sent), BURST) for sent, elapsed in burst.items()
+        }
+    curves = {name: rising(curve.items()) for name, curve in points.items()}
+    wire = curves.get("gather wire", ((0.0, 0.0), (1e9, 1.0)))
+    products = {name.removeprefix("matmul "): curve for name, curve in curves.items() if name.startswith("matmul ")}
+    return Device(
+        name=_cpu(),
+        flops_per_second={dtype: _best_rate(curve) for dtype, curve in products.items()},
+        memory_bytes_per_second=_best_rate(curves["pointwise"]),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks,
-        intra_node=_link(collectives),
+        intra_node=Link(wire[-1][0] / max(wire[-1][1], 1e-9), wire[0][1]),
         devices_per_node=ranks,
-        products=products,
-        traffic=traffic,
-        collectives=collectives,
-        ranks=ranks,
-        about=about,
-    )
-
-
-def _collective(kind: str, seconds: Mapping[Key, float]) -> CollectiveCurves:
-    """Return the curves of a kind of collective from measured seconds."""
-
-    def curve(name: str) -> Curve:
-        return Curve.measured((sent, seconds[name, kind, sent]) for sent in SIZES)
-
-    slowdown = max(seconds["taken", kind], 0.0)
-    wires = []
-    for sent in SIZES:
-        launch, finish, burst = (seconds[name, kind, sent] for name in ("launch", "finish", "burst"))
-        wires.append((sent, wire_seconds(burst, launch + finish, slowdown * sent / SIZES[-1], BURST)))
-    proportional = Curve(((0.0, 0.0), (SIZES[-1], slowdown)))
-    return CollectiveCurves(
-        curve("launch"), Curve.measured(wires), curve("finish"), proportional, seconds["tensor", kind]
+        curves=curves,
     )
 
 
@@ -212,27 +190,8 @@ def wire_seconds(elapsed: float, held: float, taken: float, burst: int) -> float
     return max(wire, 0.0)
 
 
-def _best_rate(curve: Curve) -> float:
-    return max(size / seconds for size, seconds in curve.points if size and seconds)
-
-
-def _link(collectives: Mapping[str, CollectiveCurves]) -> Link:
-    """Return the link that matches the curve of gathers at the largest size."""
-    if not collectives:
-        return Link(1e9)
-    wire = collectives["gather"].wire
-    return Link(1 / max(wire.seconds_per_unit, 1e-15), wire.points[0][1])
-
-
-def about() -> dict[str, str]:
-    """Return the versions of the software and a description of the machine."""
-    names = ("torch", "lightning-thunder", "thunder-zero")
-    return {
-        "cpu": _cpu(),
-        "threads": str(torch.get_num_threads()),
-        "python": platform.python_version(),
-        **{name: version(name) for name in names},
-    }
+def _best_rate(curve: Points) -> float:
+    return max(work / seconds for work, seconds in curve if work and seconds)
 
 
 def _cpu() -> str:

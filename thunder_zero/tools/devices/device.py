@@ -1,14 +1,26 @@
-"""Describes a machine: FLOP/s, memory, links. Defines ready-made devices, with sources."""
+"""Describes a machine: FLOP/s, memory, links, and on request measured curves.
+
+::
+
+    seconds         .            a measured curve is constant below the first size, linear between sizes,
+        |       . /              and proportional to the size beyond the last size
+        |___ ./
+        +-------------- size
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import accumulate, pairwise
 from math import isfinite
-from types import MappingProxyType
 
 from thunder_zero.plan.amounts import size
 from thunder_zero.tools.printing.words import count, folded, summed_up
+
+Points = tuple[tuple[float, float], ...]  # a curve: (size, seconds) pairs, of ascending sizes that take no less time
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +37,7 @@ class Link:
 
     def __post_init__(self) -> None:
         _require_positive("bytes_per_second", self.bytes_per_second)
-        if not _is_number(self.latency_seconds) or not isfinite(self.latency_seconds) or self.latency_seconds < 0:
+        if not is_number(self.latency_seconds) or self.latency_seconds < 0:
             raise ValueError(f"latency_seconds is {self.latency_seconds!r}; give the seconds of one step, 0 or more")
 
     def seconds(self, nbytes: float, steps: int = 0) -> float:
@@ -33,14 +45,29 @@ class Link:
         return self.latency_seconds * steps + nbytes / self.bytes_per_second
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveTime:
-    """The time that a collective takes."""
+class Lane(StrEnum):
+    """A resource that runs one operation at a time."""
 
-    seconds: float  # time on the wire
-    launch_seconds: float = 0.0  # time that the launch takes from compute
-    finish_seconds: float = 0.0  # time that the wait takes from compute, after all messages have arrived
-    taken_seconds: float = 0.0  # time that the collective takes from compute while it is in flight
+    COMPUTE = "compute"
+    SHARD = "shard"  # the wire of the shard group
+    REPLICATE = "replicate"  # the wire of the replicate group
+    TENSOR = "tensor"  # the wire of torch's tensor parallelism
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The cost of one operation."""
+
+    flops: int = 0  # FLOPs of matrix products, attention and convolutions in the operation
+    # bytes of reads and writes of memory. For a launch, these are reads and writes of encodings.
+    traffic_bytes: int = 0
+    sent_bytes: int = 0  # bytes that the busiest rank sends
+    seconds: float = 0.0  # time on the compute lane
+    lane: Lane | None = None  # the wire of a launch, or None if no bytes are sent
+    wire_seconds: float = 0.0  # time on the wire
+    load: float = 0.0  # share of the CPU core that a launch in flight takes from compute
+    launch_seconds: float = 0.0  # time on the compute lane before a launch begins
+    finish_seconds: float = 0.0  # time on the compute lane after all messages of a launch have arrived
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,9 +83,15 @@ class Device:
         inter_node: the link to other nodes, if any.
         devices_per_node: number of devices of a node.
         overlaps: True if collectives run while the device computes. Otherwise compute waits at each launch.
+        curves: the curves of a machine that :func:`thunder_zero.tools.calibrate` measured. Then FLOP/s, memory and link
+            have the best rates, and ``devices_per_node`` is the number of measured ranks. The seconds of products over
+            FLOPs are keyed by ``"matmul float32"``, of other work over bytes of memory traffic by ``"pointwise"``, and
+            of collectives over the bytes that the busiest rank sends by ``"gather"``, ``"scatter"`` or ``"all_reduce"``
+            with ``"launch"`` and ``"finish"`` (the launch and the wait on the compute lane), ``"wire"``, ``"taken"``
+            (compute's loss while it is in flight), and ``"tensor"`` (the launch of each further tensor of a bucket).
 
     Raises:
-        ValueError: a number is not above 0.
+        ValueError: a number is not above 0, or a curve is missing or no curve.
     """
 
     name: str
@@ -69,22 +102,40 @@ class Device:
     inter_node: Link | None = None
     devices_per_node: int = 8
     overlaps: bool = True
+    curves: Mapping[str, Points] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for dtype, flops in self.flops_per_second.items():
             _require_positive(f"flops_per_second of {dtype!r}", flops)
         for name in ("memory_bytes_per_second", "memory_bytes", "devices_per_node"):
             _require_positive(name, getattr(self, name))
+        for name, curve in self.curves.items():
+            _require_curve(name, curve)
+        needed = {"pointwise", *(f"matmul {dtype}" for dtype in self.flops_per_second)}
+        if self.is_measured and (missing := needed - set(self.curves)):
+            raise ValueError(f"it has no curve of {min(missing)} work")
         object.__setattr__(self, "flops_per_second", dict(self.flops_per_second))
+
+    @property
+    def is_measured(self) -> bool:
+        """True if :func:`thunder_zero.tools.calibrate` measured the device. It is then a CPU."""
+        return bool(self.curves)
 
     def __repr__(self) -> str:
         return summed_up(self, str(self))
 
     def __str__(self) -> str:
+        flops = [f"{dtype} {count(rate)}FLOP/s" for dtype, rate in self.flops_per_second.items()]
+        memory = f"{count(self.memory_bytes_per_second)}B/s"
+        if self.is_measured:
+            last = {name.removesuffix(" wire"): curve[-1] for name, curve in self.curves.items() if "wire" in name}
+            wires = [f"{kind} {count(8 * nbytes / seconds)}bit/s" for kind, (nbytes, seconds) in last.items()]
+            processes = "one process" if self.devices_per_node == 1 else _ranks(self.devices_per_node)
+            return folded(f"{self.name}, {processes}, each {', '.join([*flops, f'memory {memory}', *wires])}")
         links = {"in a node": self.intra_node, "between nodes": self.inter_node}
         parts = [
-            f"{self.name}: {size(self.memory_bytes)} at {count(self.memory_bytes_per_second)}B/s",
-            *(f"{dtype} {count(flops)}FLOP/s" for dtype, flops in self.flops_per_second.items()),
+            f"{self.name}: {size(self.memory_bytes)} at {memory}",
+            *flops,
             f"{self.devices_per_node} in a node",
             *(f"{count(link.bytes_per_second)}B/s {place}" for place, link in links.items() if link),
         ]
@@ -93,13 +144,17 @@ class Device:
     def seconds(self, flops: float, dtype: str, traffic_bytes: float, work: str = "") -> float:
         """Return the seconds of an operation: the larger of the seconds for its FLOPs and for its memory traffic.
 
-        ``work``, the class of work, matters only for calibrated devices.
+        On a measured device, these are the seconds of its class of work, from its FLOPs if it has FLOPs.
 
         Raises:
             ValueError: the device has no FLOP/s for the dtype.
         """
-        flop_seconds = flops / self.peak(dtype) if flops else 0.0
-        return max(flop_seconds, traffic_bytes / self.memory_bytes_per_second)
+        flops_per_second = self.peak(dtype) if flops else 1.0
+        if not self.is_measured:
+            return max(flops / flops_per_second, traffic_bytes / self.memory_bytes_per_second)
+        if flops:
+            return seconds_at(self.curves.get(f"{work} {dtype}", self.curves[f"matmul {dtype}"]), flops)
+        return seconds_at(self.curves.get(work, self.curves["pointwise"]), traffic_bytes)
 
     def peak(self, dtype: str) -> float:
         """Return the peak FLOP/s of matrix products in a dtype.
@@ -115,16 +170,32 @@ class Device:
             )
         return self.flops_per_second[dtype]
 
-    def collective(self, kind: str, ranks: int, stride: int, nbytes: float, steps: int, tensors: int) -> CollectiveTime:
-        """Return the time of a ring collective in which the device sends ``nbytes`` in ``steps`` steps.
+    def collective(self, kind: str, ranks: int, stride: int, nbytes: float, steps: int, tensors: int) -> Cost:
+        """Return the times of a ring collective in which the device sends ``nbytes`` in ``steps`` steps.
 
         ``kind`` (``"gather"``, ``"scatter"``, ``"all_reduce"``) and ``tensors``, the number of tensors in the bucket,
-        matter only for calibrated devices.
+        matter only for measured devices.
 
         Raises:
-            ValueError: the ring leaves the node, and the device has no link to other nodes.
+            ValueError: the ring leaves the node, and the device has no link to other nodes. Or this number of ranks was
+                not measured.
         """
-        return CollectiveTime(self.ring(ranks, stride).seconds(nbytes, steps))
+        if not self.is_measured:
+            return Cost(wire_seconds=self.ring(ranks, stride).seconds(nbytes, steps))
+        if ranks != self.devices_per_node or stride != 1 or f"{kind} wire" not in self.curves:
+            raise ValueError(
+                f"{self.name} was calibrated with collectives of {_ranks(self.devices_per_node)}, but the step has one "
+                f"of {_ranks(ranks)}{f', {stride} apart' if stride > 1 else ''}; calibrate under torchrun with as many"
+            )
+        wire, launch, finish, taken = (
+            seconds_at(self.curves[f"{kind} {name}"], nbytes) for name in ("wire", "launch", "finish", "taken")
+        )
+        return Cost(
+            wire_seconds=wire,
+            load=min(taken / wire, 1.0) if wire else 0.0,
+            launch_seconds=launch + seconds_at(self.curves[f"{kind} tensor"], tensors - 1),
+            finish_seconds=finish,
+        )
 
     def ring(self, ranks: int, stride: int = 1) -> Link:
         """Return a device's link in a ring of ranks that are ``stride`` apart. Successive ranks share a node.
@@ -151,82 +222,39 @@ class Device:
         return Link(fastest, on_the_way / (ranks - 1))
 
 
+def rising(points: Iterable[tuple[float, float]]) -> Points:
+    """Return a curve through measured points. Noise that makes a larger size faster is removed."""
+    sizes, seconds = zip(*sorted(points), strict=True)
+    return tuple(zip(sizes, accumulate(seconds, max), strict=True))
+
+
+def seconds_at(curve: Points, work: float) -> float:
+    """Return the seconds that work of this size takes."""
+    index = bisect_left(curve, work, key=lambda point: point[0])
+    if index == 0:
+        return curve[0][1]
+    left, left_seconds = curve[index - 1]
+    if index == len(curve):
+        return left_seconds * (work / left if left else 1.0)
+    right, right_seconds = curve[index]
+    return left_seconds + (right_seconds - left_seconds) * (work - left) / (right - left)
+
+
+def _require_curve(name: str, curve: Points) -> None:
+    numbers = [number for point in curve for number in point]
+    falls = any(later[0] <= point[0] or later[1] < point[1] for point, later in pairwise(curve))
+    if not numbers or falls or not all(is_number(number) and number >= 0 for number in numbers):
+        raise ValueError(f"the curve {name!r} has the points {curve}; give ascending sizes that take no less time")
+
+
 def _require_positive(name: str, value: float) -> None:
-    if not _is_number(value) or not isfinite(value) or value <= 0:
+    if not is_number(value) or value <= 0:
         raise ValueError(f"{name} is {value!r}; give a number above 0")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
-MiB, GiB = 1 << 20, 1 << 30
-
-# Latency of a step of a ring: in NCCL's model 3.4 us over NVLink and 14 us over a network (hwLat, ring, simple
-# protocol, in src/graph/tuning.cc); in the scaling book about 1 us a hop of a TPU's links.
-NVLINK, NETWORK, ICI = 3.4e-6, 14e-6, 1e-6  # seconds
-
-# float32 is torch's default, without TF32. NVLink's 600 and 900 GB/s are the sums of both directions.
-A100 = Device(
-    # https://www.nvidia.com/en-us/data-center/a100 (data sheet, SXM 80 GB), without sparsity; a DGX A100 has a
-    # network card of 200 Gbit/s for each GPU; memory as nvidia-smi reports it for "A100-SXM4-80GB"
-    name="A100",
-    flops_per_second={"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12, "float64": 19.5e12},
-    memory_bytes_per_second=2.039e12,
-    memory_bytes=81_920 * MiB,
-    intra_node=Link(300e9, NVLINK),
-    inter_node=Link(25e9, NETWORK),
-)
-H100 = Device(
-    # https://www.nvidia.com/en-us/data-center/h100 (data sheet, SXM), without sparsity; a DGX H100 has a network card
-    # of 400 Gbit/s for each GPU; memory as nvidia-smi reports it for "H100 80GB HBM3"
-    name="H100",
-    flops_per_second={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 67e12},
-    memory_bytes_per_second=3.35e12,
-    memory_bytes=81_559 * MiB,
-    intra_node=Link(450e9, NVLINK),
-    inter_node=Link(50e9, NETWORK),
-)
-H200 = Device(
-    # https://www.nvidia.com/en-us/data-center/h200 (data sheet, SXM): an H100 with more memory, of the size that
-    # nvidia-smi reports
-    name="H200",
-    flops_per_second=H100.flops_per_second,
-    memory_bytes_per_second=4.8e12,
-    memory_bytes=143_771 * MiB,
-    intra_node=H100.intra_node,
-    inter_node=H100.inter_node,
-)
-TPU_V2 = Device(
-    # A chip: Jouppi et al., A Domain-Specific Supercomputer for Training Deep Neural Networks, 2020: four links of
-    # 496 Gbit/s each way, 16 GiB at 700 GB/s, a pod of 256; Google's announcement: 180 TFLOP/s for four chips
-    name="TPU v2",
-    flops_per_second={"bfloat16": 4.5e13},
-    memory_bytes_per_second=7e11,
-    memory_bytes=16 * GiB,
-    intra_node=Link(2.48e11, ICI),
-    devices_per_node=256,
-)
-TPU_V5P = Device(
-    # A chip: https://cloud.google.com/tpu/docs/v5p; the links of one of its three axes, in both directions:
-    # https://jax-ml.github.io/scaling-book/tpus; 50 Gbit/s a chip between pods of 8,960
-    name="TPU v5p",
-    flops_per_second={"bfloat16": 4.59e14},
-    memory_bytes_per_second=2.765e12,
-    memory_bytes=95 * GiB,
-    intra_node=Link(1.8e11, ICI),
-    inter_node=Link(6.25e9, NETWORK),
-    devices_per_node=8960,
-)
-
-
-class Devices(dict[str, Device]):
-    """Devices keyed by name. The text form has a line for each device."""
-
-    def __repr__(self) -> str:
-        return "\n" + "\n".join(folded(f"{name!r}: {device}") for name, device in self.items())
-
-
-DEVICES: Mapping[str, Device] = MappingProxyType(
-    Devices({"a100": A100, "h100": H100, "h200": H200, "tpu-v2": TPU_V2, "tpu-v5p": TPU_V5P})
-)
+def _ranks(number: int) -> str:
+    return "one rank alone" if number == 1 else f"{number} ranks"

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count, cycle, product
 from math import ceil
 from time import perf_counter, sleep
@@ -25,7 +24,6 @@ from thunder_zero.comm.handle import Result, Waitable
 from thunder_zero.comm.small_collectives import barrier
 from thunder_zero.comm.transport import Transport
 from thunder_zero.plan.amounts import name_of
-from thunder_zero.schedule.ops import Work
 
 Call = Callable[[], object]
 
@@ -41,15 +39,9 @@ POOL = 16 << 20  # the most elements of equal-sized tensors together
 SHORTEST = 0.002  # the least seconds of a measurement
 
 
-@dataclass(frozen=True)
-class Measure:
-    """One point of a curve."""
-
-    work: Work  # the class of work
-    dtype: str  # the dtype of matrix products; "" for other work
-    size: float  # FLOPs of a matrix product, or bytes of memory traffic of other work
-    run: Call  # a function that does the work once
-    lines: int = 1  # number of trace lines that a run stands for. Each line has this size.
+# A point of a curve: the curve's name, FLOPs of a product or bytes of other work, a function that does the work once,
+# and the number of trace lines that a run stands for. Each line has this size.
+Measure = tuple[str, float, Call, int]
 
 
 def measures(dtypes: Sequence[torch.dtype]) -> Iterator[Measure]:
@@ -61,7 +53,7 @@ def measures(dtypes: Sequence[torch.dtype]) -> Iterator[Measure]:
     for elements in ELEMENTS:
         yield from _traffic(elements)
     tensor = torch.zeros(8, 8)
-    yield Measure(Work.VIEW, "", 0, lambda: tensor.permute(1, 0))
+    yield "view", 0, lambda: tensor.permute(1, 0), 1
 
 
 def seconds_of(run: Call, times: int) -> float:
@@ -88,7 +80,7 @@ def _product(width: int, dtype: torch.dtype) -> Measure:
     def run() -> None:
         F.linear(x, weight), gradient @ weight, gradient.t() @ x
 
-    return Measure(Work.MATMUL, name_of(dtype), 2 * ROWS * width**2, run, lines=3)
+    return f"matmul {name_of(dtype)}", 2 * ROWS * width**2, run, 3
 
 
 def _attention(length: int, dtype: torch.dtype) -> Measure:
@@ -100,7 +92,7 @@ def _attention(length: int, dtype: torch.dtype) -> Measure:
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         torch.autograd.grad(out, (query, key, value), gradient)
 
-    return Measure(Work.ATTENTION, name_of(dtype), 7 * 2 * HEADS * length**2 * HEAD / 2, run, lines=2)
+    return f"attention {name_of(dtype)}", 7 * 2 * HEADS * length**2 * HEAD / 2, run, 2
 
 
 def _convolution(side: int, dtype: torch.dtype) -> Measure:
@@ -112,7 +104,7 @@ def _convolution(side: int, dtype: torch.dtype) -> Measure:
     def run() -> None:
         torch.autograd.grad(F.conv2d(image, weight, padding=1), (image, weight), gradient)
 
-    return Measure(Work.CONVOLUTION, name_of(dtype), 2 * 2 * side**2 * 9 * CHANNELS**2, run, lines=3)
+    return f"convolution {name_of(dtype)}", 2 * 2 * side**2 * 9 * CHANNELS**2, run, 3
 
 
 def _traffic(elements: int) -> Iterator[Measure]:
@@ -127,10 +119,10 @@ def _traffic(elements: int) -> Iterator[Measure]:
     table = torch.randn(4096, columns)
     indices = torch.randint(4096, (len(rows[0]),))
     tensor_pairs, matrices = cycle(zip(tensors, second_tensors, strict=True)), cycle(rows)
-    yield Measure(Work.POINTWISE, "", 3 * nbytes, lambda: torch.add(*next(tensor_pairs)))
-    yield Measure(Work.REDUCTION, "", 2 * nbytes, lambda: F.layer_norm(next(matrices), (columns,)))
-    yield Measure(Work.INDEX, "", 2 * nbytes, lambda: F.embedding(indices, table))
-    yield Measure(Work.RANDOM, "", nbytes, lambda: torch.rand(elements))
+    yield "pointwise", 3 * nbytes, lambda: torch.add(*next(tensor_pairs)), 1
+    yield "reduction", 2 * nbytes, lambda: F.layer_norm(next(matrices), (columns,)), 1
+    yield "index", 2 * nbytes, lambda: F.embedding(indices, table), 1
+    yield "random", nbytes, lambda: torch.rand(elements), 1
 
 
 CPU = torch.device("cpu")

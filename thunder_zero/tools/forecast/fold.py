@@ -168,7 +168,7 @@ class Fold:
             frame[slot].holds += 1
         self._bind(op.writes, record.outputs, frame)
         plan = self.timeline.plan
-        if not self.timeline.is_continued(op):
+        if not self.timeline.feeds_reduction(op):
             kind = Holds.GATHERED if ends(op, Gather) else Holds.REDUCED_GRADIENT
             for name, path in zip(op.writes, op.params, strict=True):
                 self._relabel(name, Holds.IN_FLIGHT, kind, path)
@@ -181,7 +181,7 @@ class Fold:
         self._play(events, frame, op)
 
     def _note_full_gradients(self, op: Launch | Defer) -> None:
-        if isinstance(op, Reduce | Defer) and not self.timeline.continues(op):
+        if isinstance(op, Reduce | Defer) and not self.timeline.is_second_reduction(op):
             for name, path in zip(op.reads, op.params, strict=True):
                 self._relabel(name, Holds.TEMPORARY, Holds.FULL_GRADIENT, path)
 

@@ -115,7 +115,7 @@ class Recorder:
         self.deferred = {
             param.path: self._rest(_full_gradient(param), Holds.DEFERRED, param.path)
             for param in params
-            if param.plan.requires_grad
+            if param.planned.requires_grad
         }
         self.inputs = dict(self._inputs())
         tangents = () if traces.backward is None else traces.backward.args[1]
@@ -339,7 +339,7 @@ def _key_of_operator(line: BoundSymbol, values: Sequence[Any]) -> object:
 
 
 def _full_gradient(param: ShardedParam) -> Tensor:
-    return torch.empty(param.plan.shape, dtype=param.plan.reduce_dtype, device=META)
+    return torch.empty(param.planned.shape, dtype=param.planned.reduce_dtype, device=META)
 
 
 class _LossInput(torch.autograd.Function):

@@ -108,12 +108,12 @@ class Rehearsal(LocalState):
 
     def on_host(self) -> Iterator[Tensor]:
         """Yield the shards that are in host memory between steps (``cpu_offload``)."""
-        return (param.rows for param in self.params.values() if self.plan.rests_on_host(param.plan))
+        return (param.rows for param in self.params.values() if self.plan.rests_on_host(param.planned))
 
     def trained_on_device(self) -> dict[str, nn.Parameter]:
         """Return a mapping from paths to shards, for shards whose optimizer state is on the device."""
         return {
             path: param.shard
             for path, param in self.params.items()
-            if param.plan.requires_grad and not self.plan.rests_on_host(param.plan)
+            if param.planned.requires_grad and not self.plan.rests_on_host(param.planned)
         }

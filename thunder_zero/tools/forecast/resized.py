@@ -61,7 +61,7 @@ def resized(traces: Traces, shapes: Shapes) -> Traces:
         forward=forward,
         backward=backward,
         timeline=timeline,
-        pruned=lambda _, missing: resized(traces.without(missing), shapes),
+        without_tangents=lambda _, missing: resized(traces.without(missing), shapes),
     )
 
 

@@ -20,7 +20,7 @@ from thunder_zero.plan.amounts import bytes_of
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.dry_run import ProgramSource, TraceRequest
+from thunder_zero.tools.dry_run import ProgramSource
 from thunder_zero.tools.forecast.fold import Fold
 from thunder_zero.tools.forecast.memory import memory_of, recorder_of
 from thunder_zero.tools.forecast.recorder import Loss, Recorder
@@ -117,8 +117,7 @@ def fit(
                 go_on()  # keeps the waiting ranks from timing out
 
             tell("captures the module")
-            request = TraceRequest(module, args, kwargs, asked, planned, fuse=fuse, slices=slices, partial=partial)
-            source = ProgramSource(request)
+            source = ProgramSource(module, args, kwargs, asked, planned, fuse=fuse, slices=slices, partial=partial)
             traces = source.under(asked)
             if traces.backward is None:
                 raise ValueError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import prod
 
 from thunder_zero.plan.params import Plan
-from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 
 MiB, GiB = 1 << 20, 1 << 30
@@ -39,12 +38,12 @@ STATE = 3  # times a shard's bytes: parameter and two averages
 
 
 def overhead_bytes(device: Device, copies: int, storages: int, slices: int = 1) -> int:
-    """Return the bytes of a device's memory on a rank that belong to no tensor. Calibrated devices are CPUs.
+    """Return the bytes of a device's memory on a rank that belong to no tensor. Measured devices are CPUs.
 
     ``copies`` is the number of replicas, ``slices`` the number of tensor-parallel ranks. ``storages`` is the number of
     storages, whose sizes the allocator rounds up to blocks.
     """
-    if isinstance(device, Calibrated):
+    if device.is_measured:
         return PROCESS
     communicators = (1 if copies == 1 else 3) + (slices > 1)
     return CONTEXT + communicators * COMMUNICATOR + SEGMENTS + storages * BLOCK

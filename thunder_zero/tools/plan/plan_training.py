@@ -17,9 +17,7 @@ from thunder_zero.plan.amounts import bytes_of, name_of
 from thunder_zero.plan.formats import Formats
 from thunder_zero.plan.policy import RECOMPUTE, STAGES, Policy, is_count
 from thunder_zero.plan.precision import MixedPrecision
-from thunder_zero.tools.cost.costs import Lane
-from thunder_zero.tools.devices.calibrated import Calibrated
-from thunder_zero.tools.devices.device import Device
+from thunder_zero.tools.devices.device import Device, Lane
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.models.named import NamedModel
 from thunder_zero.tools.plan.overhead import (
@@ -207,7 +205,7 @@ class _Comparison:
         chosen, code = best_of(rows), ""
         if chosen is not None:
             policy = self._programs(chosen.mesh.slices).policy(chosen.stage, chosen.recompute)
-            kind = "cpu" if isinstance(self.device, Calibrated) else "cuda"
+            kind = "cpu" if self.device.is_measured else "cuda"
             code = code_of(chosen, policy, subject.build, slicing, kind)
         returns_loss = self._programs(sizes[0]).returns_loss()
         return TrainingPlan(
@@ -228,7 +226,7 @@ class _Comparison:
                 *assumed(subject, self.asked, self.device, returns_loss=returns_loss),
                 *((OF_SLICES,) if max(sizes) > 1 else ()),
             ),
-            is_bound=not isinstance(self.device, Calibrated),
+            is_bound=not self.device.is_measured,
         )
 
     def _programs(self, slices: int) -> SubjectPrograms:
@@ -337,11 +335,11 @@ def assumed(subject: Subject, asked: Policy, device: Device, *, returns_loss: bo
         loss = "the one number that the model returns is its loss"
     else:
         loss = "the loss is left out, since the model does not return one number and no loss= was given"
-    time_assumptions = MEASURED if isinstance(device, Calibrated) else DESCRIBED
+    time_assumptions = MEASURED if device.is_measured else DESCRIBED
     return (
         *time_assumptions,
         f"compute in {compute}, gradients on the wire in {reduce}; {shards} shards and AdamW's two averages, stepped "
         f"by AdamW(fused=True); {loss}; memory is that of lines that are not fused",
         "a collective is a flat ring, with a latency for each rank that a message passes",
-        OVERHEAD_OF_CPU if isinstance(device, Calibrated) else OVERHEAD,
+        OVERHEAD_OF_CPU if device.is_measured else OVERHEAD,
     )

@@ -14,9 +14,8 @@ from thunder_zero.comm.slices import mesh_and_slices
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES, Policy
-from thunder_zero.tools.absent_ranks import fake_mesh
 from thunder_zero.tools.devices.device import Device
-from thunder_zero.tools.dry_run import ProgramSource, TraceRequest
+from thunder_zero.tools.dry_run import ProgramSource, fake_mesh
 from thunder_zero.tools.forecast.around import loss_traffic
 from thunder_zero.tools.forecast.fold import Fold
 from thunder_zero.tools.forecast.memory import recorder_of
@@ -141,12 +140,12 @@ class SubjectPrograms:
                 "device": self.device,
             }
             if self.slices == 1:
-                self.captured[traced] = ProgramSource(TraceRequest(module, **options))
+                self.captured[traced] = ProgramSource(module, **options)
             else:
                 with fake_mesh((1, self.slices)) as mesh:
                     part = sliced_copy(module, mesh["tp"], self.how)
                     _, options["slices"], options["partial"] = mesh_and_slices(part, mesh)
-                    self.captured[traced] = ProgramSource(TraceRequest(part, **options))
+                    self.captured[traced] = ProgramSource(part, **options)
         return self.captured[traced]
 
 

@@ -30,11 +30,10 @@ from thunder_zero.schedule.ops import (
     starts_collective,
 )
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.cost.costs import Cost
-from thunder_zero.tools.cost.estimate import Estimate, model_seconds, step_time
-from thunder_zero.tools.devices.device import Device
+from thunder_zero.tools.devices.device import Cost, Device
 from thunder_zero.tools.forecast.figures import AT_REST, OPTIMIZER_STEP, Holds
 from thunder_zero.tools.forecast.fold import Fold
+from thunder_zero.tools.time.estimate import Estimate, model_seconds, step_time
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ Lines are plain text. This module does not use Thunder.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from thunder_zero.plan.mesh import TENSOR
@@ -99,6 +99,13 @@ def explained(
 
     A line without parameters has the unit of the computation before it, at first ``unit``.
     """
+    return (Row(**columns) for columns in columns_of(lines, timeline, positions, backward=backward, unit=unit))
+
+
+def columns_of(
+    lines: Iterable[Row], timeline: Timeline, positions: Sequence[Sequence[int]], *, backward: bool, unit: str = ""
+) -> Iterator[dict[str, Any]]:
+    """Yield the columns of the rows of :func:`explained`, to which more can be added before a row is made."""
     alive, read, made = gathered_bytes(timeline), _parameters_in(timeline), _gradients(timeline)
     index_of = {
         position: index
@@ -109,28 +116,24 @@ def explained(
     gathered = alive[timeline.backward_start - 1] if backward else 0
     for line in lines:
         index = index_of.pop(line.position, None)
+        columns = {"phase": line.phase, "position": line.position, "code": line.code, "origin": line.origin}
+        columns |= {"unit": unit, "gathered": gathered}
         if index is None:
-            yield replace(line, gathered=gathered, unit=unit)
-        elif line.position != positions[index][0]:
-            yield _code_row(line, timeline.ops[index], timeline, gathered)
-        else:
-            gathered = alive[index]
-            op = timeline.ops[index]
-            reads = op.returned if isinstance(op, Return) else op.reads
-            paths = _lookup(reads, read) or _lookup(op.writes, made) if isinstance(op, Compute | Return) else op.params
-            is_made = isinstance(op, Compute) and not _lookup(op.reads, read) and bool(paths)
-            is_of_gradients = is_made or isinstance(op, Reduce | Defer) or ends(op, Reduce)
-            own = timeline.plan.by_name[paths[0]].unit if paths else unit
-            unit = own if isinstance(op, Compute) else unit
-            yield replace(
-                line,
-                op=index,
-                params=paths,
-                gradients=is_of_gradients,
-                gathered=gathered,
-                unit=own,
-                **({} if _is_plain_free(op) else _meaning(op, timeline)),
-            )
+            yield columns
+            continue
+        op = timeline.ops[index]
+        if line.position != positions[index][0]:
+            yield columns | _code_of(op, timeline)
+            continue
+        gathered = alive[index]
+        reads = op.returned if isinstance(op, Return) else op.reads
+        paths = _lookup(reads, read) or _lookup(op.writes, made) if isinstance(op, Compute | Return) else op.params
+        is_made = isinstance(op, Compute) and not _lookup(op.reads, read) and bool(paths)
+        is_of_gradients = is_made or isinstance(op, Reduce | Defer) or ends(op, Reduce)
+        own = timeline.plan.by_name[paths[0]].unit if paths else unit
+        unit = own if isinstance(op, Compute) else unit
+        columns |= {"op": index, "params": paths, "gradients": is_of_gradients, "gathered": gathered, "unit": own}
+        yield columns if _is_plain_free(op) else columns | _meaning(op, timeline)
     if missing := [index for index in index_of.values() if not _is_plain_free(timeline.ops[index])]:
         raise ValueError(f"the trace has no lines of the operations at {sorted(missing)} of the timeline")
 
@@ -154,20 +157,18 @@ def _meaning(op: Op, timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _code_row(line: Row, op: Op, timeline: Timeline, gathered: int) -> Row:
-    """Return the row of a line that encodes a payload before a launch, or decodes a payload in a wait."""
+def _code_of(op: Op, timeline: Timeline) -> dict[str, Any]:
+    """Return the columns of a line that encodes a payload before a launch, or decodes a payload in a wait."""
     launch = op.launch if isinstance(op, Wait) else op
     assert isinstance(launch, Launch), "nothing else is encoded"
     param = timeline.params_of(launch)[0]
-    return replace(
-        line,
-        kind=CODES[op.kind],
-        params=op.params,
-        gradients=isinstance(launch, Reduce),
-        form=str(timeline.travels_as(launch, param)),
-        gathered=gathered,
-        unit=param.unit,
-    )
+    return {
+        "kind": CODES[op.kind],
+        "params": op.params,
+        "gradients": isinstance(launch, Reduce),
+        "form": str(timeline.travels_as(launch, param)),
+        "unit": param.unit,
+    }
 
 
 def label(params: Sequence[str], plan: Plan, *, gradients: bool) -> str:

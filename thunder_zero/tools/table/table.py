@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from thunder_zero.capture.zero_module import traces_of
-from thunder_zero.tools.cost.costs import Lane
-from thunder_zero.tools.cost.estimate import Estimate, step_time
-from thunder_zero.tools.cost.lanes import Span
-from thunder_zero.tools.devices.device import Device
+from thunder_zero.schedule.ops import Compute, ends_collective
+from thunder_zero.schedule.prefetch import Bound, bounds
+from thunder_zero.tools.devices.device import Device, Lane
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.forecast.around import memory_and_timeline, whole_step
 from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Memory, MemoryLine
@@ -29,7 +28,9 @@ from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.text import place_of
 from thunder_zero.tools.printing.words import summed_up
-from thunder_zero.tools.table.rows import COMPUTES, Row, explained
+from thunder_zero.tools.table.rows import COMPUTES, Row, columns_of
+from thunder_zero.tools.time.estimate import Estimate, step_time
+from thunder_zero.tools.time.lanes import Span
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.operators import operator_of
 
@@ -40,6 +41,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import tracectx
 
 THUNDER = Path(thunder.__file__).parent
+Cells = dict[str, Any]  # the columns of a row by name
 DIGESTS, LOSS = "digests", "loss"  # phases without a trace, beside OPTIMIZER_STEP
 AROUND = {
     DIGESTS: "# digests of this rank's rows, by which ranks know what to refresh",
@@ -58,12 +60,16 @@ class Table:
         all: the rows of all lines.
         memory: the forecast of memory, if any.
         time: the times of operations, forecast or measured, if any.
+        spans: (index of the row, span) pairs of the times, in their order.
+        no_memory: the reason why there is no forecast of memory, if one was tried.
     """
 
     traces: Traces
     all: tuple[Row, ...]
     memory: Memory | None = None
     time: Estimate | None = None
+    spans: tuple[tuple[int, Span], ...] = ()
+    no_memory: str = ""
 
     def __repr__(self) -> str:
         return summed_up(self, f"{len(self.all)} rows; {place_of(self.traces.plan)}")
@@ -87,10 +93,31 @@ class Table:
         return self.all[self.place[op]]
 
     @cached_property
-    def spans(self) -> tuple[tuple[int, Span], ...]:
-        """(index of the row, span) pairs of the times, in their order."""
-        places = operation_places(self.traces, self.time) if self.time else ()
-        return tuple((self.place[places[span.op]], span) for span in (self.time.spans if self.time else ()))
+    def by_param(self) -> dict[str, list[Row]]:
+        """The rows of each parameter, keyed by its path."""
+        rows: dict[str, list[Row]] = {param.path: [] for param in self.traces.plan.params}
+        for row in self.all:
+            for path in row.params:
+                rows[path].append(row)
+        return rows
+
+    @cached_property
+    def ends(self) -> dict[str, int]:
+        """The operation that first waits for each collective, keyed by the collective's handle."""
+        ops = enumerate(self.traces.timeline.ops)
+        waits = [(op.reads[0], index) for index, op in ops if ends_collective(op)]
+        return dict(reversed(waits))  # backward may repeat the wait for a collective of forward
+
+    @cached_property
+    def last_reads(self) -> dict[str, int]:
+        """The last computation that reads each value."""
+        ops = enumerate(self.traces.timeline.ops)
+        return {name: index for index, op in ops if isinstance(op, Compute) for name in op.reads}
+
+    @cached_property
+    def bounds(self) -> dict[str, tuple[int, Bound]]:
+        """The operation behind which each gather starts, and the reason why not earlier, keyed by handle."""
+        return bounds(self.traces.timeline)
 
 
 def step_table(
@@ -110,12 +137,14 @@ def step_table(
     """
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     traces = for_loss(traces, loss) if loss else traces
-    memory: Memory | None = None
+    memory, no_memory = None, ""
     try:
         memory, timeline = memory_and_timeline(traces, loss=loss, optimizer=optimizer)
-    except NoForecast:
+    except NoForecast as error:
         timeline = whole_step(traces, loss, optimizer) if device and traces.backward else traces.timeline
-    return table_of(traces, memory, step_time(timeline, device_of(device), model=traces.lifted) if device else None)
+        no_memory = str(error)
+    time = step_time(timeline, device_of(device), model=traces.lifted) if device else None
+    return replace(table_of(traces, memory, time), no_memory=no_memory)
 
 
 def table_of(
@@ -128,16 +157,22 @@ def table_of(
     places = operation_places(traces, time) if time else ()
     around = {place for place in places if isinstance(place, str)}
     around |= {line.phase for line in memory.lines if line.position < 0} if memory else set()
-    rows: list[Row] = []
+    rows: list[Cells] = []
     for phase in ORDER:
         if phase in AROUND:
-            rows += [Row(phase, -1, AROUND[phase])] * (phase in around)
+            rows += [{"phase": phase, "position": -1, "code": AROUND[phase]}] * (phase in around)
         else:
-            unit = next((row.unit for row in reversed(rows) if row.kind in COMPUTES), "")
+            unit = next((row["unit"] for row in reversed(rows) if row.get("kind") in COMPUTES), "")
             lines, backward = _lines(traces, phase, codes), phase == "backward"
-            rows += explained(lines, traces.timeline, traces.lines, backward=backward, unit=unit)
-    bare = Table(traces, tuple(_with_memory(rows, memory) if memory else rows), memory, time)
-    return replace(bare, all=tuple(_with_times(bare))) if time else bare
+            rows += columns_of(lines, traces.timeline, traces.lines, backward=backward, unit=unit)
+    if memory:
+        _add_memory(rows, memory)
+    spans: tuple[tuple[int, Span], ...] = ()
+    if time:
+        keys = {row.get("op", row["phase"]): index for index, row in enumerate(rows)}
+        spans = tuple((keys[places[span.op]], span) for span in time.spans)
+        _add_times(rows, spans)
+    return Table(traces, tuple(Row(**row) for row in rows), memory, time, spans)
 
 
 def operation_places(traces: Traces, time: Estimate) -> tuple[int | str, ...]:
@@ -189,8 +224,8 @@ def _origin(bsym: BoundSymbol, phase: str) -> str:
     return f"{prefix}{Path(name).name}:{positions.lineno}  {get_source_line(name, positions.lineno).strip()}"
 
 
-def _with_memory(rows: Iterable[Row], memory: Memory) -> Iterator[Row]:
-    """Yield rows with their bytes. A line that the forecast leaves out has the bytes alive of the line before it."""
+def _add_memory(rows: Iterable[Cells], memory: Memory) -> None:
+    """Add the bytes. A line that the forecast leaves out has the bytes alive of the line before it."""
     indices = {(line.phase, line.position): index for index, line in enumerate(memory.lines)}
     allocated, freed = ([Counter[str]() for _ in memory.lines] for _ in range(2))
     for storage in memory.storages:
@@ -200,27 +235,25 @@ def _with_memory(rows: Iterable[Row], memory: Memory) -> Iterator[Row]:
             freed[storage.freed][str(storage.kind)] += storage.nbytes
     before: MemoryLine | None = None
     for row in rows:
-        index = indices.get((row.phase, row.position))
-        new: dict[str, Any] = {}
+        index = indices.get((row["phase"], row["position"]))
         if index is not None:
             before = memory.lines[index]
-            new = {"allocated": allocated[index], "freed": freed[index], "is_peak": before is memory.peak_line}
-        yield replace(row, alive=before.total, highest=before.highest, **new) if before else row
+            row |= {"allocated": dict(allocated[index]), "freed": dict(freed[index])}
+            row["is_peak"] = before is memory.peak_line
+        if before:
+            row |= {"alive": before.total, "highest": before.highest}
 
 
-def _with_times(table: Table) -> Iterator[Row]:
+def _add_times(rows: Iterable[Cells], spans: Iterable[tuple[int, Span]]) -> None:
     by_row: dict[int, list[Span]] = {}
-    for index, span in table.spans:
+    for index, span in spans:
         by_row.setdefault(index, []).append(span)
     now = 0.0
-    for index, row in enumerate(table.all):
-        spans = by_row.get(index, [])
-        computed = [span for span in spans if span.lane is Lane.COMPUTE and span.seconds]
-        start = min([span.start for span in computed], default=now)
-        now = max([now, *(span.end for span in computed)])
-        exposed = sum(span.seconds for span in computed if span.waits)
-        wires = [span for span in spans if span.lane is not Lane.COMPUTE][-1:]
-        wire: dict[str, Any] = (
-            {"lane": str(wires[0].lane), "wire_start": wires[0].start, "wire_end": wires[0].end} if wires else {}
-        )
-        yield replace(row, start=start, end=now, exposed=exposed, **wire)
+    for index, row in enumerate(rows):
+        in_row = by_row.get(index, [])
+        computed = [span for span in in_row if span.lane is Lane.COMPUTE and span.seconds]
+        row["start"] = min([span.start for span in computed], default=now)
+        row["end"] = now = max([now, *(span.end for span in computed)])
+        row["exposed"] = sum(span.seconds for span in computed if span.waits)
+        for wire in [span for span in in_row if span.lane is not Lane.COMPUTE][-1:]:
+            row |= {"lane": str(wire.lane), "wire_start": wire.start, "wire_end": wire.end}

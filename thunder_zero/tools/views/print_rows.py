@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 
 from rich.console import Console
@@ -30,6 +29,7 @@ from thunder_zero.tools.views.selection import total
 NARROWEST, WIDEST = 80, 140
 KIND, PARAMETERS, BYTES = 7, 25, 8  # columns
 QUIET = "dim"
+Widths = tuple[int, int, bool]  # of the code, of the parameters; whether there are bytes alive
 STYLES: dict[str, str] = {
     "gather": "cyan",
     "wait": "blue",
@@ -48,7 +48,7 @@ STYLES: dict[str, str] = {
 def print_rows(rows: Sequence[Row | int], plan: Plan, phase: str, console: Console) -> None:
     """Print a table of a phase's rows and gaps. Code is folded to the width of its column."""
     width = min(max(console.width, NARROWEST), WIDEST) if console.is_terminal else WIDTH
-    columns = _columns(rows, width)
+    columns = _widths(rows, width)
     syntax = Syntax("", "python", theme="ansi_dark", background_color="default")
     _print_title(plan, phase, columns, console)
     if not rows:
@@ -70,31 +70,23 @@ def print_rows(rows: Sequence[Row | int], plan: Plan, phase: str, console: Conso
     console.print()
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Widths of columns. ``alive`` is 0 without a forecast of memory."""
-
-    code: int
-    parameters: int
-    alive: int
+def _widths(rows: Sequence[Row | int], width: int) -> Widths:
+    """Return the widths of the columns of code and of parameters, and whether there is a column of bytes alive."""
+    has_alive = any(isinstance(row, Row) and row.alive is not None for row in rows)
+    parameters, columns_of_bytes = PARAMETERS - has_alive, 2 + has_alive
+    return width - KIND - parameters - columns_of_bytes * BYTES - 4 - has_alive, parameters, has_alive
 
 
-def _columns(rows: Sequence[Row | int], width: int) -> Columns:
-    alive = BYTES if any(isinstance(row, Row) and row.alive is not None for row in rows) else 0
-    parameters = PARAMETERS - bool(alive)
-    spaces = 4 + bool(alive)  # a space before each column except the first
-    return Columns(width - KIND - parameters - 2 * BYTES - alive - spaces, parameters, alive)
-
-
-def _print_title(plan: Plan, phase: str, columns: Columns, console: Console) -> None:
+def _print_title(plan: Plan, phase: str, columns: Widths, console: Console) -> None:
     """Print the title of a phase and the heads of the columns. A long title gets its own line."""
+    code_width, params_width, has_alive = columns
     title = Text(f"# {phase}, {place_of(plan)}", "bold")
-    if len(title) > columns.code:
+    if len(title) > code_width:
         _print(console, title)
         title = Text("#", "bold")
-    title.pad_right(columns.code - len(title))
-    title.append(f" {'does':{KIND}} {'parameters':{columns.parameters}} {'sent':>{BYTES}} {'gathered':>{BYTES}}")
-    title.append(f" {'alive':>{BYTES}}" if columns.alive else "")
+    title.pad_right(code_width - len(title))
+    title.append(f" {'does':{KIND}} {'parameters':{params_width}} {'sent':>{BYTES}} {'gathered':>{BYTES}}")
+    title.append(f" {'alive':>{BYTES}}" if has_alive else "")
     _print(console, title)
 
 
@@ -103,25 +95,25 @@ def print_total(rows: Sequence[Row | int], console: Console) -> None:
     _print(console, Text(total(rows), "bold"))
 
 
-def _lines(row: Row, plan: Plan, syntax: Syntax, columns: Columns, whole: int, *, changed: bool) -> Iterator[Text]:
+def _lines(row: Row, plan: Plan, syntax: Syntax, columns: Widths, whole: int, *, changed: bool) -> Iterator[Text]:
     """Yield the lines of a row. Code is on the left and its meaning on the right, both possibly on several lines.
 
     Below the last line of the meaning, code has the width ``whole``. If nothing is sent, parameters also fill the
     column of bytes sent.
     """
     sent = "" if row.sent is None else f" {size(row.sent):>{BYTES}}"
-    width = columns.parameters + 1 + BYTES - len(sent)
+    code_width, width = columns[0], columns[1] + 1 + BYTES - len(sent)
     words = re.split(r"(?<= )", label_of(row, plan))
     parts = [part for word in words for part in (re.split(r"(?<=\.)", word) if len(word) > width else [word])]
     labels = fill(parts, [width])
-    folded = fold(row.code, [columns.code] * len(labels) + [whole])
+    folded = fold(row.code, [code_width] * len(labels) + [whole])
     code = syntax.highlight("\n".join(folded)).split("\n", allow_blank=True)
     style = STYLES.get(row.kind, "") if row.params else QUIET
     for index, (left, params) in enumerate(zip_longest(code[: len(folded)], labels)):
         first = index == 0
         text = left.copy() if left else Text()
         if params or first:
-            text.pad_right(columns.code - len(text))
+            text.pad_right(code_width - len(text))
             text.append(f" {row.kind if first else '':{KIND}} {params:{width}}", style)
         if first:
             text.append(sent, "yellow")

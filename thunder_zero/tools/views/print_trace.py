@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import IO, Any
 
 import torch.distributed as dist
@@ -14,11 +14,9 @@ from thunder_zero.plan.amounts import size
 from thunder_zero.schedule.ops import Free, Gather, ends
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
-from thunder_zero.tools.forecast.memory import memory as forecast_of
 from thunder_zero.tools.forecast.memory import require_forecast_of
-from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.table.rows import PHASES, Row
-from thunder_zero.tools.table.table import Table, table_of
+from thunder_zero.tools.table.table import Table, step_table, table_of
 from thunder_zero.tools.views.print_rows import QUIET, print_rows, print_total
 from thunder_zero.tools.views.selection import format_timeline, select
 from thunder_zero.tools.views.shown_code import shown
@@ -91,8 +89,9 @@ def print_trace(
     console = Console(file=file)
     if memory is not None:
         require_forecast_of(traces, memory)
-    forecast = memory or _forecast(traces, console)
-    table, printed = table_of(traces, forecast), list[Row | int]()
+    table, printed = table_of(traces, memory) if memory else step_table(traces), list[Row | int]()
+    if table.no_memory:
+        console.print(f"# {table.no_memory}\n", highlight=False, markup=False, soft_wrap=True)
     legend = HOW_TO_READ + HOW_TO_READ_SLICES * traces.plan.mesh.is_sliced
     console.print(legend, style=QUIET, highlight=False, soft_wrap=True)
     for name in PHASES[phase]:
@@ -156,18 +155,9 @@ def _print_phase(
     return chosen
 
 
-def _forecast(traces: Traces, console: Console) -> Memory | None:
-    try:
-        return forecast_of(traces)
-    except NoForecast as error:
-        console.print(f"# {error}\n", highlight=False, markup=False, soft_wrap=True)
-        return None
-
-
 def json_of(traces: Traces, phase: str = "both", *, unit: str | None = None, only: str | None = None) -> dict[str, Any]:
-    """Return the output of :func:`thunder_zero.print_trace` as numbers and strings. Sizes are in bytes."""
-    plan = traces.plan
-    table = table_of(traces, _forecast(traces, Console(quiet=True)))
+    """Return the output of :func:`thunder_zero.print_trace` as data: lines are as in ``Table.as_dicts``."""
+    plan, table = traces.plan, step_table(traces)
     chosen = {name: select(rows_of(table, name), plan, unit, only) for name in PHASES[phase]}
     return {
         "stage": plan.policy.stage,
@@ -176,25 +166,9 @@ def json_of(traces: Traces, phase: str = "both", *, unit: str | None = None, onl
         "replicas": plan.mesh.replicate.size,
         "slices": plan.mesh.tensor.size,
         "units": list(plan.units),
-        "lines": [_json_of_row(name, row) for name, rows in chosen.items() for row in rows],
-    }
-
-
-def _json_of_row(phase: str, row: Row | int) -> dict[str, Any]:
-    if isinstance(row, int):
-        return {"phase": phase, "lines_left_out": row}
-    return {
-        "phase": phase,
-        "position": row.position,
-        "code": row.code,
-        "origin": row.origin,
-        "kind": row.kind or None,
-        "parameters": list(row.params),
-        "of_gradients": row.gradients,
-        "sent": row.sent,
-        "deferred": row.deferred,
-        "gathered": row.gathered,
-        "format": row.form,
-        "alive": row.alive,
-        "peak": row.highest if row.is_peak else None,
+        "lines": [
+            {"phase": name, "lines_left_out": row} if isinstance(row, int) else asdict(row)
+            for name, rows in chosen.items()
+            for row in rows
+        ],
     }

@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thunder_zero.capture.zero_module import traces_of
-from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.names import label_of
-from thunder_zero.schedule.ops import Compute, Work, ends_collective
-from thunder_zero.tools.cost.costs import Lane
-from thunder_zero.tools.cost.estimate import Estimate, estimate
-from thunder_zero.tools.cost.lanes import Span
-from thunder_zero.tools.devices.device import Device
+from thunder_zero.schedule.ops import Work
+from thunder_zero.tools.devices.device import Device, Lane
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.printing.text import place_of
 from thunder_zero.tools.table.rows import Row, label
-from thunder_zero.tools.table.table import table_of
+from thunder_zero.tools.table.table import Table, table_of
+from thunder_zero.tools.time.estimate import Estimate, estimate
+from thunder_zero.tools.time.lanes import Span
 from thunder_zero.traces.compiled import Traces
 
 if TYPE_CHECKING:
@@ -65,48 +63,42 @@ def save_timeline(
     forecast = estimate(traces, device)
     profile = [] if measured is None else events_of(Path(measured))
     pid = 1 + max((event["pid"] for event in profile if isinstance(event.get("pid"), int)), default=0)
-    events = [*_forecast_events(forecast, traces, pid), *_aligned(profile, forecast)]
+    events = [*_forecast_events(table_of(traces, time=forecast), forecast, pid), *_aligned(profile, forecast)]
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def _forecast_events(forecast: Estimate, traces: Traces, pid: int) -> Iterator[Event]:
-    title = f"forecast: {place_of(traces.plan)}, {forecast.device.name}"
+def _forecast_events(table: Table, forecast: Estimate, pid: int) -> Iterator[Event]:
+    title = f"forecast: {place_of(table.traces.plan)}, {forecast.device.name}"
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": title}}
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": -1}}
     lanes = [lane for lane in LANES if any(span.lane is lane for span in forecast.spans)]
     for number, lane in enumerate(lanes):
         yield {"ph": "M", "pid": pid, "tid": number, "name": "thread_name", "args": {"name": LANES[lane]}}
-    table = table_of(traces)
-    for span in forecast.spans:
+    for line, span in table.spans:
         if span.seconds > 0:
-            yield _slice(span, forecast, table.of(span.op), pid, lanes.index(span.lane))
-    yield from _gathered_counter(forecast, pid)
+            place = {"ph": "X", "pid": pid, "tid": lanes.index(span.lane), "cat": "forecast"}
+            times = {"ts": span.start * MICRO, "dur": span.seconds * MICRO}
+            yield place | _named(span, table.all[line], forecast) | times
+    previous = None
+    for row in table.rows(lambda row: row.op is not None):
+        if row.gathered != previous:
+            counter: Event = {"ph": "C", "pid": pid, "name": "gathered bytes", "args": {"bytes": row.gathered}}
+            yield counter | {"ts": (row.end or 0.0) * MICRO}
+        previous = row.gathered
 
 
-def _slice(span: Span, forecast: Estimate, row: Row, pid: int, tid: int) -> Event:
-    op, cost = forecast.timeline.ops[span.op], forecast.costs[span.op]
+def _named(span: Span, row: Row, forecast: Estimate) -> Event:
+    """Return the name and the arguments of the event of a span."""
+    timeline, cost = forecast.timeline, forecast.costs[span.op]
     args: Event = {"line": row.statement, "phase": row.phase, "parameters": list(row.params)}
     if span.lane is not Lane.COMPUTE:
-        name, args["sent_bytes"] = label_of(op, forecast.timeline), cost.sent_bytes
-    elif span.waits:
-        name = f"{'wait for ' * (not ends_collective(op))}{label_of(op, forecast.timeline)}"
-    else:
-        work = str(op.work if isinstance(op, Compute) else Work.NONE)
-        name = label(row.params, forecast.timeline.plan, gradients=row.gradients) or work
-        args |= {"work": work, "flops": cost.flops, "traffic_bytes": cost.traffic_bytes}
-    times = {"ts": span.start * MICRO, "dur": span.seconds * MICRO}
-    return {"ph": "X", "pid": pid, "tid": tid, "cat": "forecast", "name": name, "args": args} | times
-
-
-def _gathered_counter(forecast: Estimate, pid: int) -> Iterator[Event]:
-    ends = {span.op: span.end for span in forecast.spans if span.lane is Lane.COMPUTE}
-    time, previous = 0.0, None
-    for index, nbytes in enumerate(gathered_bytes(forecast.timeline)):
-        time = ends.get(index, time)
-        if nbytes != previous:
-            counter: Event = {"ph": "C", "pid": pid, "name": "gathered bytes", "args": {"bytes": nbytes}}
-            yield counter | {"ts": time * MICRO}
-        previous = nbytes
+        return {"name": label_of(timeline.ops[span.op], timeline), "args": args | {"sent_bytes": cost.sent_bytes}}
+    if span.waits:
+        name = label_of(timeline.ops[span.op], timeline)
+        return {"name": f"wait for {name}" if row.sent is not None else name, "args": args}
+    work = row.work or str(Work.NONE)
+    name = label(row.params, timeline.plan, gradients=row.gradients) or work
+    return {"name": name, "args": args | {"work": work, "flops": cost.flops, "traffic_bytes": cost.traffic_bytes}}
 
 
 def events_of(path: Path) -> list[Event]:

@@ -82,9 +82,9 @@ def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[tuple
     """Yield (position, code, position of a view that the code has at its end) of the lines to show.
 
     ``freed`` has the gathered parameters that the ``del`` line at a position frees."""
-    views = _views(trace)
-    folded = {name: views.chains[name].apply(views.chains[name].root.name) for name in views.folded}
-    hidden = {*views.folded, *views.appended.values()}
+    chains, inside, appended = _views(trace)
+    folded = {name: chains[name].apply(chains[name].root.name) for name in inside}
+    hidden = {*inside, *appended.values()}
     position_of = {
         proxy.name: position for position, bsym in enumerate(trace.bound_symbols) for proxy in bsym.flat_proxy_outs
     }
@@ -99,28 +99,21 @@ def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[tuple
                 continue
             name, _, call = short(_python(bsym)).rpartition(" = ")
             if _stands_inside(bsym):
-                chain = views.chains.get(name) or _Chain(bsym.flat_proxy_args[0], (_step(bsym),))
+                chain = chains.get(name) or _Chain(bsym.flat_proxy_args[0], (_step(bsym),))
                 call = chain.apply(chain.root.name)
             call = NAME.sub(lambda match: folded.get(match[0], match[0]), call)
-            view = views.appended.get(name)
+            view = appended.get(name)
             if view is not None:
-                name, call = view, views.chains[view].apply(call)
+                name, call = view, chains[view].apply(call)
             yield position, f"{name} = {call}" if name else call, position_of.get(view or "")
 
 
-@dataclass(frozen=True, slots=True)
-class _Views:
-    """The views of a trace."""
+def _views(trace: TraceCtx) -> tuple[dict[str, _Chain], set[str], dict[str, str]]:
+    """Return the chains of views by name, and two groups of views that are printed in an operator's line.
 
-    chains: Mapping[str, _Chain]  # a mapping from names of views to chains
-    # names of views that only one operator reads. These views are printed inside the operator's line.
-    folded: frozenset[str]
-    # a mapping from each operator's result to the view that is its only reader. These views are printed at the end of
-    # the operator's line.
-    appended: Mapping[str, str]
-
-
-def _views(trace: TraceCtx) -> _Views:
+    The first group has the views that only one operator reads, which are printed inside its line. The second maps an
+    operator's result to the view that is its only reader, which is printed at the end of the operator's line.
+    """
     reads: Counter[str] = Counter()
     read_by_others: set[str] = set()  # values that lines without an operator read
     writer: dict[str, BoundSymbol] = {}
@@ -141,7 +134,7 @@ def _views(trace: TraceCtx) -> _Views:
                 folded.add(name)
             elif reads[chain.root.name] == 1 and _makes_one_value(writer.get(chain.root.name)):
                 appended[chain.root.name] = name
-    return _Views(chains, frozenset(folded), appended)
+    return chains, folded, appended
 
 
 def _makes_one_value(bsym: BoundSymbol | None) -> bool:

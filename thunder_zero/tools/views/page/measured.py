@@ -27,9 +27,9 @@ from thunder_zero.schedule.ops import (
     starts_collective,
 )
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.cost.costs import Cost, Lane
-from thunder_zero.tools.cost.estimate import Estimate
-from thunder_zero.tools.cost.lanes import Span
+from thunder_zero.tools.devices.device import Cost, Lane
+from thunder_zero.tools.time.estimate import Estimate
+from thunder_zero.tools.time.lanes import Span
 
 MICRO = 1e6  # a profile's unit of time is a microsecond
 
@@ -85,14 +85,14 @@ def _wire_factor(forecast: Estimate, times: Times) -> float:
     """Return the measured seconds of gathers, divided by the forecast seconds."""
     gathers = [index for index, op in enumerate(forecast.timeline.ops) if isinstance(op, Gather)]
     nbytes = sum(forecast.timeline.traffic(forecast.timeline.ops[index]).busiest for index in gathers)
-    seconds = sum(wire[1] for index in gathers if (wire := forecast.costs[index].wire))
+    seconds = sum(forecast.costs[index].wire_seconds for index in gathers)
     return nbytes / times.bytes_per_second / seconds if seconds and isfinite(times.bytes_per_second) else 1.0
 
 
 def _scaled(cost: Cost, compute: float, wire: float) -> Cost:
     """Return a cost with scaled seconds. Measured compute includes load, launch and finish, so they become 0."""
-    scaled = cost.wire and (cost.wire[0], cost.wire[1] * wire)
-    return replace(cost, seconds=cost.seconds * compute, wire=scaled, load=0.0, launch_seconds=0.0, finish_seconds=0.0)
+    seconds, wire_seconds = cost.seconds * compute, cost.wire_seconds * wire
+    return replace(cost, seconds=seconds, wire_seconds=wire_seconds, load=0.0, launch_seconds=0.0, finish_seconds=0.0)
 
 
 def by_profile(forecast: Estimate, events: Sequence[Mapping[str, Any]]) -> Estimate:
@@ -147,17 +147,17 @@ def _placed(forecast: Estimate, measured: Mapping[int, tuple[float, float]]) -> 
                 launched[index] = now
             start, now = now, now + busy[index] * factor
             if busy[index] or not _is_exchange(op):
-                yield Span(index, Lane.COMPUTE, start, now, None, _is_exchange(op))
+                yield Span(index, Lane.COMPUTE, start, now, waits=Lane.TENSOR if _is_exchange(op) else None)
             if ends_collective(op) and (launch := timeline.writer[op.reads[0]]) in launched:
                 yield Span(launch, Lane.TENSOR, launched.pop(launch), now)
         if stop in measured:
             start, end = (moment - zero for moment in measured[stop])
             op = timeline.ops[stop]
-            yield Span(stop, Lane.COMPUTE, start, end, None, isinstance(op, Wait))
-            if isinstance(op, Wait):
-                launch = timeline.writer[op.reads[0]]
-                lane = wire[0] if (wire := costs[launch].wire) else Lane.SHARD
-                yield Span(launch, lane, measured[launch][0] - zero, end)
+            launch = timeline.writer[op.reads[0]] if isinstance(op, Wait) else stop
+            waits = costs[launch].lane or Lane.SHARD if isinstance(op, Wait) else None
+            yield Span(stop, Lane.COMPUTE, start, end, waits=waits)
+            if waits:
+                yield Span(launch, waits, measured[launch][0] - zero, end)
             now = end
 
 

@@ -22,7 +22,8 @@ const duration = (seconds) => {
 };
 const moment = (seconds) => (whole >= 1 ? `${seconds.toFixed(6)} s` : `${(seconds * 1e3).toFixed(whole >= 1e-3 ? 3 : 6)} ms`);
 const share = (part) => `${Math.floor(part * 100)}%`;
-const unitColour = (unit) => `var(--u${unit <= 0 ? -1 : (unit - 1) % 8})`;
+const nameOfColour = (unit) => `u${unit <= 0 ? -1 : (unit - 1) % 8}`;
+const unitColour = (unit) => `var(--${nameOfColour(unit)})`;
 const KINDS = {
   "parameters at rest": "#5f7fa8", "buffers of the module": "#8ea3bd", "optimizer state": "#a9bad0", "inputs": "#c5ccd5",
   "gathered parameters": "#46aaa3", "saved for backward": "#e6b04f", "full gradients": "#d2605f",
@@ -39,14 +40,10 @@ const title = (lane, program) => {
 
 // Inverse tables of the columns of each program.
 for (const program of page.programs) {
-  const { lines, bars, memory } = program;
+  const { lines, memory } = program;
   program.count = lines.code.length;
-  program.lineOf = new Map();
-  lines.ops.forEach((ops, line) => ops.forEach((op) => program.lineOf.set(op, line)));
   program.collectiveOf = new Map();
   program.collectives.forEach((collective, index) => [collective.launch, collective.wait].forEach((line) => program.collectiveOf.set(line, index)));
-  program.barsOf = new Map();
-  bars.line.forEach((line, index) => program.barsOf.set(line, [...(program.barsOf.get(line) ?? []), index]));
   program.rows = [];
   let phase = "", origin = 0;
   for (let line = 0; line < program.count; line++) {
@@ -101,8 +98,8 @@ function reveal() {
 function openLink() {
   const link = new URLSearchParams(location.hash.slice(1));
   const program = Math.min(Number(link.get("program") ?? 0), page.programs.length - 1) || 0;
-  const line = link.has("op") ? page.programs[program].lineOf.get(Number(link.get("op"))) : link.has("line") ? Number(link.get("line")) : undefined;
-  if (line !== undefined && line < page.programs[program].count) { choose(program, line, { zoom: true }); reveal(); }
+  const line = link.has("op") ? page.programs[program].lines.ops.findIndex((ops) => ops.includes(Number(link.get("op")))) : link.has("line") ? Number(link.get("line")) : undefined;
+  if (line >= 0 && line < page.programs[program].count) { choose(program, line, { zoom: true }); reveal(); }
 }
 
 // The lanes and the memory.
@@ -111,23 +108,20 @@ let text = 12, gutter = 90, width = 800, areas = [], colours = {};
 
 function zoomBy(factor, center = (view.start + view.end) / 2) {
   const length = Math.min(whole, Math.max(whole / 1e6, (view.end - view.start) * factor));
-  const start = Math.max(0, Math.min(whole - length, center - ((center - view.start) / (view.end - view.start)) * length));
-  show(start, length);
+  show(center - ((center - view.start) / (view.end - view.start)) * length, length);
 }
-function show(start, length) {
+function show(from, length) {
+  const start = Math.max(0, Math.min(whole - length, from));
   Object.assign(view, { start, end: start + length });
   $("tip").hidden = true;
   drawSoon();
 }
-function pan(seconds) {
-  const length = view.end - view.start, start = Math.max(0, Math.min(whole - length, view.start + seconds));
-  show(start, length);
-}
+const pan = (seconds) => show(view.start + seconds, view.end - view.start);
 function zoomTo(line) {
   const { lines, collectiveOf, collectives } = current(), collective = collectives[collectiveOf.get(line)];
   const start = collective ? collective.launched : lines.start[line], end = collective ? lines.end[collective.wait] : lines.end[line];
-  const length = Math.min(whole, Math.max((end - start) * 3, whole / 40)), from = Math.max(0, Math.min(whole - length, (start + end - length) / 2));
-  Object.assign(view, { start: from, end: from + length });
+  const length = Math.min(whole, Math.max((end - start) * 3, whole / 40));
+  show((start + end - length) / 2, length);
 }
 const x = (seconds) => gutter + ((seconds - view.start) / (view.end - view.start)) * (width - gutter);
 const secondsAt = (place) => view.start + ((place - gutter) / (width - gutter)) * (view.end - view.start);
@@ -231,7 +225,7 @@ function drawPhases(program, area) {
   }
   write("units", 0, area.units + 0.75 * text, { colour: colours.quiet });
   for (const [unit, first, last] of program.runs) {
-    const box = rectangle(program.lines.start[first], program.lines.end[last], area.units, 1.5 * text, colours[`u${unit <= 0 ? -1 : (unit - 1) % 8}`]);
+    const box = rectangle(program.lines.start[first], program.lines.end[last], area.units, 1.5 * text, colours[nameOfColour(unit)]);
     if (box && box.right - box.left > 1.2 * text) write(shortened(program.units[unit] || "root", box.right - box.left - 4), box.left + 2, area.units + 0.8 * text, { colour: "#14181d", room: box.right - box.left - 4 });
   }
 }
@@ -243,7 +237,7 @@ function drawLanes(program, area) {
     const lane = bars.lane[index], y = area.lanes[lane], right = x(bars.end[index]), wide = right - x(bars.start[index]);
     if (wide < 1 && Math.floor(right) === last[lane]) continue;
     last[lane] = Math.floor(right);
-    const unit = lines.unit[bars.line[index]], colour = colours[`u${unit <= 0 ? -1 : (unit - 1) % 8}`];
+    const unit = lines.unit[bars.line[index]], colour = colours[nameOfColour(unit)];
     if (bars.waits[index]) rectangle(bars.start[index], bars.end[index], area.lanes[0], area.lanes.at(-1) + area.lane - area.lanes[0], colours.shade);
     const seen = rectangle(bars.start[index], bars.end[index], y, area.lane, bars.waits[index] ? hatch(colours.warn) : colour);
     if (seen && seen.right - seen.left > 6) { pen.strokeStyle = colours.panel; pen.lineWidth = 1; pen.strokeRect(seen.left, y, seen.right - seen.left, area.lane); }
@@ -274,29 +268,13 @@ function drawMemory(program, area) {
     write(size(Math.round(most * share)), gutter - 6, y(most * share) + (share === 1 ? 0.5 : share ? 0 : -0.3) * text, { colour: colours.quiet, align: "right" });
   }
   write("memory", 0, area.memory + text * 2, { room: gutter - 6 });
-  const names = [];
   memory.kinds.forEach((kind, number) => {
-    const bytesIn = (line) => bytesOf(program, number, line);
-    const wide = Math.ceil(widthOf(kind));
-    let thickest = 0, where = -1;
     pen.beginPath();
     pen.moveTo(gutter, y(base[0]));
     for (let column = 0; column < seen.length; column++) pen.lineTo(gutter + column, y(base[column]));
-    for (let column = seen.length - 1; column >= 0; column--) {
-      const bytes = bytesIn(seen[column]), below = base[column], right = column + wide;
-      base[column] += bytes;
-      pen.lineTo(gutter + column, y(base[column]));
-      if (right >= seen.length) continue;
-      let floor = below, roof = base[column];
-      for (let part = column; part <= right; part += Math.max(1, wide >> 3)) {
-        floor = Math.max(floor, base[part] - bytesIn(seen[part]));
-        roof = Math.min(roof, base[part]);
-      }
-      if (roof - floor >= thickest) [thickest, where] = [roof - floor, [column, (floor + roof) / 2]];
-    }
+    for (let column = seen.length - 1; column >= 0; column--) pen.lineTo(gutter + column, y((base[column] += bytesOf(program, number, seen[column]))));
     pen.fillStyle = KINDS[kind];
     pen.fill();
-    if ((thickest / most) * area.height > 1.15 * text) names.push([kind, gutter + where[0] + 2, y(where[1])]);
   });
   pen.fillStyle = hatch(colours.quiet);
   seen.forEach((line, column) => line >= 0 && lines.highest[line] > base[column] && pen.fillRect(gutter + column, y(lines.highest[line]), 1, y(base[column]) - y(lines.highest[line])));
@@ -305,7 +283,6 @@ function drawMemory(program, area) {
   pen.beginPath();
   seen.forEach((line, column) => line >= 0 && lines.highest[line] !== null && pen.lineTo(gutter + column, y(lines.highest[line])));
   pen.stroke();
-  for (const [kind, left, middle] of names) write(kind, left, middle, { colour: "#14181d" });
   if (memory.capacity < most) {
     pen.setLineDash([8, 4]);
     pen.strokeRect(gutter, y(memory.capacity), width - gutter, 0);
@@ -342,9 +319,8 @@ function drawChosen(program, area) {
     pen.lineWidth = thick;
     pen.strokeRect(left, area.lanes[program.bars.lane[bar]], Math.max(1, right - left), area.lane);
   };
-  if (chosen.parameter >= 0)
-    program.barsOf.forEach((bars, line) => program.lines.params[line].includes(chosen.parameter) && bars.forEach((bar) => frame(bar, colours.ink, 1.5)));
-  for (const line of related) for (const bar of program.barsOf.get(line) ?? []) frame(bar, colours.chosen, 3);
+  program.bars.line.forEach((line, bar) => chosen.parameter >= 0 && program.lines.params[line].includes(chosen.parameter) && frame(bar, colours.ink, 1.5));
+  program.bars.line.forEach((line, bar) => related.includes(line) && frame(bar, colours.chosen, 3));
   const left = x(program.lines.end[chosen.line]);
   if (left < gutter || left > width) return;
   pen.fillStyle = colours.chosen;
@@ -558,7 +534,7 @@ $("table").tBodies[0].addEventListener("keydown", (event) => {
 
 // The overview.
 function showGlance() {
-  const program = current(), { memory, collectives, lines } = program;
+  const program = current(), { memory, lines } = program;
   if (memory) {
     const most = Object.entries(memory.peak.by_kind), line = memory.peak.line;
     $("peak").replaceChildren(
@@ -568,13 +544,7 @@ function showGlance() {
       make("p", { className: "note" }, "The largest tensors:"), tensorList(program, line, 4));
     $("kinds").replaceChildren(...memory.kinds.map((kind) => make("li", {}, swatch(KINDS[kind]), kind)), make("li", {}, make("span", { className: "swatch within" }), "only while a line runs"));
   } else $("peak").replaceChildren(make("p", {}, program.note));
-  const seen = collectives.filter((collective) => collective.exposed_seconds).sort((first, second) => second.exposed_seconds - first.exposed_seconds);
-  const total = seen.reduce((sum, collective) => sum + collective.exposed_seconds, 0), counts = ["gather", "reduce", "tensor"].map((kind) => [kind, ...[seen, collectives].map((all) => all.filter((collective) => collective.kind === kind).length)]);
-  const words = counts.filter(([, , all]) => all).map(([kind, some, all]) => `${some} of ${all} ${NAMES[kind]}`).join(" and ");
-  $("exposed").replaceChildren(
-    make("p", { className: "note" }, seen.length ? `${words}; compute waits ${duration(total)} for them, ${((100 * total) / program.figures.step_seconds).toPrecision(2)}% of the step` : `All ${collectives.length} collectives are hidden behind compute.`),
-    make("ol", {}, ...seen.slice(0, 4).map((collective) => make("li", {}, make("b", {}, duration(collective.exposed_seconds)), make("span", {}, `${collective.kind} `, jump(collective.label, collective.wait), ` in ${collective.backward ? "backward" : "forward"}: ${collective.why_exposed}; ${collective.why}`)))),
-    seen.length > 4 ? make("button", { className: "link", type: "button", onclick: () => { $("waiting").checked = true; $("of").value = ""; showTable(); $("table").scrollIntoView(); } }, `all ${seen.length} in the table`) : "");
+  document.querySelectorAll("#exposed > div").forEach((part, index) => { part.hidden = index !== chosen.program; });
 }
 function showWhich() {
   $("which").replaceChildren(...(page.programs.length < 2 ? [] : page.programs.map((program, index) => make("button", { type: "button", ariaPressed: String(index === chosen.program), onclick: () => choose(index, -1) }, program.name))));
@@ -599,6 +569,7 @@ const again = () => { Object.keys(hatches).forEach((key) => delete hatches[key])
 new ResizeObserver(again).observe(canvas.parentElement);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
 addEventListener("hashchange", openLink);
+document.querySelectorAll(".all").forEach((button) => { button.onclick = () => { $("waiting").checked = true; $("of").value = ""; showTable(); $("table").scrollIntoView(); }; });
 layOut();
 choose(0, -1);
 openLink();

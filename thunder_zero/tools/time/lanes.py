@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import inf
 
-from thunder_zero.tools.cost.costs import Lane
+from thunder_zero.tools.devices.device import Cost, Lane
 
 HALF = 0.5  # the largest share of the core for rings while compute runs
 
@@ -32,7 +32,7 @@ class Span:
     start: float
     end: float
     after: int | None = None  # index of the span whose end starts this span, or None at the beginning of the step
-    waits: bool = False  # True if compute waits for a wire
+    waits: Lane | None = None  # the wire for which compute waits, if it waits
 
     @property
     def seconds(self) -> float:
@@ -80,14 +80,14 @@ class Lanes:
             for item in self._spans
         )
 
-    def launch(self, op: int, handle: str, wire: tuple[Lane, float] | None, load: float) -> None:
+    def launch(self, op: int, handle: str, cost: Cost) -> None:
         """Queue the ring of a launch, unless no bytes are sent."""
         self._quiet = 0.0
-        if wire is not None:
-            lane, seconds = wire
-            ring = self._launched[handle] = _Ring(op, lane, len(self._spans), seconds, load, self._now)
+        if cost.lane:
+            place = len(self._spans)
+            ring = self._launched[handle] = _Ring(op, cost.lane, place, cost.wire_seconds, cost.load, self._now)
             self._spans.append(ring)
-            self._queues.setdefault(lane, deque()).append(ring)
+            self._queues.setdefault(cost.lane, deque()).append(ring)
 
     def compute(self, op: int, seconds: float, *, always: bool = False) -> None:
         """Advance compute by ``seconds``, and record a span. If ``always``, even a span of 0 seconds is recorded."""
@@ -115,7 +115,7 @@ class Lanes:
         while not ring.ended:
             self._advance(self._next_end())
         if ring.end > start:
-            self._spans.append(Span(op, Lane.COMPUTE, start, ring.end, after, waits=True))
+            self._spans.append(Span(op, Lane.COMPUTE, start, ring.end, after, waits=ring.lane))
             self._now = ring.end, ring.index
 
     def _next_end(self) -> float:

@@ -15,23 +15,21 @@ On a calibrated device, launches and waits also take time from compute, and coll
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from thunder_zero.plan.amounts import duration
-from thunder_zero.schedule.ops import Compute, Op, Return, ends_collective, starts_collective
+from thunder_zero.schedule.ops import Compute, Return, ends_collective, starts_collective
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.cost.costs import REACHED, Cost, Lane, compute_dtype, costs_of, in_node
-from thunder_zero.tools.cost.lanes import Lanes, Span
-from thunder_zero.tools.devices.calibrated import Calibrated
-from thunder_zero.tools.devices.device import Device
+from thunder_zero.tools.devices.device import Cost, Device, Lane
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.forecast.around import whole_step
 from thunder_zero.tools.forecast.recorder import Loss
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
-from thunder_zero.tools.printing.text import table_of, text_of_table
-from thunder_zero.tools.printing.words import WIDTH, folded, summed_up
+from thunder_zero.tools.printing.words import folded, summed_up
+from thunder_zero.tools.time.costs import REACHED, compute_dtype, costs_of, in_node
+from thunder_zero.tools.time.lanes import Lanes, Span
 from thunder_zero.traces.compiled import Traces
 
 
@@ -106,7 +104,7 @@ class Estimate:
         """The time that the rank computes, including the time that collectives take from compute."""
         return sum(span.seconds for span in self.spans if span.lane is Lane.COMPUTE and not span.waits)
 
-    @cached_property
+    @property
     def exposed_seconds(self) -> float:
         """The time that compute waits for communication."""
         return sum(span.seconds for span in self.spans if span.waits)
@@ -114,27 +112,12 @@ class Estimate:
     @cached_property
     def exposed_on(self) -> Mapping[Lane, float]:
         """The time that compute waits for each wire."""
-        pairs = zip(self.timeline.ops, self.costs, strict=True)
-        lanes = {op.writes[0]: cost.wire[0] for op, cost in pairs if cost.wire}
-        seconds: dict[Lane, float] = {}
-        for span in self.spans:
-            if span.waits:
-                op = self.timeline.ops[span.op]
-                handle = (
-                    op.writes[0] if starts_collective(op) else op.reads[0]
-                )  # without overlap compute waits at the launch
-                lane = lanes.get(handle, Lane.SHARD)  # a measured wait may belong to a launch that sends no bytes
-                seconds[lane] = seconds.get(lane, 0.0) + span.seconds
-        return seconds
+        return _by_lane((span.waits, span.seconds) for span in self.spans)
 
     @cached_property
     def wire_seconds(self) -> Mapping[Lane, float]:
         """The time that each wire is busy."""
-        seconds: dict[Lane, float] = {}
-        for span in self.spans:
-            if span.lane is not Lane.COMPUTE:
-                seconds[span.lane] = seconds.get(span.lane, 0.0) + span.seconds
-        return seconds
+        return _by_lane((span.lane, span.seconds) for span in self.spans if span.lane is not Lane.COMPUTE)
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
@@ -173,7 +156,7 @@ class Estimate:
         tensor_seconds = self.exposed_on.get(Lane.TENSOR, 0.0)
         slices = f"{duration(tensor_seconds)} of it for slices; " if tensor_seconds else ""
         wires = ", ".join(f"{lane} {duration(seconds)}" for lane, seconds in self.wire_seconds.items()) or "none"
-        is_bound = not (self.measured or isinstance(self.device, Calibrated))
+        is_bound = not (self.measured or self.device.is_measured)
         expected = " to ".join(duration(self.seconds / share) for share in reversed(REACHED))
         return folded(
             f"step {duration(self.seconds)} on {self.device.name}: compute {duration(self.compute_seconds)}, exposed "
@@ -181,21 +164,13 @@ class Estimate:
             + (f"; a bound, expect {expected}" if is_bound else "")
         )
 
-    def table(self) -> str:
-        """Return a table with a line for each span that takes time. ``save_timeline`` draws the spans."""
-        rows = [(span, self.timeline.ops[span.op]) for span in self.spans if span.seconds]
-        cells = [
-            (
-                duration(span.start),
-                duration(span.seconds),
-                span.lane,
-                "wait" if span.waits else _what(op),
-                ", ".join(op.params or op.writes),
-            )
-            for span, op in rows
-        ]
-        heads = ("start", "takes", "lane", "does", "of")
-        return text_of_table(table_of(heads, cells, ("lane", "does", "of")), WIDTH)
+
+def _by_lane(times: Iterable[tuple[Lane | None, float]]) -> dict[Lane, float]:
+    seconds: dict[Lane, float] = {}
+    for lane, taken in times:
+        if lane is not None:
+            seconds[lane] = seconds.get(lane, 0.0) + taken
+    return seconds
 
 
 def step_time(timeline: Timeline, device: Device, *, model: Timeline | None = None) -> Estimate:
@@ -206,13 +181,6 @@ def step_time(timeline: Timeline, device: Device, *, model: Timeline | None = No
     """
     costs = costs_of(timeline, device)
     return Estimate(timeline, device, costs, sum(model_seconds(model or timeline, device)))
-
-
-def _what(op: Op) -> str:
-    """Return what an operation does: the work of a computation, or the kind of a collective."""
-    if not isinstance(op, Compute):
-        return op.kind
-    return op.exchange.moves if op.exchange else "" if op.awaits else op.work
 
 
 def model_seconds(timeline: Timeline, device: Device) -> list[float]:
@@ -233,7 +201,7 @@ def simulate(timeline: Timeline, costs: Sequence[Cost], device: Device) -> tuple
     for index, (op, cost) in enumerate(zip(timeline.ops, costs, strict=True)):
         if starts_collective(op):
             lanes.compute(index, cost.launch_seconds)
-            lanes.launch(index, op.writes[0], cost.wire, cost.load)
+            lanes.launch(index, op.writes[0], cost)
             finishing[op.writes[0]] = cost.finish_seconds
             if not device.overlaps:
                 lanes.wait(index, op.writes[0])

@@ -1,0 +1,333 @@
+"""Turns the table of a step into JSON data, which ``--json`` prints and ``page.js`` draws.
+
+Lines, bars and tensors are tables with a list for each column. Units, parameters and origins are list indices. Times
+are seconds since the step began. Sizes are bytes. The page numbers the rows of the table from 0: these are its lines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from math import prod
+from typing import Any
+
+from thunder_zero.plan.amounts import duration, size
+from thunder_zero.plan.mesh import TENSOR
+from thunder_zero.plan.policy import STAGES
+from thunder_zero.schedule.ops import Compute
+from thunder_zero.tools.devices.device import Lane
+from thunder_zero.tools.forecast.figures import Holds, Memory, Storage, outside_of_the_peak
+from thunder_zero.tools.printing.text import place_of
+from thunder_zero.tools.printing.words import short
+from thunder_zero.tools.table.rows import CODES, COMPUTES, label, label_of
+from thunder_zero.tools.table.table import Table
+from thunder_zero.tools.views.diff import COLUMNS, difference_of, require_one_module
+from thunder_zero.tools.views.explain import explanation_of
+from thunder_zero.tools.views.reasons import why_launch
+
+Data = dict[str, Any]
+DIGITS = 10  # seconds are rounded to a tenth of a nanosecond
+ARROW = "\N{RIGHTWARDS ARROW}"
+WAITING = {"gather": "gathers", "reduce": "reductions", TENSOR: "tensor parallelism"}
+WORDS = {
+    "step_seconds": "time of a step",
+    "compute_seconds": "of it, compute",
+    "exposed_seconds": "of it, waiting for communication",
+    "peak_bytes": "peak memory of forward and backward",
+    "at_rest_bytes": "memory between steps",
+    "optimizer_step_bytes": "peak memory of the optimizer's step",
+    "sent_bytes": "sent by this rank",
+    "gathers": "gathers",
+    "reductions": "reductions",
+    "slices": "collectives of slices",
+    "mfu": "MFU",
+}
+
+
+def data_of(name: str, table: Table, note: str = "") -> Data:
+    """Return the data of a table with times. ``note`` is the origin of measured times; "" for a forecast."""
+    plan, memory, time = table.traces.plan, table.memory, table.time
+    assert time is not None, "a page has times"
+    units, bars, collectives = {unit: index for index, unit in enumerate(plan.units)}, _bars(table), _collectives(table)
+    used = {bar["lane"] for bar in bars}
+    launches = (f"{kind} {lane}" for kind in ("gather", "reduce") for lane in (Lane.SHARD, Lane.REPLICATE, Lane.TENSOR))
+    lanes = [str(Lane.COMPUTE), *(lane for lane in (str(Lane.TENSOR), *launches) if lane in used)]
+    for bar in bars:
+        bar |= {"lane": lanes.index(bar["lane"]), "waits": int(bar["waits"])}
+        bar |= {moment: round(bar[moment], DIGITS) for moment in ("start", "end")}
+    no_memory = table.no_memory and f"There is no forecast of memory: {table.no_memory}."
+    data = {
+        "name": name,
+        "place": place_of(plan),
+        "stage": STAGES[plan.policy.stage].name,
+        "world_size": plan.mesh.shard.size,
+        "slices": plan.mesh.tensor.size,
+        "device": time.device.name,
+        "note": " ".join(filter(None, [note, no_memory])),
+        "figures": _figures(table),
+        "left_out": [] if memory is None else outside_of_the_peak(memory)[1:],
+        "units": list(units),
+        "parameters": [
+            {
+                "path": param.path,
+                "unit": units[param.unit],
+                "elements": prod(param.shape),
+                "explained": str(explanation_of(table, param)),
+            }
+            for param in plan.params
+        ],
+        "phases": _phases(table),
+        "lines": _lines(table, units),
+        "runs": list(_runs(table, units)),
+        "lanes": lanes,
+        "bars": _columns(bars),
+        "collectives": collectives,
+        "memory": None if memory is None else _memory(table, memory, time.device.memory_bytes),
+    }
+    return data | {"bound": _bound(data)}
+
+
+def _figures(table: Table) -> dict[str, float | None]:
+    """Return named figures of a step, from ``estimate`` and ``memory``, and counts of bytes and launches."""
+    memory, time = table.memory, table.time
+    assert time is not None
+    launches = Counter(row.kind for row in table.all if row.sent is not None)
+    return {
+        "step_seconds": time.seconds,
+        "compute_seconds": time.compute_seconds,
+        "exposed_seconds": time.exposed_seconds,
+        "peak_bytes": memory.peak if memory else None,
+        "at_rest_bytes": memory.at_rest if memory else None,
+        "optimizer_step_bytes": memory.optimizer_step if memory else None,
+        "sent_bytes": sum(row.sent or 0 for row in table.all),
+        "gathers": launches["gather"],
+        "reductions": launches["reduce"],
+        "slices": launches[TENSOR],
+        "mfu": time.mfu,
+    }
+
+
+def _text(name: str, value: float | None) -> str:
+    """Return a figure as text, with the unit of measure."""
+    if value is None:
+        return "none"
+    if name.endswith("_seconds"):
+        return duration(value)
+    if name.endswith("_bytes"):
+        return size(int(value))
+    return f"{value:.1%}" if name == "mfu" else f"{value:,}"
+
+
+def _bound(program: Data) -> str:
+    """Return the shares of the step's time, largest first, as in ``compute 66%, waiting for gathers 30%``."""
+    figures, seconds = program["figures"], Counter[str]()
+    for collective in program["collectives"]:
+        seconds[f"waiting for {WAITING[collective['kind']]}"] += collective["exposed_seconds"]
+    seconds["compute"] = figures["compute_seconds"]
+    whole = figures["step_seconds"]
+    parts = [(name, part / whole) for name, part in seconds.most_common() if whole and (part or name == "compute")]
+    return ", ".join(f"{name} {share:.0%}" if share >= 0.01 else f"{name} {share:.1%}" for name, share in parts)
+
+
+def top_of(programs: Sequence[Data], memory_bytes: int) -> list[Data]:
+    """Return the tiles at the top of the page. A tile has a name, a text for each program, and a note."""
+    first = programs[0]
+    figures, device, collectives = first["figures"], first["device"], first["collectives"]
+    exposed = sum(collective["exposed_seconds"] > 0 for collective in collectives)
+    fits = figures["peak_bytes"] is None or figures["peak_bytes"] <= memory_bytes
+    room = f"of {size(memory_bytes)} on {device}" if fits else f"does not fit: {device} has {size(memory_bytes)}"
+    at_rest = f", {size(figures['at_rest_bytes'])} between steps" if first["memory"] else ""
+    slices = f", {figures['slices']} collectives of slices" if figures["slices"] else ""
+    tiles = (
+        ("Time of a step", "step_seconds", f"{first['bound']}; MFU {_text('mfu', figures['mfu'])}"),
+        ("Peak memory", "peak_bytes", f"{room}{at_rest}"),
+        (
+            "Bytes sent",
+            "sent_bytes",
+            f"by this rank, in {figures['gathers']} gathers, {figures['reductions']} reductions{slices}",
+        ),
+        (
+            "Waiting for communication",
+            "exposed_seconds",
+            f"{exposed} of {len(collectives)} collectives are not hidden behind compute",
+        ),
+    )
+    return [
+        {"name": name, "shown": [_text(key, program["figures"][key]) for program in programs], "note": note}
+        for name, key, note in tiles
+    ]
+
+
+def differences(programs: Sequence[Data], tables: Sequence[Table]) -> list[Data]:
+    """Return tables with a title, heads and rows. A page with one program has no tables.
+
+    The first table has the figures of all programs. Each further table compares a program with the first program, unit
+    by unit, as :func:`thunder_zero.tools.diff` does. Neighbouring units with equal figures share a row.
+    """
+    if len(programs) < 2:
+        return []
+    figures = [program["figures"] for program in programs]
+    names = [name for name in WORDS if name != "slices" or any(values[name] for values in figures)]
+    rows = [[WORDS[name], *(_text(name, values[name]) for values in figures)] for name in names]
+    step = {"title": "A step", "heads": ["", *(program["name"] for program in programs)], "rows": rows}
+    return [step] + [
+        {
+            "title": f"{programs[0]['name']} {ARROW} {other['name']}, by unit",
+            "heads": ["unit", *COLUMNS],
+            "rows": list(_by_unit(tables[0], table)),
+        }
+        for other, table in zip(programs, tables, strict=True)
+        if table.traces is not tables[0].traces
+    ]
+
+
+def _by_unit(first: Table, second: Table) -> Iterator[list[str]]:
+    require_one_module(first.traces, second.traces)
+    units = difference_of(first, second).units
+    for pair, group in groupby(units, key=lambda unit: units[unit]):
+        names = [name or "root unit" for name in group]
+        cells = ([text(figures[name]) for figures in pair] for name, text in COLUMNS.items())
+        changes = (old if old == new else f"{old} {ARROW} {new}" for old, new in cells)
+        yield [f"{names[0]} .. {names[-1]}, each" if names[1:] else names[0], *changes]
+
+
+def _bars(table: Table) -> list[Data]:
+    """Return the bars of all lanes, with the line of their row. Adjacent spans of one line become one bar."""
+    bars: list[Data] = []
+    for line, span in table.spans:
+        row = table.all[line]
+        lane = str(span.lane) if span.lane in (Lane.COMPUTE, Lane.TENSOR) else f"{row.kind} {span.lane}"
+        bar = {"lane": lane, "line": line, "start": span.start, "end": span.end, "waits": span.waits is not None}
+        if bars and bar | {"start": bars[-1]["end"]} == bars[-1] | {"start": span.start, "end": span.end}:
+            bars[-1]["end"] = span.end
+        elif span.end > span.start:
+            bars.append(bar)
+    return bars
+
+
+def _runs(table: Table, units: Mapping[str, int]) -> Iterator[list[int]]:
+    """Yield [unit, first line, last line] of successive lines that compute with one unit."""
+    rows = table.all
+    computing = (index for index, row in enumerate(rows) if row.kind in COMPUTES and row.start != row.end)
+    for (unit, _), run in groupby(computing, key=lambda index: (rows[index].unit, rows[index].phase)):
+        lines = list(run)
+        yield [units[unit], lines[0], lines[-1]]
+
+
+def _phases(table: Table) -> list[Data]:
+    phases: dict[str, Data] = {}
+    for index, row in enumerate(table.all):
+        phase = phases.setdefault(row.phase, {"name": row.phase, "first": index, "start": row.start})
+        phase |= {"last": index, "end": row.end}
+    return list(phases.values())
+
+
+def _lines(table: Table, units: Mapping[str, int]) -> Data:
+    plan = table.traces.plan
+    params = {param.path: index for index, param in enumerate(plan.params)}
+    origins: dict[str, int] = {"": 0}
+    rows = [
+        {
+            "phase": row.phase,
+            "code": short(row.code),
+            "origin": origins.setdefault(row.origin, len(origins)),
+            "kind": row.kind if row.kind and row.kind not in CODES.values() else None,
+            "unit": units.get(row.unit, -1),
+            "ops": [] if row.op is None else [row.op],
+            "params": [params[path] for path in row.params],
+            "label": label_of(row, plan),
+            "sent": row.sent,
+            "start": round(row.start or 0.0, DIGITS),
+            "end": round(row.end or 0.0, DIGITS),
+            "alive": row.alive,
+            "highest": row.highest,
+        }
+        for row in table.all
+    ]
+    return {**_columns(rows), "origins": list(origins)}
+
+
+def _collectives(table: Table) -> list[Data]:
+    """Return all collectives, in the order of their launches: each launch with its wait."""
+    rows, timeline, collectives = table.all, table.traces.timeline, []
+    ending = {(row.lane, row.wire_end): row for row in rows if row.wire_seconds}
+    for launch, row in enumerate(rows):
+        if row.op is None or row.sent is None:
+            continue
+        op = timeline.ops[row.op]
+        wait = table.place[table.ends[op.writes[0]]]
+        launched, waited, seconds = row.end or 0.0, rows[wait].start or 0.0, row.wire_seconds
+        exposed = row.exposed + rows[wait].exposed  # without overlap compute waits at the launch
+        why_exposed, earlier = "", ending.get((row.lane, row.wire_start))
+        if exposed:
+            ahead, queued = max(waited - launched, 0.0), max((row.wire_start or 0.0) - launched, 0.0)
+            cause = f"only {duration(ahead)} lie between launch and wait" if ahead else "its wait follows at once"
+            others = label(earlier.params, timeline.plan, gradients=earlier.gradients) if earlier else ""
+            queue = f", and for {duration(queued)} the wire still carries {others or 'others'}" if queued else ""
+            why_exposed = f"it takes {duration(seconds)} on the wire; {cause}{queue}"
+        names = label(op.params, timeline.plan, gradients=row.gradients)
+        collectives.append(
+            {
+                "op": row.op,
+                "kind": row.kind,
+                "backward": op.backward,
+                "unit": row.unit,
+                "params": len(op.params),
+                "label": f"{op.work} of {op.reads[0]}" if isinstance(op, Compute) else names,
+                "sent_bytes": row.sent,
+                "launch": launch,
+                "wait": wait,
+                "launched": launched,
+                "waited": waited,
+                "wire_seconds": seconds,
+                "exposed_seconds": exposed,
+                "why": why_launch(table, op),
+                "why_exposed": why_exposed,
+                "hidden_share": max(0.0, 1 - exposed / seconds) if seconds else 1.0,
+            }
+        )
+    return collectives
+
+
+def _memory(table: Table, memory: Memory, capacity: int) -> Data:
+    """Return the curve (changes of bytes, keyed by kind), the tensors with their lines, and the peak."""
+    line_of = {(row.phase, row.position): number for number, row in enumerate(table.all)}
+    places = [line_of[line.phase, line.position] for line in memory.lines]
+    kinds = [kind for kind in Holds if any(storage.kind is kind for storage in memory.storages)]
+    changes = {place: Counter(table.all[place].allocated) for place in places}
+    for storage in memory.storages:
+        changes[places[0]][str(storage.kind)] += storage.nbytes if storage.line < 0 else 0
+    for place in places:
+        changes[place].subtract(table.all[place].freed)
+    tensors = {id(storage): index for index, storage in enumerate(memory.storages)}
+    return {
+        "kinds": [str(kind) for kind in kinds],
+        "changes": [
+            [place, number, changes[place][kind]]
+            for place in places
+            for number, kind in enumerate(kinds)
+            if changes[place][kind]
+        ],
+        "tensors": _columns([_tensor(storage, kinds, places) for storage in memory.storages]),
+        "peak": {
+            "bytes": memory.peak,
+            "line": places[memory.lines.index(memory.peak_line)],
+            "by_kind": {str(kind): nbytes for kind, nbytes in memory.by_kind.items()},
+            "tensors": [tensors[id(storage)] for storage in memory.at_peak],
+        },
+        "reserve": memory.reserve,
+        "capacity": capacity,
+    }
+
+
+def _tensor(storage: Storage, kinds: Sequence[Holds], places: Sequence[int]) -> Data:
+    first = places[storage.line] if storage.line >= 0 else -1
+    freed = None if storage.freed is None else places[storage.freed]
+    has_module = storage.module != "" and storage.kind in (Holds.SAVED, Holds.TEMPORARY)
+    name = storage.module if has_module else storage.name
+    return {"kind": kinds.index(storage.kind), "bytes": storage.nbytes, "name": name, "made": first, "freed": freed}
+
+
+def _columns(rows: Sequence[Data]) -> Data:
+    return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}

@@ -1,0 +1,185 @@
+"""``tz.tools.report``: writes one HTML file that shows a step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib.resources import files
+from math import prod
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jinja2 import Environment
+from markupsafe import Markup
+
+from thunder_zero.capture.zero_module import traces_of
+from thunder_zero.compat.jitted import plain_of
+from thunder_zero.plan.amounts import duration, float_dtype, name_of
+from thunder_zero.plan.mesh import Mesh
+from thunder_zero.plan.policy import STAGES, Policy, Times
+from thunder_zero.plan.precision import MixedPrecision
+from thunder_zero.tools.devices.device import Device
+from thunder_zero.tools.devices.named import device_of
+from thunder_zero.tools.dry_run import ProgramSource
+from thunder_zero.tools.forecast.recorder import Loss
+from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
+from thunder_zero.tools.models.named import MODELS
+from thunder_zero.tools.plan.plan_training import PRECISION
+from thunder_zero.tools.plan.subject import subject_of
+from thunder_zero.tools.printing.words import count
+from thunder_zero.tools.table.table import Table, step_table, table_of
+from thunder_zero.tools.time.estimate import estimate
+from thunder_zero.tools.views.page.data import Data, data_of, differences, top_of
+from thunder_zero.tools.views.page.measured import by_profile, by_times
+from thunder_zero.tools.views.save_timeline import events_of
+from thunder_zero.traces.compiled import Traces
+
+if TYPE_CHECKING:
+    from thunder.core.module import ThunderModule
+
+Measured = Times | str | PathLike[str]
+BY_TIMES = (
+    "Compute between the waits of gathers, and the speed of gathers, are those of measure_times; lines between two "
+    "waits share the time as in the forecast, and what was not measured is scaled like the rest."
+)
+BY_PROFILE = (
+    "Launches and waits are where the profile has them, as the host saw them: a collective is drawn from its launch to "
+    "the end of its wait. Lines between them share the time as in the forecast."
+)
+
+
+def report(
+    model_or_traces: ThunderModule | Traces,
+    path: str | PathLike[str],
+    *,
+    device: Device | str,
+    measured: Measured | None = None,
+    beside: Traces | None = None,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer | None = None,
+    title: str = "",
+) -> None:
+    """Write an HTML file that links each line of a step to its time, its memory, its bytes and its parameters.
+
+    Open the file in a browser, without a network or a server. ``report.html#op=412`` opens it at an operation. Times
+    come from :func:`thunder_zero.tools.estimate`, and memory comes from :func:`thunder_zero.tools.memory`. The bytes
+    sent are the bytes of this rank.
+
+    >>> tz.tools.report(traces, "report.html", device="h100", loss=loss, optimizer=torch.optim.AdamW)
+    >>> tz.tools.report(zero3, "report.html", device="h100", beside=zero2)  # two stages and their differences
+
+    Args:
+        model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
+        path: the file to write.
+        device: the device of the forecast, as for :func:`thunder_zero.tools.estimate`.
+        measured: times to show beside the forecast: the result of :func:`thunder_zero.tools.measure_times`, or a file
+            from ``torch.profiler.profile.export_chrome_trace``.
+        beside: other traces of the module to show on the page, such as traces of another stage.
+        loss, optimizer: as for :func:`thunder_zero.tools.memory` (default: the step has no loss and no optimizer).
+        title: the title of the page, such as the model's name (default: the model's class, if a model is given).
+    """
+    data = page_of(model_or_traces, device, measured, beside, loss=loss, optimizer=optimizer, title=title)
+    Path(path).write_text(html_of(data), encoding="utf-8")
+
+
+def page_of(
+    model_or_traces: ThunderModule | Traces,
+    device: Device | str,
+    measured: Measured | None = None,
+    beside: Traces | None = None,
+    *,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer | None = None,
+    title: str = "",
+) -> Data:
+    """Return the page as JSON data. The arguments are those of :func:`report`."""
+    device = device_of(device)
+    traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
+    if beside is not None and not isinstance(beside, Traces):
+        raise TypeError(f"beside is of type {type(beside).__name__}; give what trace or traces_of returns")
+    first, *others = (
+        step_table(each, device=device, loss=loss, optimizer=optimizer) for each in (traces, beside) if each is not None
+    )
+    name, tables = STAGES[traces.plan.policy.stage].name, [first]
+    programs = [data_of(name, first)]
+    if measured is not None:
+        tables.append(_measured(first, measured))
+        is_times = isinstance(measured, Times)
+        programs.append(
+            data_of("measured times" if is_times else "profile", tables[-1], BY_TIMES if is_times else BY_PROFILE)
+        )
+    for table in others:
+        other = STAGES[table.traces.plan.policy.stage].name
+        tables.append(table)
+        programs.append(data_of(f"{other}, second" if other == name else other, table))
+    parameters = sum(prod(traces.plan.whole_shape(param)) for param in traces.plan.params)
+    model = "A step" if isinstance(model_or_traces, Traces) else type(plain_of(model_or_traces)).__name__
+    dtypes = dict.fromkeys(name_of(param.compute_dtype) for param in traces.plan.params)
+    return {
+        "title": title or model,
+        "facts": [f"{count(parameters)} parameters", f"compute in {', '.join(dtypes)}", f"on {device.name}"],
+        "top": top_of(programs, device.memory_bytes),
+        "programs": programs,
+        "differences": differences(programs, tables),
+    }
+
+
+def _measured(forecast: Table, measured: Measured) -> Table:
+    """Return the table with the measured times."""
+    assert forecast.time is not None
+    if isinstance(measured, Times):
+        return table_of(forecast.traces, forecast.memory, by_times(forecast.time, measured))
+    time = estimate(forecast.traces, forecast.time.device)  # launches in a profile do not delimit the loss
+    return table_of(forecast.traces, forecast.memory, by_profile(time, events_of(Path(measured))))
+
+
+def report_of(
+    model: str,
+    *,
+    world_size: int,
+    stage: int,
+    beside: int | None,
+    rank: int,
+    replicas: int,
+    device: str,
+    dtype: str | None,
+    blocks: int | None,
+) -> Data:
+    """Return the page of a named model, or of a model from ``FILE.py:function``, with AdamW and the model's loss.
+
+    ``thunder-zero report --help`` describes the arguments.
+    """
+    described, subject = device_of(device), subject_of(model)
+    if blocks is not None and blocks < 1:
+        raise ValueError(f"blocks is {blocks}; give how many of the {subject.blocks} alike blocks to keep, at least 1")
+    mesh = Mesh.of(world_size, rank, replicas)
+    precision = PRECISION if model in MODELS else MixedPrecision()
+    if dtype is not None:
+        precision = replace(PRECISION, param_dtype=float_dtype("dtype", dtype))
+    first, *others = (Policy(number, mixed_precision=precision) for number in (stage, beside) if number is not None)
+    with subject.with_blocks(subject.blocks if blocks is None else blocks) as module:
+        captured = ProgramSource(module, subject.args, subject.kwargs, first, mesh, device=described)
+        traces, *beside_traces = (captured.under(policy) for policy in (first, *others))
+    part = f", {blocks} of {subject.blocks} blocks" if blocks is not None and blocks < subject.blocks else ""
+    return page_of(
+        traces,
+        described,
+        beside=beside_traces[0] if beside_traces else None,
+        loss=subject.loss,
+        optimizer=torch.optim.AdamW,
+        title=f"{subject.name}{part}",
+    )
+
+
+def html_of(data: Any) -> str:
+    """Return the HTML file: the template with its style, its script and its data."""
+    template, style, script = (
+        files(__package__).joinpath(f"page.{name}").read_text("utf-8") for name in ("html.jinja", "css", "js")
+    )
+    inline = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["duration"] = duration
+    page = environment.from_string(template)
+    return page.render(page=data, data=Markup(inline), style=Markup(style), script=Markup(script))

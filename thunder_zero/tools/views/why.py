@@ -1,0 +1,286 @@
+"""``thunder-zero why``: runs a training script and prints its measured step beside the forecast.
+
+::
+
+    optimizer.step()    data, forward, loss, backward    optimizer.step()    data, ...
+                    begin()   the model's clock runs                      end(); begin()
+
+In: a script with its arguments, on every rank. Torch's hooks around each optimizer's step mark the end of a step. Out:
+on rank 0 a page for each model that an optimizer steps. A page has the programs, and a step's forecast and measured
+seconds and bytes. A sentence describes the largest difference.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import runpy
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from time import process_time
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from thunder_zero.capture.compilations import resident_bytes
+from thunder_zero.capture.zero_module import ZeroModule, captured_forward, traces_of
+from thunder_zero.plan.amounts import duration, size
+from thunder_zero.plan.policy import STAGES
+from thunder_zero.sharded.optimizers import parameters_of
+from thunder_zero.sharded.sharded_model import owner_of
+from thunder_zero.sharded.state import State
+from thunder_zero.sharded.waits import Moment, Waited
+from thunder_zero.tools.compiled_programs import CompiledProgram, ProgramTable, programs
+from thunder_zero.tools.devices.device import Device
+from thunder_zero.tools.devices.named import DEVICES, device_of
+from thunder_zero.tools.forecast.memory import memory
+from thunder_zero.tools.forecast.watch import NoForecast
+from thunder_zero.tools.printing.text import table_of, text_of_table
+from thunder_zero.tools.printing.words import WIDTH, folded
+from thunder_zero.tools.time.estimate import estimate
+from thunder_zero.traces.compiled import Traces
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+STEP, COMPUTE, WAITS, OPTIMIZER = "a step", "forward, backward", "waits for collectives", "the optimizer's step"
+CORE, FORWARDS, PEAK = "with a core (process)", "forwards", "most memory of tensors"
+PARTS = (COMPUTE, WAITS, OPTIMIZER)
+CAUSES = {
+    COMPUTE: "measured, they have the loss, the data and Python's own time, too, and what else runs on the machine",
+    WAITS: "another rank comes late, or the network is not that of the forecast",
+}
+
+
+@dataclass
+class Followed:
+    """A model with measured steps. A step ends when the model's first optimizer steps."""
+
+    model: ref[ZeroModule]
+    state: State
+    optimizer: ref[Optimizer]
+    # the figures of each measured step: seconds of STEP, its PARTS and the process's CPU, the number of FORWARDS, and
+    # the most bytes of CUDA tensors, or of the process's resident memory (0 if unknown)
+    steps: list[Mapping[str, float]] = field(default_factory=list)
+    # the seconds of each step's waits, keyed by (True for a gather, path of the bucket's first parameter)
+    waits: list[Mapping[tuple[bool, str], float]] = field(default_factory=list)
+    programs: Sequence[CompiledProgram] = ()  # the compiled programs of the model
+    # two lists of each graph's traces, one for programs that reduce gradients and one for ``no_sync``
+    traces: Sequence[Sequence[Traces]] = ((), ())
+    at_rest: int = 0  # bytes of the optimizer's states
+    # an exit stack. Closing the stack, at the end of a step, stops the model's clock.
+    open: ExitStack = field(default_factory=ExitStack)
+    begun: tuple[Moment, list[Waited], float, int] | None = None  # the time, waits, CPU seconds and forwards so far
+    stepping: Moment | None = None
+
+    def end(self) -> None:
+        """End a step. Record the model's programs and the bytes of the optimizer."""
+        now, device = self.state.clock.now(), self.state.device
+        self.open.close()
+        if self.begun is not None and self.stepping is not None:
+            begun, waited, core, forwards = self.begun
+            waits = defaultdict[tuple[bool, str], float](float)
+            for wait in waited:
+                waits[wait.gather, wait.path] += wait.called.until(wait.returned)
+            seconds, optimizer, all_waits = begun.until(now), self.stepping.until(now), sum(waits.values())
+            figures = {STEP: seconds, WAITS: all_waits, OPTIMIZER: optimizer, CORE: process_time() - core}
+            figures[COMPUTE] = seconds - optimizer - all_waits
+            figures |= {FORWARDS: self.state.training_forwards - forwards, PEAK: _peak(device)}
+            self.steps.append(figures)
+            self.waits.append(waits)
+        model, stepped = self.model(), self.optimizer()
+        if model is not None and stepped is not None:
+            self.programs = programs(model)
+            self.traces = [list(_traces(model, synced)) for synced in (True, False)]
+            self.at_rest = sum(_nbytes(value) for values in stepped.state.values() for value in values.values())
+
+    def begin(self) -> None:
+        """Begin the next step."""
+        if self.state.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.state.device)
+        with suppress(OSError):
+            CLEAR.write_text("5")
+        waits = self.open.enter_context(self.state.clock.running())
+        core, forwards = process_time(), self.state.training_forwards
+        self.begun = self.state.clock.now(), waits, core, forwards
+
+
+def _traces(model: ZeroModule, synced: bool) -> Iterator[Traces]:
+    for number, graph in enumerate(captured_forward(model).ran):
+        if any(entry.synced is synced for entry in graph):
+            yield traces_of(model, synced, number)
+
+
+def _nbytes(value: object) -> int:
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.nbytes if isinstance(local, Tensor) else 0
+
+
+def _peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    lines = STATUS.read_text().splitlines() if STATUS.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+@contextmanager
+def following(steps: int, show: Callable[[Followed], None]) -> Iterator[None]:
+    """Measure each model that an optimizer steps. Call ``show`` after ``steps`` steps or at the end of the block."""
+    followed_models: dict[State, Followed] = {}
+    shown: WeakSet[State] = WeakSet()
+
+    def stepped_by(optimizer: Optimizer) -> Followed | None:
+        owner = next(filter(None, map(owner_of, parameters_of(optimizer))), None)
+        if owner is None or owner[0] in shown:
+            return None
+        if owner[0] not in followed_models:
+            models = (item for item in gc.get_objects() if issubclass(type(item), ZeroModule))
+            model = next(model for model in models if model.state is owner[0])
+            followed_models[owner[0]] = Followed(ref(model), owner[0], ref(optimizer))
+        followed = followed_models[owner[0]]
+        return followed if followed.optimizer() is optimizer else None
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (followed := stepped_by(optimizer)) is not None:
+            followed.stepping = followed.state.clock.now()
+
+    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (followed := stepped_by(optimizer)) is not None:
+            followed.end()
+            if len(followed.steps) == steps:
+                shown.add(followed.state)
+                show(followed_models.pop(followed.state))
+            else:
+                followed.begin()
+
+    hooks = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for followed in followed_models.values():
+        followed.open.close()
+        show(followed)
+
+
+def why(script: Path, arguments: Sequence[str], *, steps: int, device: str | None) -> None:
+    """Run a script like ``python`` does. Rank 0 prints a page for each model, after ``steps`` steps or at the end."""
+    if not script.is_file():
+        raise SystemExit(f"thunder-zero: there is no file {script}; give a script that trains, and its arguments")
+    if steps < 1:
+        raise SystemExit(f"thunder-zero: --steps is {steps}; give how many steps to measure, 1 or more")
+    try:
+        described = None if device is None else device_of(device)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"thunder-zero: {error}") from None
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent.resolve()))
+    resident_before, pages = resident_bytes(), list[str]()
+
+    def show(followed: Followed) -> None:
+        pages.append(_page(followed, resident_before, described or _device_here()))
+        print(pages[-1], flush=True)
+
+    is_first = os.environ.get("RANK", "0") == "0"
+    with following(steps, show) if is_first else nullcontext():
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
+    if is_first and not pages:
+        print(f"why: in {script} no optimizer stepped a model of thunder_zero; tz.compile(module, ...) makes one")
+
+
+def _device_here() -> Device | None:
+    """Return the ready-made device for this GPU, or None if the GPU is unknown."""
+    gpu = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+    return next((device for name, device in DEVICES.items() if name in gpu), None)
+
+
+def _page(followed: Followed, resident_before: int, device: Device | None) -> str:
+    """Return the page of a model. ``resident_before`` is the process's resident memory before the script, in bytes."""
+    plan, steps, (synced, deferred) = followed.state.plan, followed.steps, followed.traces
+    name = f"{followed.state.name}: {STAGES[plan.policy.stage].name}, {plan.mesh}"
+    if not steps or not synced:
+        return f"why: {name}: no step was measured, as the first compiles; let the script take three or more"
+    measured = {figure: median(step[figure] for step in steps) for figure in steps[0]}
+    more = round(measured[FORWARDS]) - 1
+    runs = [*synced, *[traces for _ in range(more) for traces in deferred or synced]]  # the traces of one step
+    forecast, no_forecast = _forecast(runs, device)
+    sent = sum(traces.timeline.traffic(op).sent for traces in runs for op in traces.timeline.ops)
+    shown = {part: duration(seconds) for part, seconds in forecast.items()}
+    rows = [
+        (STEP, duration(sum(forecast.values())) if forecast else "", duration(measured[STEP])),
+        *((f"  {part}", shown.get(part, ""), duration(measured[part])) for part in PARTS),
+        (f"  {CORE}", "", duration(measured[CORE])),
+        ("sent by this rank", size(sent), ""),
+        (PEAK, *_memory(followed, synced, round(measured[PEAK]), resident_before)),
+    ]
+    forwards = f" of {more + 1} forwards each" * (more > 0)
+    title = f"{name}, median of {len(steps)} step{'s' * (len(steps) > 1)}{forwards}"
+    table = text_of_table(table_of(("", "forecast", "measured"), rows), WIDTH)
+    listed = f"programs\n{ProgramTable(followed.programs)!r}" if followed.programs else ""
+    largest = _largest(forecast, measured, followed.waits)
+    return "\n".join(filter(None, (title, table, folded(no_forecast), largest, listed)))
+
+
+def _forecast(runs: Sequence[Traces], device: Device | None) -> tuple[dict[str, float], str]:
+    """Return (seconds keyed by part of the step, ""). If there is no forecast, return ({}, reason)."""
+    if device is None:
+        return {}, (
+            "no forecast of time: run thunder-zero calibrate machine.json, under torchrun as the script runs, and pass "
+            "--device machine.json"
+        )
+    try:
+        estimates = [estimate(traces, device) for traces in runs]
+    except ValueError as error:  # the device was calibrated with other ranks or dtypes
+        return {}, f"no forecast of time: {error}"
+    return {
+        COMPUTE: sum(forecast.compute_seconds for forecast in estimates),
+        WAITS: sum(forecast.exposed_seconds for forecast in estimates),
+    }, ""
+
+
+def _memory(followed: Followed, traces: Sequence[Traces], peak: int, resident_before: int) -> tuple[str, str]:
+    """Return the forecast peak and the measured peak of memory as text.
+
+    On a CPU, the measured peak leaves out the memory before the script and the memory of compilations.
+    """
+    on_cpu = followed.state.device.type == "cpu"
+    if peak and on_cpu:
+        peak = max(peak - resident_before - sum(program.nbytes for program in followed.programs), 0)
+    try:
+        forecast = size(memory(traces[0]).peak + followed.at_rest) if len(traces) == 1 else "several graphs"
+    except NoForecast:
+        forecast = "unknown"
+    return forecast, f"{size(peak)}{', the process' * on_cpu}" if peak else "unknown"
+
+
+def _largest(
+    forecast: Mapping[str, float], measured: Mapping[str, float], waits: Sequence[Mapping[tuple[bool, str], float]]
+) -> str:
+    """Describe the largest difference from the forecast (or else the longest part), and the longest wait."""
+    sizes = {part: measured[part] - forecast.get(part, 0.0) for part in forecast or PARTS}
+    part = max(sizes, key=lambda part: abs(sizes[part]))
+    if not forecast:
+        words = f"{part}: {measured[part] / sum(sizes.values()):.0%} of the step"
+    elif sizes[part] > 0:
+        words = f"the largest difference: {part} take {duration(sizes[part])} longer; {CAUSES[part]}"
+    else:
+        words = f"the largest difference: {part} take {duration(-sizes[part])} less than the forecast"
+    medians = {wait: median(of_step.get(wait, 0.0) for of_step in waits) for wait in waits[-1]}
+    if medians:
+        (is_gather, path), longest = max(medians.items(), key=lambda item: item[1])
+        kind = "gather" if is_gather else "reduction"
+        words += f"; the longest wait, {duration(longest)}, is for the {kind} of {path}"
+    return folded(words)

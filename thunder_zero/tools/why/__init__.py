@@ -1,1 +1,0 @@
-"""``thunder-zero why``: the measured step of a training script beside its forecast."""
