@@ -22,10 +22,10 @@ from thunder_zero.schedule.timeline import Timeline, Value
 from thunder_zero.sharded.digests import digests_of
 from thunder_zero.tools.forecast.figures import Memory
 from thunder_zero.tools.forecast.fold import Fold
-from thunder_zero.tools.forecast.for_loss import for_loss
+from thunder_zero.tools.forecast.for_loss import Loss, for_loss
 from thunder_zero.tools.forecast.lines import empty_like
 from thunder_zero.tools.forecast.memory import backend_of, memory_of
-from thunder_zero.tools.forecast.recorder import Loss, Recorder
+from thunder_zero.tools.forecast.recorder import Recorder
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.watch import Layout
 from thunder_zero.traces.compiled import Traces
@@ -53,7 +53,7 @@ def whole_step(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | Non
     of_loss, of_optimizer = _operators()
     recorder = Recorder(traces, backend_of(traces), loss, optimizer, around=(of_loss, of_optimizer))
     recorder.loss(_outputs_of(traces))
-    if recorder.optimizer is not None and traces.facts.synced:
+    if recorder.rehearsal.optimizer is not None and traces.facts.synced:
         recorder.optimizer_step()
     return _with(recorder, of_loss, of_optimizer)
 

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Launch, Op, Reduce, Return, Wait, ends
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Holds
-from thunder_zero.tools.forecast.recorder import AtRest, RecordedCollective, Recorder
+from thunder_zero.tools.forecast.recorder import RecordedCollective, Recorder
+from thunder_zero.tools.forecast.rehearsal import AtRest
 from thunder_zero.tools.forecast.watch import FREED, Event, Layout, Placed
 
 
@@ -74,9 +75,9 @@ class Fold:
         self._names: dict[str, Any] = {}  # what each name holds: ``Held``, or another value
         self._in_flight: dict[str, tuple[RecordedCollective, list[Allocation]]] = {}  # by handle
         self._uncounted = Allocation(0, Holds.TEMPORARY, -1, 0, holds=1)
-        self._at_rest = list(map(self._rest, self.recorder.at_rest))
+        self._at_rest = list(map(self._rest, self.recorder.rehearsal.at_rest))
         self.peak, self.events_at_peak = self._now, self._events
-        self._bind(self.recorder.inputs, self.recorder.inputs.values(), ())
+        self._bind(self.recorder.rehearsal.inputs, self.recorder.rehearsal.inputs.values(), ())
 
     def run(self) -> Fold:
         """Fold a step, with the loss and the optimizer's step."""
@@ -113,7 +114,7 @@ class Fold:
         values = [self._names[name] for name in op.reads]
         record = self.recorder.line(op, [value.layout if isinstance(value, Held) else value for value in values])
         frame = [value.allocation if isinstance(value, Held) else self._uncounted for value in values]
-        frame += [self._at_rest[~self.recorder.deferred[path]] for path in self.recorder.deferred_for(op)]
+        frame += [self._at_rest[~self.recorder.rehearsal.before[path]] for path in self.recorder.deferred_for(op)]
         is_deferred = isinstance(op, Defer)
         self._kind = Holds.DEFERRED if is_deferred else Holds.TEMPORARY
         self._play(record.events, frame, op if is_deferred else None)
@@ -135,7 +136,7 @@ class Fold:
         frame = [value.allocation for value in values]
         for allocation in frame if isinstance(op, Reduce) else ():
             allocation.holds += 1
-        frame += [self._at_rest[~self.recorder.deferred[path]] for path in self.recorder.deferred_for(op)]
+        frame += [self._at_rest[~self.recorder.rehearsal.before[path]] for path in self.recorder.deferred_for(op)]
         self._in_flight[op.handle] = record, frame
         freed = None
         for number, events in enumerate(record.launch):
@@ -209,10 +210,11 @@ class Fold:
 
     def _step(self) -> None:
         """Fold the optimizer's step, before which the caller drops the inputs."""
-        for rest, allocation in zip(self.recorder.at_rest, self._at_rest, strict=True):
+        state = self.recorder.rehearsal
+        for rest, allocation in zip(state.at_rest, self._at_rest, strict=True):
             if rest.kind is Holds.INPUT:
                 self._release(allocation)
-        if self.recorder.optimizer is None or not self.timeline.gradients or not self.recorder.traces.facts.synced:
+        if state.optimizer is None or not self.timeline.gradients or not state.synced:
             return
         self._phase, self._kind = OPTIMIZER_STEP, Holds.TEMPORARY
         peak, self._highest = (self.peak, self.events_at_peak), self._now

@@ -18,9 +18,9 @@ from thunder_zero.plan.policy import is_count
 from thunder_zero.schedule.ops import Op, Reduce, ends
 from thunder_zero.tools.forecast.figures import AT_REST, OPTIMIZER_STEP, ByKind, Holds, Memory, MemoryLine, Storage
 from thunder_zero.tools.forecast.fold import Fold
-from thunder_zero.tools.forecast.for_loss import for_loss
+from thunder_zero.tools.forecast.for_loss import Loss, for_loss
 from thunder_zero.tools.forecast.lines import python_lines
-from thunder_zero.tools.forecast.recorder import Loss, Recorder
+from thunder_zero.tools.forecast.recorder import Recorder
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.resized import Shapes, resized
 from thunder_zero.tools.forecast.unsent import TRANSPORTS
@@ -142,8 +142,10 @@ def _lines_that_ran(fold: Fold, traces: Traces) -> tuple[list[RunLine], list[int
     for phase, group in groupby(fold.lines, key=lambda line: line.phase):
         folded = list(group)
         if (trace := traces_of_phases.get(phase)) is None:
+            of_loss = "the loss and its gradient" if fold.recorder.of_loss else "the gradients of the outputs"
+            code = "optimizer.step()" if phase == OPTIMIZER_STEP else of_loss
             index_of.append(len(ran))
-            ran.append(RunLine(phase, -1, fold.recorder.codes[phase], folded[0].highest))
+            ran.append(RunLine(phase, -1, code, folded[0].highest))
             continue
         lines = python_lines(trace)
         unpacking = (

@@ -7,26 +7,34 @@ state, which a first step of the optimizer allocates.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from inspect import Parameter, signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from thunder_zero.compat.private import disable_current_modes
-from thunder_zero.plan.params import Plan
+from thunder_zero.plan.policy import STAGES
 from thunder_zero.sharded.digests import digests_of
+from thunder_zero.sharded.param import ShardedParam
 from thunder_zero.sharded.state import LocalState
+from thunder_zero.tools.forecast.figures import Holds
+from thunder_zero.tools.forecast.lines import empty_like
 from thunder_zero.tools.forecast.unsent import UnsentWire
-from thunder_zero.tools.forecast.watch import META, NoForecast, needs_no_values
+from thunder_zero.tools.forecast.watch import META, Layout, NoForecast, Placed, Watch, WithoutValues, needs_no_values
+from thunder_zero.traces.compiled import Traces
+
+from thunder.core.proxies import NumberProxy, TensorProxy
 
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
 def optimizer_at_rest(
     make: MakeOptimizer, shards: Mapping[str, nn.Parameter], *, foreach: bool
-) -> tuple[torch.optim.Optimizer, list[tuple[str, Tensor]]]:
-    """Return an optimizer of meta shards, and the tensors of its state with their names, as after a first step.
+) -> torch.optim.Optimizer:
+    """Return an optimizer of meta shards, as after a first step.
 
     ``foreach`` is True if torch chooses foreach by default for the shards: plain tensors on CUDA, not DTensors.
     """
@@ -41,7 +49,7 @@ def optimizer_at_rest(
             if foreach and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True  # torch's default depends on the device, which is META here
         take_step(optimizer, {path: torch.empty_like(shard) for path, shard in shards.items()}, shards)
-    return optimizer, list(_named_state(optimizer, shards))
+    return optimizer
 
 
 def _make_optimizer(make: MakeOptimizer, shards: Iterable[Tensor]) -> torch.optim.Optimizer:
@@ -78,42 +86,93 @@ def take_step(
     optimizer.zero_grad()
 
 
+@dataclass(frozen=True, slots=True)
+class AtRest:
+    """A storage from before the step, or of an input."""
+
+    nbytes: int | None  # None if it is in host memory
+    kind: Holds
+    name: str
+
+
 class Rehearsal(LocalState):
     """A model's state, made of meta tensors, for :class:`thunder_zero.sharded.runtime.ModelRuntime`.
 
     The rehearsed step follows an optimizer's step. So ZeRO-1 refreshes all parameters, and parameters that stay
     unsharded after a micro-batch (``reshard_after_backward=False``) are gathered again.
+
+    Attributes:
+        at_rest: the storages of this state, of the optimizer and of the inputs. Slot ``~0`` is the first.
+        slots: the slots, keyed by address.
+        before: the slots of gradients that were deferred before the step, keyed by path.
+        inputs: the inputs of forward, keyed by name: where a tensor lies, or a number.
+        shards: the shards whose optimizer state is on the device, keyed by path.
+        optimizer: steps these shards, if any.
     """
 
-    def __init__(self, plan: Plan, backend: str, *, synced: bool) -> None:
+    def __init__(self, traces: Traces, backend: str, make: MakeOptimizer | None, *, accumulating: bool) -> None:
+        plan = traces.plan
         with disable_current_modes():
             digests_of([torch.empty(1, device=META)])  # allocate constants that stay in the process
             wire = UnsentWire(plan, backend, META)
-        tensors = {
-            param.path: torch.empty(
-                plan.geometry(param).in_compute if param.resident else plan.shard_shape(param),
-                dtype=param.rest_dtype,
-                device=META,
-            )
-            for param in plan.params
-        }
-        super().__init__(plan, META, "the model", wire, tensors, {})
-        self.synced = synced
-        self.expire(self.params.values())
+        with WithoutValues():  # rows on the host are meta tensors as well
+            tensors = {
+                param.path: torch.empty(
+                    plan.geometry(param).in_compute if param.resident else plan.shard_shape(param),
+                    dtype=param.rest_dtype,
+                    device=META,
+                )
+                for param in plan.params
+            }
+            super().__init__(plan, META, "the model", wire, tensors, {})
+            self.synced = traces.facts.synced
+            self.expire(self.params.values())
+        trained = [param for param in self.params.values() if param.planned.requires_grad]
+        self.shards = {param.path: param.shard for param in trained if not plan.rests_on_host(param.planned)}
+        self.at_rest: list[AtRest] = []
+        self.slots: dict[int, int] = {}
+        self._tensors: list[Tensor] = []  # keeps these addresses
+        for path, param in self.params.items():
+            self._add(param.rows, Holds.PARAMETER, path, counts=not plan.rests_on_host(param.planned))
+        for param in self.resident:
+            self._add(param.full_value(), Holds.PARAMETER, param.path)
+        on_cuda = backend == "nccl" and not STAGES[plan.policy.stage].sharded
+        self.optimizer = self._stepped_once(make, foreach=on_cuda) if make is not None and self.shards else None
+        deferred = trained if accumulating else []
+        self.before = {param.path: self._add(full_gradient(param), Holds.DEFERRED, param.path) for param in deferred}
+        self.inputs = dict(self._inputs(traces))
 
-    def at_rest(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (path, tensor) pairs of the tensors alive between steps: shards, and ZeRO-1's full parameters."""
-        yield from ((path, param.rows) for path, param in self.params.items())
-        yield from ((param.path, param.full_value()) for param in self.resident)
+    def _add(self, tensor: Tensor, kind: Holds, name: str, *, counts: bool = True) -> int:
+        """Add a storage, and return its slot. A storage that was added before gets the new name."""
+        storage = tensor.untyped_storage()
+        slot = self.slots.setdefault(storage._cdata, ~len(self.at_rest))
+        self.at_rest[~slot : ~slot + 1] = [AtRest(storage.nbytes() if counts else None, kind, name)]
+        self._tensors.append(tensor)
+        return slot
 
-    def on_host(self) -> Iterator[Tensor]:
-        """Yield the shards that are in host memory between steps (``cpu_offload``)."""
-        return (param.rows for param in self.params.values() if self.plan.rests_on_host(param.planned))
+    def _stepped_once(self, make: MakeOptimizer, *, foreach: bool) -> torch.optim.Optimizer:
+        """Return the optimizer of the shards, whose state a first step has allocated."""
+        with Watch(self.slots) as watch:
+            optimizer = optimizer_at_rest(make, self.shards, foreach=foreach)
+        names = {watch.record(tensor): name for name, tensor in reversed(list(_named_state(optimizer, self.shards)))}
+        nbytes = dict(watch.taken())
+        for address, slot in watch.alive().items():
+            self.slots[address] = ~len(self.at_rest)
+            self.at_rest.append(AtRest(nbytes[slot], Holds.OPTIMIZER, names.get(slot, "all parameters")))
+        return optimizer
 
-    def trained_on_device(self) -> dict[str, nn.Parameter]:
-        """Return a mapping from paths to shards, for shards whose optimizer state is on the device."""
-        return {
-            path: param.shard
-            for path, param in self.params.items()
-            if param.planned.requires_grad and not self.plan.rests_on_host(param.planned)
-        }
+    def _inputs(self, traces: Traces) -> Iterator[tuple[str, Any]]:
+        for proxy in traces.forward.args:
+            if isinstance(proxy, NumberProxy):
+                yield proxy.name, proxy.value
+            elif path := traces.timeline.inputs.get(proxy.name):
+                tensor = self.params[path].rows
+                yield proxy.name, Placed(self.slots[tensor.untyped_storage()._cdata], Layout.of(tensor))
+            elif isinstance(proxy, TensorProxy):
+                tensor, buffer = empty_like(proxy), traces.others.get(proxy.name)
+                slot = self._add(tensor, Holds.BUFFER if buffer else Holds.INPUT, buffer or proxy.name)
+                yield proxy.name, Placed(slot, Layout.of(tensor))
+
+
+def full_gradient(param: ShardedParam) -> Tensor:
+    return torch.empty(param.planned.shape, dtype=param.planned.reduce_dtype, device=META)

@@ -22,8 +22,9 @@ from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.dry_run import ProgramSource
 from thunder_zero.tools.forecast.fold import Fold
+from thunder_zero.tools.forecast.for_loss import Loss
 from thunder_zero.tools.forecast.memory import memory_of, recorder_of
-from thunder_zero.tools.forecast.recorder import Loss, Recorder
+from thunder_zero.tools.forecast.recorder import Recorder
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.plan.candidate import USUAL_PRICES, Candidate, Prices
 from thunder_zero.tools.plan.fit_text import print_trade_off, refusal

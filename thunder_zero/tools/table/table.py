@@ -22,8 +22,7 @@ from thunder_zero.tools.devices.device import Device, Lane
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.forecast.around import memory_and_timeline, whole_step
 from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Memory, MemoryLine
-from thunder_zero.tools.forecast.for_loss import for_loss
-from thunder_zero.tools.forecast.recorder import Loss
+from thunder_zero.tools.forecast.for_loss import Loss, for_loss
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.text import place_of

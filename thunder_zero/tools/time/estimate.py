@@ -25,7 +25,7 @@ from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Cost, Device, Lane
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.forecast.around import whole_step
-from thunder_zero.tools.forecast.recorder import Loss
+from thunder_zero.tools.forecast.for_loss import Loss
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.printing.words import folded, summed_up
 from thunder_zero.tools.time.costs import REACHED, compute_dtype, costs_of, in_node

@@ -23,7 +23,7 @@ from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.dry_run import ProgramSource
-from thunder_zero.tools.forecast.recorder import Loss
+from thunder_zero.tools.forecast.for_loss import Loss
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.models.named import MODELS
 from thunder_zero.tools.plan.plan_training import PRECISION
