@@ -240,6 +240,12 @@ def test_offloaded_shards_take_no_memory_of_the_device() -> None:
     assert not [item for item in memory.storages if item.kind is Holds.REDUCED_GRADIENT and item.freed is None]
 
 
+def test_no_thread_takes_part_in_a_forecast() -> None:
+    with mock.patch("thunder_zero.comm.pairwise.in_background") as in_background:
+        tz.tools.memory(traces_of(3), backend="gloo")
+    in_background.assert_not_called()  # it would free what it sends at any time
+
+
 @pytest.mark.slow
 def test_a_fused_region_counts_the_values_inside_it() -> None:
     plain, fused = (tz.tools.memory(traces_of(3, fused=fused)) for fused in (False, True))

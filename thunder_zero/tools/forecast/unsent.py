@@ -35,10 +35,12 @@ from thunder_zero.sharded.wire import Wire
 class _UnsentBucket(GlooBucket):
     """A gloo bucket that sends no messages. Each wait keeps the tensor of its message alive."""
 
-    def run(self, post: Callable[[], None]) -> AwaitMessage:
-        """Run ``post`` on this thread."""
-        post()
-        return lambda: None
+    def post(self, parts: Sequence[BucketPart]) -> list[BucketPart]:
+        """Post on this thread, so that a forecast does not depend on the time at which another thread ends."""
+        self._post()
+        for work in self._meanwhile:
+            work()
+        return [BucketPart(()), *parts, BucketPart(self._sent)]
 
     def start_all(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[AwaitMessage]:
         """Return a wait for each tensor, which keeps the tensor alive."""
