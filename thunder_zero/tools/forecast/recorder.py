@@ -45,7 +45,7 @@ class Record:
     """What a line does to memory. Its first slots are the storages of the values that it reads."""
 
     events: tuple[Event, ...]
-    outputs: tuple[Any, ...]  # ``Placed`` for each tensor that it writes; other values as they are, such as a number
+    outputs: tuple[Placed, ...]  # what it writes
     kept: frozenset[int] = frozenset()  # slots that the model's state holds from now on
 
 
@@ -121,7 +121,7 @@ class Recorder:
                 written = [named[name] for name in written_by(line)]
             events = watch.taken()
             outputs = tuple(map(watch.placed, written))
-            held = {output.slot for output in outputs if isinstance(output, Placed)}
+            held = {output.slot for output in outputs}
             kept = frozenset(slot for slot in watch.alive().values() if slot >= len(values) and slot not in held)
         return Record(events, outputs, kept)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import Parameter, signature
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +104,7 @@ class Rehearsal(LocalState):
         at_rest: the storages of this state, of the optimizer and of the inputs. Slot ``~0`` is the first.
         slots: the slots, keyed by address.
         before: the slots of gradients that were deferred before the step, keyed by path.
-        inputs: the inputs of forward, keyed by name: where a tensor lies, or a number.
+        inputs: the inputs of forward, keyed by name.
         shards: the shards whose optimizer state is on the device, keyed by path.
         optimizer: steps these shards, if any.
     """
@@ -161,10 +160,10 @@ class Rehearsal(LocalState):
             self.at_rest.append(AtRest(nbytes[slot], Holds.OPTIMIZER, names.get(slot, "all parameters")))
         return optimizer
 
-    def _inputs(self, traces: Traces) -> Iterator[tuple[str, Any]]:
+    def _inputs(self, traces: Traces) -> Iterator[tuple[str, Placed]]:
         for proxy in traces.forward.args:
             if isinstance(proxy, NumberProxy):
-                yield proxy.name, proxy.value
+                yield proxy.name, Placed(None, proxy.value)
             elif path := traces.timeline.inputs.get(proxy.name):
                 tensor = self.params[path].rows
                 yield proxy.name, Placed(self.slots[tensor.untyped_storage()._cdata], Layout.of(tensor))

@@ -71,10 +71,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor: the slot of its storage, and its layout. Slots below 0 are storages at rest; None is not counted."""
+    """A value, and the slot of its storage. Slots below 0 are storages at rest; None is not counted."""
 
     slot: int | None
-    layout: Layout
+    value: Any  # the layout of a tensor; another value as it is, such as a number
 
 
 class Watch(TorchDispatchMode):
@@ -120,9 +120,9 @@ class Watch(TorchDispatchMode):
             self._next_slot += 1
         return self._slots.get(storage._cdata)
 
-    def placed(self, value: Any) -> Any:
-        """Return where a tensor lies; any other value unchanged."""
-        return Placed(self.record(value), Layout.of(value)) if isinstance(value, Tensor) else value
+    def placed(self, value: Any) -> Placed:
+        """Return where a value lies."""
+        return Placed(self.record(value), Layout.of(value)) if isinstance(value, Tensor) else Placed(None, value)
 
     def taken(self) -> tuple[Event, ...]:
         """Return the events since the last call."""
