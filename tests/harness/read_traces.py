@@ -24,9 +24,10 @@ from typing import Any
 import thunder_zero as tz
 from thunder_zero.plan.mesh import SHARD
 from thunder_zero.schedule.derived import gathered_from
-from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Launch, Op, Reduce, Return, Wait, Work
+from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Launch, Op, Reduce, Return, Wait
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.traces.lift import PREAMBLE, computation, proxies_in
+from thunder_zero.traces.work import work_of
 
 from thunder.core import prims
 from thunder.core.proxies import CollectionProxy, Proxy
@@ -218,8 +219,9 @@ def plain(ops: Sequence[Op]) -> list[Op]:
                 return replace(op, handle=numbers[op.handle, op.backward])
             case Wait():
                 return replace(op, launch=one(op.launch))  # type: ignore[arg-type]
-            case Compute():
-                return replace(op, line=None, repeated=False, work=Work.OTHER, number=-1)
+            case Compute(work=work):  # a line alone does not say that it is between slices
+                work = work_of(op.line) if op.between_slices else work
+                return replace(op, line=None, repeated=False, work=work, number=-1)
             case Free():
                 return replace(op, params=tuple(sorted(op.params)))
             case Return():

@@ -30,7 +30,7 @@ class Work(StrEnum):
 
     NONE: collectives, waits, frees. OTHER: an unknown class. VIEW: another shape of the input's memory, if strides
         allow. POINTWISE includes copies and constants. INDEX: reads or writes positions that depend on data. AWAIT:
-        waits for an :class:`Exchange`.
+        waits for an :class:`Exchange`, and gives the memory that it has written.
     """
 
     ATTENTION = "attention"

@@ -207,7 +207,7 @@ def overwritten(timeline: Timeline) -> frozenset[str]:
     """Return the values whose memory an operation overwrites, or may overwrite. No later operation may read them."""
     memory_of: dict[str, str] = {}  # value -> the first value that may have the same memory
     for op in timeline.ops:
-        if isinstance(op, Compute) and op.work is Work.VIEW and op.reads:
+        if isinstance(op, Compute) and op.work in (Work.VIEW, Work.AWAIT) and op.reads:
             memory_of.update(dict.fromkeys(op.writes, memory_of.get(op.reads[0], op.reads[0])))
     changed = {memory_of.get(name, name) for op in timeline.ops if isinstance(op, Compute) for name in op.updates}
     return frozenset(changed.union(name for name, first in memory_of.items() if first in changed))

@@ -22,7 +22,7 @@ from thunder_zero.schedule.ops import Compute, Defer, Reduce, Return, Work
 from thunder_zero.schedule.timeline import Timeline
 
 # Other work is never recomputed, except for derived values.
-RECOMPUTED = {*Work} - {Work.RANDOM, Work.OTHER, Work.AWAIT, Work.NONE}
+RECOMPUTED = {*Work} - {Work.RANDOM, Work.OTHER, Work.NONE}
 
 
 @dataclass(frozen=True, slots=True)

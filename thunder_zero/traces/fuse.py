@@ -79,7 +79,7 @@ def _is_fusible(op: Op) -> bool:
 
 
 def _computes(op: Op) -> bool:
-    return isinstance(op, Compute) and op.work not in (Work.VIEW, Work.NONE)
+    return isinstance(op, Compute) and op.work not in (Work.VIEW, Work.AWAIT, Work.NONE)
 
 
 def _region(name: str, lines: Sequence[BoundSymbol], numbers: Mapping[str, Proxy], returned: set[str]) -> BoundSymbol:

@@ -148,7 +148,7 @@ def _gradient(step: Table, rows: Sequence[Row], path: str) -> dict[str, Row]:
     return _with_codes(
         step,
         {
-            "made": None if made is None else step.all[step.place[made]],
+            "made": None if made is None else step.of(made),
             first.kind: first,
             "across": last if last is not first else None,
             "wait": _end(step, last) if last.kind == "reduce" else None,
@@ -162,7 +162,7 @@ def _with_codes(step: Table, rows: Mapping[str, Row | None]) -> dict[str, Row]:
 
 def _end(step: Table, launch: Row) -> Row:
     """Return the row that waits for the collective of a launch."""
-    return step.all[step.place[step.ends[step.traces.timeline.ops[launch.op or 0].writes[0]]]]
+    return step.of(step.ends[step.traces.timeline.ops[launch.op or 0].writes[0]])
 
 
 def _of_collectives(rows: Mapping[str, Row], step: Table) -> list[Row]:

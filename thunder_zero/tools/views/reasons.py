@@ -32,7 +32,7 @@ OF_SLICES = {
 def why_launch(table: Table, op: Op) -> str:
     """Return the reason for the position of a launch."""
     if isinstance(op, Compute):
-        return OF_SLICES.get(str(op.work), "")
+        return OF_SLICES[str(op.work)]
     if isinstance(op, Gather):
         return _why_gather(table, op)
     wait = [row for row in table.by_param[op.params[0]] if row.kind == "wait" and row.gradients][-1]
