@@ -19,7 +19,6 @@ from tests.harness.ranks import RanksPool
 from tests.harness.tiers import is_left_out
 
 TESTS = Path(__file__).parent
-RANKS_SECONDS = 120
 ROOMS = ("ranks", "gpu", "one", "pure")  # the longest files first, so that no worker waits for the other at the end
 
 # No test may fail because a machine is busy. Where CI is set, Hypothesis draws the same examples in each run.
@@ -54,9 +53,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if later:
         items[:] = [item for item in items if item not in set(later)]
         config.hook.pytest_deselected(items=later)
-    for item in items:
-        if room_of(item) == "ranks" and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(RANKS_SECONDS))
     if (seed := config.getoption("--shuffle")) is not None:
         shuffle(items, random.Random(seed))
     elif "PYTEST_XDIST_WORKER" in os.environ:  # xdist gives whole files to its workers in this order
@@ -87,6 +83,6 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def ranks_pool() -> Iterator[RanksPool]:
-    """Yield processes that run functions on 1 to 4 ranks: ``ranks_pool.run(world_size, fn, *args, timeout=60.0)``."""
+    """Yield processes that run functions on 1 to 4 ranks: ``ranks_pool.run(world_size, fn, *args)``."""
     with RanksPool() as pool:
         yield pool

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tests.harness.ranks import RanksPool, example_environment
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 240
+SECONDS = 500
 
 
 def run_main(pool: RanksPool, name: str, *options: object, ranks: int = 2) -> str:

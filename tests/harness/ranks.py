@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 START_SECONDS = 120.0  # to start Python and import torch and Thunder, on a busy machine
 STACK_SIGNAL = signal.SIGUSR1  # on this signal a rank writes its stack to stderr
+SECONDS = 120.0  # a call's time: several times what it takes, for machines slower than ours
 STACK_SECONDS = 0.2
 GRACE_SECONDS = 2.0  # after the first failure, for the errors of the other ranks
 LAST_LINES = 40  # shown of stderr, and of each stack, of a rank that died
@@ -113,7 +114,7 @@ class RanksPool:
         world_size: int,
         fn: Callable[..., Any],
         *args: Any,
-        timeout: float = 60.0,
+        timeout: float = SECONDS,
         backend: str = "gloo",
     ) -> list[Any]:
         """Call ``fn(rank, world_size, *args)`` on each rank; return the results by rank.
@@ -275,7 +276,7 @@ def run_ranks(
     world_size: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = SECONDS,
     backend: str = "gloo",
 ) -> list[Any]:
     """Call :meth:`RanksPool.run` of a pool of fresh interpreters, which end with this call."""
@@ -283,7 +284,7 @@ def run_ranks(
         return pool.run(world_size, fn, *args, timeout=timeout, backend=backend)
 
 
-def call_alone(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Any:
+def call_alone(fn: Callable[..., Any], *args: Any, timeout: float = SECONDS) -> Any:
     """Call ``fn(*args)`` in its own process, without threads or a group, so that it may fork; return the result.
 
     Raises:

@@ -129,7 +129,7 @@ def write_to_held_parameters(model: Any) -> None:
 
 @pytest.mark.parametrize(("world_size", "name"), [(2, "stage 3"), *slow(*((3, name) for name in POLICIES))])
 def test_reduced_and_deferred_gradients_train_as_one_process(ranks_pool: RanksPool, world_size: int, name: str) -> None:
-    ranks_pool.run(world_size, train_in_all_modes, POLICIES[name], timeout=110)
+    ranks_pool.run(world_size, train_in_all_modes, POLICIES[name])
 
 
 # Deferred gradients are reduced or dropped
@@ -238,7 +238,7 @@ def check_deferred_gradients(rank: int, world_size: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["stage 3", *slow("stage 0", "holding")])
 def test_deferred_gradients_are_reduced_once_or_dropped(ranks_pool: RanksPool, name: str) -> None:
-    ranks_pool.run(2, check_deferred_gradients, name, timeout=110)
+    ranks_pool.run(2, check_deferred_gradients, name)
 
 
 # Ranks that differ

@@ -221,10 +221,9 @@ OTHERS: list[Row] = [
 ]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("rows", [FIRST, *slow(OTHERS)], ids=["between two renames", "at other moments"])
 def test_a_kill_leaves_a_whole_checkpoint(tmp_path: Path, rows: list[Row]) -> None:
-    results = call_alone(kill, tmp_path, [(save, moment) for save, moment, _, _ in rows], timeout=110)
+    results = call_alone(kill, tmp_path, [(save, moment) for save, moment, _, _ in rows])
     for (save, moment, *expected), (*actual, outcome) in zip(rows, results, strict=True):
         assert actual == expected, (save, moment)
         if moment == GROUP:  # and not after half an hour, the group's time-out
@@ -232,7 +231,6 @@ def test_a_kill_leaves_a_whole_checkpoint(tmp_path: Path, rows: list[Row]) -> No
 
 
 @pytest.mark.deep
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize(("victim", "name"), [(0, "step-1"), (0, "step-2"), (1, "step-2")])
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, victim: int, name: str, wait: bool) -> None:

@@ -49,7 +49,7 @@ def clip_by_all_norms(
 
 @pytest.mark.parametrize("stages", [[3], *slow([0, 1, 2])], ids=str)
 def test_the_norm_is_torchs_of_one_process(ranks_pool: RanksPool, stages: list[int]) -> None:
-    ranks = ranks_pool.run(3, clip_by_all_norms, stages, timeout=110)
+    ranks = ranks_pool.run(3, clip_by_all_norms, stages)
     model = fresh(Small)
     for norm_type in NORMS:
         for limit in LIMITS:

@@ -253,7 +253,7 @@ CLIPS = "backward clip backward / backward backward"
 def test_rank_0_does_something_else(
     ranks_pool: RanksPool, stage: int, actions: str, on_rank_0: str, on_rank_1: str
 ) -> None:
-    first, second = ranks_pool.run(2, do_something_else, stage, actions, on_rank_0, on_rank_1, timeout=110)
+    first, second = ranks_pool.run(2, do_something_else, stage, actions, on_rank_0, on_rank_1)
     assert first == second
 
 
@@ -290,7 +290,7 @@ def call_two_models(rank: int, world_size: int, stage: int, several_groups: bool
     ],
 )
 def test_two_models_called_in_another_order(ranks_pool: RanksPool, stage: int, several_groups: bool, tag: str) -> None:
-    ranks_pool.run(2, call_two_models, stage, several_groups, tag, timeout=110)
+    ranks_pool.run(2, call_two_models, stage, several_groups, tag)
 
 
 class Branches(nn.Module):
@@ -315,7 +315,7 @@ def take_other_branches(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [3, *deep(0)])
 def test_programs_that_ranks_compile_later_and_differ(ranks_pool: RanksPool, stage: int) -> None:
-    ranks_pool.run(2, take_other_branches, stage, timeout=110)
+    ranks_pool.run(2, take_other_branches, stage)
 
 
 # Ranks whose data decide which graphs run
@@ -406,7 +406,7 @@ def decide_on_each_rank(rank: int, world_size: int, make: type[Gated], stage: in
 def test_data_decide_on_each_rank_which_graphs_run(
     ranks_pool: RanksPool, world_size: int, make: type[Gated], stage: int
 ) -> None:
-    ranks_pool.run(world_size, decide_on_each_rank, make, stage, timeout=110)
+    ranks_pool.run(world_size, decide_on_each_rank, make, stage)
 
 
 def fail_in_the_middle(rank: int, world_size: int) -> None:
@@ -447,4 +447,4 @@ def failing_launch() -> Iterator[None]:
 
 @pytest.mark.slow
 def test_a_rank_that_fails_in_the_middle_of_a_phase_is_missed_by_the_others(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, fail_in_the_middle, timeout=110)
+    ranks_pool.run(2, fail_in_the_middle)

@@ -34,7 +34,7 @@ from tests.harness.examples import (
 from tests.harness.models import relative_error
 from tests.harness.ranks import RanksPool
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 60)]  # longer than any run may take
+pytestmark = pytest.mark.slow
 
 
 def skip_without(*libraries: str) -> pytest.MarkDecorator:

@@ -186,8 +186,8 @@ def test_it_trains_saves_and_goes_on_as_one_process(
     ranks_pool: RanksPool, tmp_path: Path, reference: Reference, stage: int, world_size: int, next_stage: int
 ) -> None:
     file = tmp_path / "saved.pt"
-    ranks_pool.run(2, train_and_save, file, stage, reference, timeout=110)
-    ranks_pool.run(world_size, load_and_go_on, file, next_stage, reference, timeout=110)
+    ranks_pool.run(2, train_and_save, file, stage, reference)
+    ranks_pool.run(world_size, load_and_go_on, file, next_stage, reference)
     saved, model = torch.load(file), Net()
     model.load_state_dict(saved["model"])
     optimizer = adam(model)

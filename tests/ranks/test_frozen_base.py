@@ -309,11 +309,10 @@ def check_held_and_sent_bytes(model: Any, world_size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_adapters_on_a_frozen_llama(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """Load the adapters that the page's code writes with peft, on top of the rounded base."""
     peft = pytest.importorskip("peft")
-    logits = ranks_pool.run(2, train_as_the_page, tmp_path, timeout=200)[0]
+    logits = ranks_pool.run(2, train_as_the_page, tmp_path, timeout=580)[0]
     base = make_llama()
     for module in base.modules():
         if isinstance(module, nn.Linear) and module is not base.lm_head:

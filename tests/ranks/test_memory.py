@@ -129,12 +129,11 @@ def measure_fused_llama(rank: int, world_size: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_forecast_of_a_fused_llama_is_what_the_allocator_counts(ranks_pool: RanksPool) -> None:
     tokens = torch.arange(128).view(2, 64)
     traces = tz.trace(fresh(make_llama), tokens, labels=tokens, world_size=2, fuse="inductor")
     forecast = tz.tools.memory(traces, loss=lambda output: output.loss).peak
-    measured = ranks_pool.run(2, measure_fused_llama, timeout=280)[0]
+    measured = ranks_pool.run(2, measure_fused_llama, timeout=580)[0]
     assert abs(forecast / measured - 1) < 0.03, (forecast, measured)
 
 

@@ -160,7 +160,7 @@ def load_doubles(model: Any, module: nn.Module) -> None:
 
 @pytest.mark.parametrize("stage", [3, *slow(0, 1)])
 def test_it_trains_as_one_process_that_casts_by_hand(ranks_pool: RanksPool, stage: int) -> None:
-    ranks_pool.run(3, train_mixed, stage, timeout=110)
+    ranks_pool.run(3, train_mixed, stage)
 
 
 # Overflows

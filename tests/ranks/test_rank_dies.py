@@ -34,7 +34,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", CASES)
 def test_survivors_end_and_name_the_lost_rank_or_the_timeout(folder: Path, name: str) -> None:
     errors = {rank: (folder / name / f"said{rank}").read_text() for rank in (0, 2)}

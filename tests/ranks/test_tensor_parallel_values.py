@@ -107,7 +107,7 @@ def compare_batches(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, *slow(4)])
 def test_ranks_of_one_batch_are_compared(ranks_pool: RanksPool, world_size: int) -> None:
-    ranks_pool.run(world_size, compare_batches, timeout=110)
+    ranks_pool.run(world_size, compare_batches)
 
 
 # Random numbers
@@ -196,7 +196,7 @@ def compare_masks(rank: int, world_size: int, checks: bool, options: dict[str, A
 def test_slices_draw_their_own_random_numbers(
     ranks_pool: RanksPool, world_size: int, checks: bool, options: dict[str, Any]
 ) -> None:
-    ranks_pool.run(world_size, compare_masks, checks, options, timeout=110)
+    ranks_pool.run(world_size, compare_masks, checks, options)
 
 
 class Attends(nn.Module):
@@ -233,7 +233,7 @@ def compare_attention(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 def test_heads_drop_their_own_weights(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, compare_attention, timeout=110)
+    ranks_pool.run(2, compare_attention)
 
 
 def call_something_else(rank: int, world_size: int) -> None:
@@ -249,7 +249,7 @@ def call_something_else(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_elsewhere_is_named(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, call_something_else, timeout=110)
+    ranks_pool.run(2, call_something_else)
 
 
 # Initial values
@@ -334,7 +334,7 @@ def assert_equal(model: Any, plain: nn.Module) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_initial_values_are_those_of_one_process(ranks_pool: RanksPool, tmp_path: Path, world_size: int) -> None:
-    ranks_pool.run(world_size, compare_initial, tmp_path, timeout=110)
+    ranks_pool.run(world_size, compare_initial, tmp_path)
 
 
 # Refusals, before anything is compiled
@@ -405,7 +405,7 @@ def refuse_before_a_step(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 def test_wrong_ties_heads_and_meshes_are_refused_before_a_step(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, refuse_before_a_step, timeout=110)
+    ranks_pool.run(2, refuse_before_a_step)
 
 
 def refuse_a_tied_llama(rank: int, world_size: int) -> None:
@@ -426,4 +426,4 @@ def refuse_a_tied_llama(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 def test_a_tied_llama_of_which_one_weight_is_sliced_is_refused(ranks_pool: RanksPool) -> None:
     pytest.importorskip("transformers")
-    ranks_pool.run(2, refuse_a_tied_llama, timeout=110)
+    ranks_pool.run(2, refuse_a_tied_llama)

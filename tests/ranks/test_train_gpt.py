@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 import thunder_zero as tz
 from tests.harness.examples import (
     RESTARTING,
-    SECONDS,
     example_module,
     kill_a_rank,
     output_of,
@@ -33,8 +32,6 @@ MODEL = TIED_MODEL + 256 * WIDTH
 NOT_READ = (256 + 32 + 2 * (9 + 2) + 1) * WIDTH
 GATHERED_ONCE = 2 * (BLOCK - 11 * WIDTH) + WIDTH + 256 * WIDTH  # both blocks, norm, head
 TINY = ("--size", "tiny", "--context", 32, "--batch", 4, "--steps", 30)
-
-pytestmark = pytest.mark.timeout(SECONDS + 60)  # longer than a run may take
 
 
 def check_report(printed: str, folder: Path, sends: int, words: str, once: tuple[str, str] | None) -> None:

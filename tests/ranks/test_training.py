@@ -228,7 +228,7 @@ def name_of(value: Any) -> str:
 def test_it_trains_as_one_process(
     ranks_pool: RanksPool, world_size: int, kinds: Kinds, loops: Sequence[Loop], stages: Sequence[int]
 ) -> None:
-    ranks_pool.run(world_size, train_all, kinds, loops, stages, timeout=110)
+    ranks_pool.run(world_size, train_all, kinds, loops, stages)
 
 
 def step_in_part(rank: int, world_size: int) -> None:

@@ -850,4 +850,4 @@ def compare_lengths(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 def test_other_lengths_train_as_in_eager_mode(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(1, compare_lengths, timeout=180)
+    ranks_pool.run(1, compare_lengths, timeout=580)

@@ -25,7 +25,7 @@ from tests.harness.tiers import deep, slow
 from tests.harness.wire_worker import NOT_AGAIN, ROWS, RUNS, WHOLE, Net
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 200.0  # time limit for all runs of one world
+SECONDS = 500.0  # time limit for all runs of one world
 LEAST, MOST = 0.999, 1.01
 
 Reply = dict[str, dict[str, Any]]
@@ -33,8 +33,6 @@ Reply = dict[str, dict[str, Any]]
 # Bytes on sockets beside messages: three headers of gloo for each message, and a tag to each rank for each phase.
 HEADERS, TAG = 144, 144 + 256
 MOST_AT_ONCE = "stage 3, bfloat16, int8"
-
-pytestmark = pytest.mark.timeout(SECONDS + 40)
 
 
 @pytest.fixture(scope="module", params=[*slow(3), *deep(2, 4)])

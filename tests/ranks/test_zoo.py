@@ -67,7 +67,6 @@ def other_stages(names: Sequence[str]) -> dict[str, tuple[int, ...]]:
     return {name: stages for name, stages in rest.items() if stages}
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 @pytest.mark.parametrize("stages", [*slow(TWICE, *map(first_stages, GROUPS)), *deep(*map(other_stages, GROUPS))])
 def test_families_train_as_eager_does_with_every_gather_in_its_schedule(
