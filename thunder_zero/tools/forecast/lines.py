@@ -81,6 +81,32 @@ def run_region(region: BoundSymbol, values: dict[str, Any], record: Callable[[Te
     values.update((name, region_values[name]) for name in returned)
 
 
+def run_convolution(line: BoundSymbol, values: dict[str, Any], record: Callable[[Tensor], object]) -> None:
+    """Run a convolution as oneDNN does on CPUs, with copies of what it reads and writes, for each result in turn.
+
+    With a stride, it copies the input's gradient twice. It copies nothing of float64, in channels_last, or for a kernel
+    of one element.
+    """
+    arguments, is_backward = filled(tuple(line.args), values), not isinstance(line.output, Proxy)
+    *gradient, x, weight = arguments[: 2 + is_backward]
+    stride, transposed = arguments[3 + is_backward], arguments[6 + is_backward]
+    is_large = weight.shape[2:].numel() > 1 or max(stride) > 1
+    copies = is_large and not transposed and x.is_contiguous() and x.dtype is not torch.float64
+    reads = ((*gradient, weight), (*gradient, x)) if is_backward else ((x, weight),)
+    with disable_current_modes(), WithoutValues():
+        run_line(line, {}, values)
+        for output, read in zip(line.output if is_backward else (line.output,), reads, strict=False):
+            if output is not None and copies:
+                copied = [torch.empty_like(tensor) for tensor in (*read, values[output.name])]
+                _record(copied, record)
+                del copied[:-1]
+                if is_backward and read[-1] is weight and max(stride) > 1:
+                    copied.append(torch.empty_like(copied[0]))
+                    _record(copied, record)
+                record(values[output.name])
+    _record((values[proxy.name] for proxy in line.flat_proxy_outs), record)
+
+
 def _record(results: Iterable[Any], record: Callable[[Tensor], object]) -> None:
     for result in results:
         if isinstance(result, Tensor):

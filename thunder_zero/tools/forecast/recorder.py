@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import torch
 
 from thunder_zero.plan.mesh import OF_MEANS
-from thunder_zero.schedule.ops import Compute, Defer, Gather, Launch, Reduce
+from thunder_zero.schedule.ops import Compute, Defer, Gather, Launch, Reduce, Work
 from thunder_zero.sharded.runtime import ModelRuntime
 from thunder_zero.tools.forecast.for_loss import Loss, gradients_of_outputs, tangents_of
-from thunder_zero.tools.forecast.lines import filled, run_line, run_region
+from thunder_zero.tools.forecast.lines import filled, run_convolution, run_line, run_region
 from thunder_zero.tools.forecast.operators import Operators
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer, Rehearsal, full_gradient, take_step
 from thunder_zero.tools.forecast.watch import META, Event, Layout, Placed, Watch, needs_no_values
@@ -31,6 +31,7 @@ from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.lift import read_by, written_by
 from thunder_zero.traces.operators import operator_of
 from thunder_zero.traces.symbols import functions_of
+from thunder_zero.traces.work import work_of
 
 from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol
@@ -85,7 +86,7 @@ class Recorder:
             key: object = (Defer, op.params)
         elif line.sym.is_fusion:  # a region of another schedule may have the same lines
             key = (*map(id, line.subsymbols), *(proxy.name for proxy in line.flat_proxy_outs))
-        elif operator_of(line) is None:
+        elif operator_of(line) is None or self._copies(line):
             key = id(line)
         else:
             key = _key_of_operator(line, values)
@@ -123,8 +124,13 @@ class Recorder:
         with tracectx(TraceCtx()), needs_no_values(subject, "measure the step instead"):
             if line.sym.is_fusion:
                 run_region(line, values, watch.record)
+            elif self._copies(line):
+                run_convolution(line, values, watch.record)
             else:
                 run_line(line, self._functions, values)
+
+    def _copies(self, line: Any) -> bool:
+        return self.backend != "nccl" and work_of(line) is Work.CONVOLUTION
 
     def collective(self, launch: Launch, values: Sequence[Layout]) -> Record:
         """Return the record of a launch and its wait. ``values`` are the layouts of what the launch reads."""

@@ -120,7 +120,7 @@ def step_table(
     try:
         memory, timeline = memory_and_timeline(traces, loss=loss, optimizer=optimizer)
     except NoForecast as error:
-        timeline = whole_step(traces, loss, optimizer) if device and traces.backward else traces.timeline
+        timeline = whole_step(traces, loss, optimizer) if device else traces.timeline
         no_memory = str(error)
     time = step_time(timeline, device_of(device), model=traces.lifted) if device else None
     return replace(table_of(traces, memory, time), no_memory=no_memory)
