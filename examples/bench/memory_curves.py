@@ -71,18 +71,18 @@ class Step:
 
 def step_of(memory: tz.tools.Memory) -> Step:
     """The lines of a forecast side by side."""
-    lines = memory.lines
+    lines, after = memory.lines, memory.alive
     edges = [0.0]
     borders: dict[str, float] = {}
     alive: dict[Holds, list[float]] = {kind: [] for kind in COLORS}
     for number, line in enumerate(lines):
         borders.setdefault(line.phase, edges[-1])
         # what the optimizer reads is alive until its line ends
-        shown = lines[number - 1] if line.phase == OPTIMIZER else line
+        shown = after[number - 1 if line.phase == OPTIMIZER else number]
         for kind, values in alive.items():
-            values.append(shown.alive.get(kind, 0) / MiB)
+            values.append(shown.get(kind, 0) / MiB)
         edges.append(edges[-1] + (len(lines) * WIDE[line.phase] if line.phase in WIDE else 1))
-    return Step(edges, alive, [line.highest / MiB for line in lines], borders)
+    return Step(edges, alive, [highest / MiB for highest in memory.curve], borders)
 
 
 def points_of(step: Step, measured: Measured) -> list[tuple[float, float]]:
@@ -179,7 +179,7 @@ def name_peaks(panel: Axes, memory: tz.tools.Memory, measured: Measured) -> None
 def legend_of(memories: Sequence[tz.tools.Memory]) -> list[Patch | Line2D]:
     """The kinds that can be seen, from the top of the picture down."""
     top = max(memory.peak for memory in memories)
-    most = {kind: max(line.alive.get(kind, 0) for memory in memories for line in memory.lines) for kind in COLORS}
+    most = {kind: max(alive.get(kind, 0) for memory in memories for alive in memory.alive) for kind in COLORS}
     seen = [kind for kind in COLORS if most[kind] > SHOWN * top]
     return [
         Line2D([], [], marker="o", linestyle="", markersize=6, color="white", markeredgecolor=INK, label="measured"),

@@ -65,8 +65,8 @@ def workspaces_of(case: Case) -> dict[tuple[str, str], Workspace]:
     shown: dict[tuple[str, int], int] = {}
     before = 0
     for line in memory.lines:
-        shown[line.phase, line.position] = line.highest - before
-        before = line.total
+        shown[line.phase, line.position] = (line.highest or 0) - before
+        before = line.alive or 0
     lines = {}
     for phase, trace in (("forward", traces.forward), ("backward", traces.backward)):
         context = trace.python_ctx()

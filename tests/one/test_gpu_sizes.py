@@ -79,7 +79,8 @@ def test_backward_that_keeps_nothing_unsharded_holds_three_blocks(buckets: int, 
     traces = tz.trace(module, tokens, policy=policy, world_size=8)
     kinds = (Holds.GATHERED, Holds.FULL_GRADIENT)
     memory = tz.tools.memory(traces, backend="nccl")
-    most = max(sum(line.alive.get(kind, 0) for kind in kinds) for line in memory.lines if line.phase == "backward")
+    lines = zip(memory.alive, memory.lines, strict=True)
+    most = max(sum(alive.get(kind, 0) for kind in kinds) for alive, line in lines if line.phase == "backward")
     assert 2.9 * block < most <= 3 * block
     timeline, inner = traces.timeline, [f"blocks.{number}" for number in range(1, SMALL.blocks)]
     least = flops_of_a_block(timeline, backward=True, size=SMALL)

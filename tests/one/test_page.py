@@ -128,10 +128,10 @@ def test_each_operation_is_on_its_line_of_the_trace(stage: int) -> None:
         assert row.position == table.traces.lines[index][0]
         assert (row.kind, set(row.params) >= set(op.params)) == (op.kind if op.params or row.kind else "", True)
         assert row.phase == ("backward" if op.backward else "forward")
-    phases = list(dict.fromkeys(row.phase for row in table.all))
+    phases = list(dict.fromkeys(row.phase for row in table.rows))
     digests = ["digests"] if stage == 1 else []
     assert phases == [*digests, "forward", "loss", "backward", "optimizer step"]
-    spans = [(row.start, row.end) for row in table.all]
+    spans = [(row.start, row.end) for row in table.rows]
     assert all(before[1] <= after[1] and after[0] <= after[1] for before, after in pairwise(spans))
 
 
@@ -157,7 +157,7 @@ def test_bars_last_as_long_as_forecast_and_do_not_overlap(stage: int) -> None:
     kinds = {lane.split()[0] for lane in data["lanes"]} - {"compute"}
     assert kinds == ({"reduce"} if stage == 0 else {"gather", "reduce"})
     for unit, first, last in data["runs"]:
-        assert data["units"][unit] in {row.unit for row in table.all[first : last + 1] if row.end > row.start}
+        assert data["units"][unit] in {row.unit for row in table.rows[first : last + 1] if row.end > row.start}
 
 
 def test_a_peak_that_does_not_fit_is_marked() -> None:
@@ -179,19 +179,18 @@ def test_the_memory_curve_is_the_forecast_of_each_line(stage: int) -> None:
     table = make_table(stage)
     assert table.memory is not None
     memory = data_of("forecast", table)["memory"]
-    lines = table.all
-    index_of = {(row.phase, row.position): index for index, row in enumerate(lines)}
-    indices = [index_of[line.phase, line.position] for line in table.memory.lines]
+    lines = table.rows
+    first = next(index for index, row in enumerate(lines) if row.alive is not None)  # behind the digests
     alive: Counter[str] = Counter()
     changes = list(memory["changes"])
     tensors = rows_of(memory["tensors"])
-    for index, line in zip(indices, table.memory.lines, strict=True):
+    for index, kinds in enumerate(table.memory.alive, first):
         while changes and changes[0][0] <= index:
             _, kind, step = changes.pop(0)
             alive[memory["kinds"][kind]] += step
-        assert +alive == {str(kind): nbytes for kind, nbytes in line.alive.items()}
+        assert +alive == {str(kind): nbytes for kind, nbytes in kinds.items()}
         live = [row for row in tensors if row["made"] <= index and (row["freed"] is None or row["freed"] > index)]
-        assert sum(row["bytes"] for row in live) == line.total
+        assert sum(row["bytes"] for row in live) == lines[index].alive
     peak = memory["peak"]
     assert sum(peak["by_kind"].values()) == peak["bytes"] == table.memory.peak
     assert sum(tensors[index]["bytes"] for index in peak["tensors"]) == table.memory.peak
@@ -209,7 +208,7 @@ def test_collectives_and_parameters_are_described_as_in_the_trace_and_in_explain
     launches = [op for op in table.traces.timeline.ops if isinstance(op, Launch)]
     assert [item["params"] for item in data["collectives"]] == [len(op.params) for op in launches]
     for item in data["collectives"]:
-        launch, wait = (table.all[item[name]] for name in ("launch", "wait"))
+        launch, wait = (table.rows[item[name]] for name in ("launch", "wait"))
         op = table.traces.timeline.ops[item["op"]]
         assert (launch.kind, wait.kind, launch.params) == (item["kind"], "wait", op.params)
         assert item["sent_bytes"] == launch.sent
@@ -230,7 +229,7 @@ def test_the_file_loads_nothing_else_and_is_small(tmp_path: Path) -> None:
     (inline,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, flags=re.DOTALL)
     page = page_of(trace_model(), DEVICE, **TRAINING, title="a </script> title")
     assert json.loads(inline) == json.loads(json.dumps(page))
-    bytes_per_line = len(inline) / len(make_table().all)
+    bytes_per_line = len(inline) / len(make_table().rows)
     assert bytes_per_line < 450, "a GPT of 12 blocks has 2,000 lines and must stay below 1 MB"
 
 

@@ -89,7 +89,7 @@ def test_repeated_blocks_have_the_figures_of_the_whole_model(stage: int, recompu
     assert evaluation.estimate.wire_seconds == pytest.approx(exact.wire_seconds, rel=1e-9)
     assert traffic(evaluation.estimate) == traffic(exact)
     assert evaluation.phase == memory.peak_line.phase
-    alive = {str(kind): nbytes for kind, nbytes in memory.peak_line.alive.items() if nbytes}
+    alive = {str(kind): nbytes for kind, nbytes in memory.alive[memory.lines.index(memory.peak_line)].items()}
     assert dict(evaluation.by_kind) == alive
 
 

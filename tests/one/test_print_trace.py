@@ -307,7 +307,7 @@ def test_a_forecast_is_printed_beside_the_lines() -> None:
     assert with_memory[-2] == f"# at rest {size(adam.at_rest)}, in the optimizer's step {size(step_bytes)}"
     assert with_memory[-1] == plain[-1]
     product = re.compile(r"aten\.(add)?mm\.default\(")
-    totals = [line.total for line in adam.lines if product.search(line.code)]
+    totals = [line.alive for line in adam.lines if product.search(line.code)]
     assert len(totals) == 5 + 2 * 5, "two products of each block, one of the head; each has two gradients"
     table = table_of(traces, adam)
     every, some = ([row for phase in PHASES for row in rows(table, phase)] for rows in (rows_of, shown_rows))
@@ -337,8 +337,11 @@ def test_bad_input_is_refused() -> None:
     forecasts_of_others: list[tuple[tz.tools.Traces, tuple[str, ...]]] = [
         (trace_model(3, small_model, world_size=1), ("of ZeRO-3, rank 0 of 1, the traces are of ZeRO-3, rank 0 of 4",)),
         (trace_model(3, tied_model), ("of ZeRO-3, rank 0 of 4, the traces are of the same rank with another module",)),
-        (trace_model(3, small_model, (2, 5)), ("is a forecast of other traces, where line ", " of backward is '")),
-        (drop_backward(traces), (" of backward is 'missing', not '", "; give what thunder_zero.tools.memory ret")),
+        (trace_model(3, small_model, (2, 5)), ("is a forecast of other traces, with 'forward line ",)),
+        (
+            drop_backward(traces),
+            ("with 'nothing' in place of 'backward line ", "; give what thunder_zero.tools.memory ret"),
+        ),
     ]
     rows: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         *(({"memory": tz.tools.memory(other)}, ("ValueError", *words)) for other, words in forecasts_of_others),

@@ -95,6 +95,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     # -------------------------------------------------------------------------------------------------------------
     Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),
     Room("tools/table/rows.py",NOT,   NOT,     NOT,     rooms("plan schedule tools/printing")),
+    Room("tools/table/lines.py",NOT,  NOT,     IMPORT,  rooms("traces tools/table/rows")),
     Room("tools/devices/",    IMPORT, IMPORT,  NOT,     rooms("plan schedule comm tools/printing")),
     Room("tools/dry_capture.py",IMPORT,NOT,    NOT,     rooms("plan compat sharded capture")),
     Room("tools/dry_run.py",  IMPORT, IMPORT,  IMPORT,  rooms("plan schedule compat comm traces sharded capture "
@@ -105,12 +106,12 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/forecast/unsent.py",IMPORT,IMPORT,NOT,rooms("encodings plan comm sharded")),
     Room("tools/forecast/",   IMPORT, NOT,     IMPORT,  rooms("plan schedule traces compat sharded "
                                                               "capture tools/printing tools/table/rows "
-                                                              "tools/forecast/unsent")),
+                                                              "tools/table/lines tools/forecast/unsent")),
     Room("tools/time/",       NOT,    NOT,     NOT,     rooms("plan schedule traces capture tools/printing "
                                                               "tools/devices tools/forecast")),
     Room("tools/table/",      NOT,    NOT,     IMPORT,  rooms("plan schedule traces capture tools/printing "
                                                               "tools/devices tools/time tools/forecast "
-                                                              "tools/table/rows")),
+                                                              "tools/table/rows tools/table/lines")),
     Room("tools/from_file.py",IMPORT, NOT,     NOT,     rooms("compat")),
     Room("tools/models/",     IMPORT, IMPORT,  NOT,     NOTHING),
     Room("tools/plan/fit.py", IMPORT, TYPES,   IMPORT,  rooms("plan schedule comm traces capture tools/printing "
@@ -118,7 +119,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/plan/",       IMPORT, IMPORT,  NOT,     rooms("plan comm schedule traces capture tools/printing "
                                                               "tools/devices tools/time tools/dry_run "
                                                               "tools/forecast tools/from_file "
-                                                              "tools/models")),
+                                                              "tools/models tools/table/rows")),
     Room("tools/views/selection.py",NOT,NOT,   NOT,     rooms("plan schedule tools/printing tools/table/rows")),
     Room("tools/views/print_rows.py",NOT,NOT,  NOT,     rooms("plan schedule tools/printing tools/table/rows "
                                                               "tools/views/selection")),

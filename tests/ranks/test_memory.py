@@ -48,6 +48,11 @@ def make_adapted() -> nn.Module:
     return Chain(nn.Linear(WIDTH, WIDTH), frozen, nn.Linear(WIDTH, WIDTH))
 
 
+def make_convolutional() -> nn.Module:
+    """Build convolutions, which compute on copies of their operands."""
+    return Chain(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 32, 3, 2, padding=1))
+
+
 def loss_of(y: Tensor) -> Tensor:
     return y.square().mean()
 
@@ -93,9 +98,21 @@ def measure_peak(model: nn.Module, x: Tensor, *, deferring: bool = False) -> int
         (make_net, (ROWS, WIDTH), replace(tz.ZERO3, mixed_precision=HALF), False),
         (make_net, (ROWS, WIDTH), replace(tz.ZERO2, gather_format=tz.Int8(), reduce_format=tz.Int8()), False),
         (make_adapted, (ROWS, WIDTH), replace(tz.ZERO3, frozen_format=tz.NF4()), False),
+        (make_convolutional, (4, 32, 32, 32), tz.ZERO3, False),
         *deep((make_net, (ROWS, WIDTH), tz.DDP, False), (make_net, (ROWS, WIDTH), tz.ZERO2, False)),
     ],
-    ids=["ddp", "zero1", "zero2-deferring", "zero3", "zero3-bfloat16", "zero2-int8", "zero3-nf4", "ddp-norms", "zero2"],
+    ids=[
+        "ddp",
+        "zero1",
+        "zero2-deferring",
+        "zero3",
+        "zero3-bfloat16",
+        "zero2-int8",
+        "zero3-nf4",
+        "zero3-convolutions",
+        "ddp-norms",
+        "zero2",
+    ],
 )
 def test_the_forecast_is_what_the_allocator_counts(
     ranks_pool: RanksPool, make: Make, shape: tuple[int, ...], policy: tz.Policy, deferring: bool

@@ -30,7 +30,6 @@ if TYPE_CHECKING:  # the public names, which are imported when they are first us
     from thunder_zero.tools.dry_run import fake_mesh as fake_mesh
     from thunder_zero.tools.forecast.figures import Holds as Holds
     from thunder_zero.tools.forecast.figures import Memory as Memory
-    from thunder_zero.tools.forecast.figures import MemoryLine as MemoryLine
     from thunder_zero.tools.forecast.figures import Storage as Storage
     from thunder_zero.tools.forecast.for_loss import for_loss as for_loss
     from thunder_zero.tools.forecast.memory import memory as memory

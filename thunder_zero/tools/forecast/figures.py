@@ -13,15 +13,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from textwrap import wrap
 
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Plan
-from thunder_zero.tools.printing.words import WIDTH, clip, folded, short, summed_up
+from thunder_zero.tools.printing.words import WIDTH, clip, summed_up
+from thunder_zero.tools.table.rows import OPTIMIZER_STEP, Row
 
 
 class Holds(StrEnum):
@@ -41,34 +41,11 @@ class Holds(StrEnum):
     TEMPORARY = "temporaries"
 
 
-OPTIMIZER_STEP = "optimizer step"  # the last phase, which has no trace
 LARGEST = 8  # the most tensors that are listed
 AT_REST = (Holds.PARAMETER, Holds.BUFFER, Holds.OPTIMIZER)
 SHARDED = (Holds.PARAMETER, Holds.OPTIMIZER, Holds.REDUCED_GRADIENT)  # kinds that shrink on more ranks
 OF_BATCH = (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.LOSS)  # kinds that shrink in smaller batches
 COMPUTED = (Holds.SAVED, Holds.FULL_GRADIENT, Holds.LOSS, Holds.TEMPORARY)  # kinds shown with their lines
-
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class ByKind(Mapping[Holds, int]):
-    """An immutable mapping from kinds of data to bytes. It is hashable, and equals a dict with equal items."""
-
-    items_in_order: tuple[tuple[Holds, int], ...]
-
-    def __getitem__(self, kind: Holds) -> int:
-        return dict(self.items_in_order)[kind]
-
-    def __iter__(self) -> Iterator[Holds]:
-        return (kind for kind, _ in self.items_in_order)
-
-    def __len__(self) -> int:
-        return len(self.items_in_order)
-
-    def __repr__(self) -> str:
-        return folded(f"{{{', '.join(f'{kind}: {size(nbytes)}' for kind, nbytes in self.items_in_order)}}}")
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self.items_in_order))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -89,36 +66,12 @@ class Storage:
     kind: Holds
     nbytes: int
     name: str
-    module: str
-    line: int
-    freed: int | None
+    module: str = ""
+    line: int = -1
+    freed: int | None = None
 
     def __repr__(self) -> str:
         return summed_up(self, f"{self.name}, {self.kind}, {size(self.nbytes)}")
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class MemoryLine:
-    """A line of the step.
-
-    Attributes:
-        phase: "forward", "loss", "backward" or "optimizer step".
-        position: the line's position in its phase's trace, as in ``Traces.lines``; -1 outside a trace.
-        code: the Python statement.
-        alive: bytes alive after the line, keyed by kind.
-        total: the sum of ``alive`` and ``reserve``.
-        highest: the most bytes alive while the line runs, with ``reserve``.
-    """
-
-    phase: str
-    position: int
-    code: str
-    alive: ByKind
-    total: int
-    highest: int
-
-    def __repr__(self) -> str:
-        return summed_up(self, f"{self.phase}, {size(self.total)} alive after {clip(_statement(self.code), WIDTH)}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,23 +79,16 @@ class Memory:
     """The memory of one rank in one training step, in bytes of tensors' storages.
 
     Attributes:
-        lines: the lines of the step, in the order in which they run.
+        lines: the lines of the step, with ``reserve`` in their bytes alive.
         storages: the storages, in the order of their allocation.
-        at_rest: bytes alive between steps, without gradients.
-        peak: the most bytes alive in forward, the loss and backward, with ``reserve``.
-        optimizer_step: the most bytes alive in the optimizer's step, with ``reserve``; None without an optimizer, or if
-            gradients are deferred.
         plan: the plan of the traces. Functions of the policy, such as ``unit_of``, are removed.
         at_peak: the storages that are alive at the peak, largest first.
         reserve: bytes that are added to every figure.
         excluded: descriptions of the parts of a step that the forecast leaves out.
     """
 
-    lines: tuple[MemoryLine, ...]
+    lines: tuple[Row, ...] = field(hash=False)
     storages: tuple[Storage, ...]
-    at_rest: int
-    peak: int
-    optimizer_step: int | None
     plan: Plan
     at_peak: tuple[Storage, ...]
     reserve: int
@@ -161,27 +107,55 @@ class Memory:
         return _text_of(self, len(self.at_peak))
 
     @cached_property
-    def peak_line(self) -> MemoryLine:
+    def peak_line(self) -> Row:
         """The line that runs at the peak."""
-        return max((line for line in self.lines if line.phase != OPTIMIZER_STEP), key=lambda line: line.highest)
+        return next(line for line in self.lines if line.is_peak)
 
-    @cached_property
-    def by_kind(self) -> ByKind:
+    @property
+    def peak(self) -> int:
+        """The most bytes alive in forward, the loss and backward, with ``reserve``."""
+        return self.peak_line.highest or 0
+
+    @property
+    def at_rest(self) -> int:
+        """Bytes alive between steps, without gradients, with ``reserve``."""
+        between = (storage for storage in self.storages if storage.line < 0 and storage.kind in AT_REST)
+        return sum(storage.nbytes for storage in between) + self.reserve
+
+    @property
+    def optimizer_step(self) -> int | None:
+        """The most bytes alive in the optimizer's step; None without an optimizer, or if gradients are deferred."""
+        return self.lines[-1].highest if self.lines[-1].phase == OPTIMIZER_STEP else None
+
+    @property
+    def by_kind(self) -> dict[Holds, int]:
         """Bytes alive at the peak, keyed by kind, largest first. Their sum plus ``reserve`` is ``peak``."""
         counts: Counter[Holds] = Counter()
         for storage in self.at_peak:
             counts[storage.kind] += storage.nbytes
-        return ByKind(tuple(counts.most_common()))
+        return dict(counts.most_common())
+
+    @property
+    def alive(self) -> list[dict[Holds, int]]:
+        """Bytes alive after each line, keyed by kind, without ``reserve``."""
+        alive, after = Counter[str](), []
+        for storage in self.storages:
+            alive[storage.kind] += storage.nbytes if storage.line < 0 else 0
+        for row in self.lines:
+            alive.update(row.allocated)
+            alive.subtract(row.freed)
+            after.append({kind: alive[kind] for kind in Holds if alive[kind]})
+        return after
 
     @property
     def curve(self) -> tuple[int, ...]:
         """The most bytes alive in each line, with ``reserve``."""
-        return tuple(line.highest for line in self.lines)
+        return tuple(line.highest or 0 for line in self.lines)
 
 
 def _text_of(memory: Memory, max_tensors: int) -> str:
     line = memory.peak_line
-    lines = [clip(f"peak {size(memory.peak)} in {line.phase}, at {_statement(line.code)}", WIDTH)]
+    lines = [clip(f"peak {size(memory.peak)} in {line.phase}, at {_statement(line)}", WIDTH)]
     lines += [f"{size(nbytes):>10}  {kind}" for kind, nbytes in memory.by_kind.items()]
     lines += [f"{size(memory.reserve):>10}  reserve"] if memory.reserve else []
     lines.append(f"the largest of {len(memory.at_peak)} tensors")
@@ -203,13 +177,13 @@ def _tensor(storage: Storage, memory: Memory) -> str:
     """
     statement = ""
     if storage.line >= 0 and storage.kind in COMPUTED:
-        statement = f": {_statement(memory.lines[storage.line].code)}"
+        statement = f": {_statement(memory.lines[storage.line])}"
     place = storage.name
     if storage.kind in COMPUTED and storage.kind is not Holds.FULL_GRADIENT:
         place = storage.module or memory.lines[storage.line].phase
     return f"{size(storage.nbytes):>10}  {storage.kind:22} {place}{statement}"
 
 
-def _statement(code: str) -> str:
-    """Return the first line of a statement, without its trailing comment."""
-    return short(code.splitlines()[0].partition("  #")[0])
+def _statement(row: Row) -> str:
+    """Return the statement of a row, or its comment as text."""
+    return row.statement or row.code.removeprefix("# ")

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Launch, Op, Reduce, Return, Wait, ends
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Holds
-from thunder_zero.tools.forecast.recorder import RecordedCollective, Recorder
+from thunder_zero.tools.forecast.figures import Holds
+from thunder_zero.tools.forecast.recorder import Record, Recorder
 from thunder_zero.tools.forecast.watch import FREED, Event, Placed
+from thunder_zero.tools.table.rows import OPTIMIZER_STEP
 
 
 @dataclass(slots=True, eq=False)
@@ -28,23 +29,10 @@ class Allocation:
     nbytes: int
     kind: Holds  # final when the allocating line has run
     line: int  # the index of the allocating line; -1 before the first line
-    born: int  # the number of allocations and frees before it was allocated
     holds: int = 0  # the names, collectives and states that hold it
-    freed: int | None = None  # the number of allocations and frees before it was freed; None while it is alive
-    freed_by: int | None = None  # the index of the freeing line
+    freed_by: int | None = None  # the index of the freeing line; None while it is alive
     name: str = ""  # as in :class:`thunder_zero.tools.forecast.figures.Storage`
     op: Op | None = None  # the collective that allocated it. Its parameters name a storage without a name
-
-    def is_alive_after(self, events: int) -> bool:
-        """Return whether the storage is alive after this number of allocations and frees."""
-        return self.born < events and (self.freed is None or self.freed >= events)
-
-
-class Held(NamedTuple):
-    """What a name holds."""
-
-    allocation: Allocation
-    value: Any  # the layout of a tensor; another value as it is
 
 
 class FoldedLine(NamedTuple):
@@ -63,12 +51,12 @@ class Storages:
     lines: list[FoldedLine] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)  # in the order of their allocation
     peak: int = 0  # the most bytes alive in forward, the loss and backward
-    events_at_peak: int = 0  # the number of allocations and frees when the most bytes were alive
+    until_peak: int = 0  # the number of events until the most bytes are alive
     phase: str = "forward"
     alive: int = 0  # the bytes alive now
     highest: int = 0  # the most bytes alive since the line began
-    events: int = 0  # the number of allocations and frees
-    uncounted: Allocation = field(default_factory=lambda: Allocation(0, Holds.TEMPORARY, -1, 0, holds=1))
+    events: list[Allocation] = field(default_factory=list)  # what was allocated, or freed
+    uncounted: Allocation = field(default_factory=lambda: Allocation(0, Holds.TEMPORARY, -1, holds=1))
 
     def play(self, events: Iterable[Event], frame: list[Allocation], kind: Holds, op: Op | None = None) -> None:
         """Allocate and free the slots of a frame. It grows by the new ones."""
@@ -77,11 +65,11 @@ class Storages:
                 self.release(frame[slot])
                 continue
             frame += [self.uncounted] * (slot - len(frame))
-            frame.append(self.add(Allocation(nbytes, kind, len(self.lines), self.events, op=op)))
+            frame.append(self.add(Allocation(nbytes, kind, len(self.lines), op=op)))
 
     def add(self, allocation: Allocation) -> Allocation:
         self.allocations.append(allocation)
-        self._count(allocation.nbytes)
+        self._count(allocation, allocation.nbytes)
         return allocation
 
     def release(self, allocation: Allocation) -> None:
@@ -90,16 +78,16 @@ class Storages:
             self.free(allocation)
 
     def free(self, allocation: Allocation) -> None:
-        if allocation.freed is None and allocation is not self.uncounted:
-            allocation.freed, allocation.freed_by = self.events, len(self.lines)
-            self._count(-allocation.nbytes)
+        if allocation.freed_by is None and allocation is not self.uncounted:
+            allocation.freed_by = len(self.lines)
+            self._count(allocation, -allocation.nbytes)
 
-    def _count(self, nbytes: int) -> None:
-        self.events += 1
+    def _count(self, allocation: Allocation, nbytes: int) -> None:
+        self.events.append(allocation)
         self.alive += nbytes
         self.highest = max(self.highest, self.alive)
         if self.alive > self.peak and self.phase != OPTIMIZER_STEP:
-            self.peak, self.events_at_peak = self.alive, self.events
+            self.peak, self.until_peak = self.alive, len(self.events)
 
     def end_line(self, op: Op | None) -> None:
         self.lines.append(FoldedLine(self.phase, op, self.highest, self.alive))
@@ -112,12 +100,13 @@ class Fold(Storages):
     def __init__(self, recorder: Recorder, timeline: Timeline) -> None:
         super().__init__()
         self.recorder, self.timeline = recorder, timeline
-        self._names: dict[str, Held] = {}
-        self._in_flight: dict[str, tuple[RecordedCollective, list[Allocation]]] = {}  # by handle
+        self._names: dict[str, Allocation] = {}  # what names hold
+        self.values: dict[str, Any] = {}  # layouts of tensors; other values as they are
+        self._in_flight: dict[str, tuple[Record, list[Allocation]]] = {}  # by handle
         self._at_rest = [
             self.uncounted
-            if rest.nbytes is None
-            else self.add(Allocation(rest.nbytes, rest.kind, -1, self.events, holds=1, name=rest.name))
+            if rest is None
+            else self.add(Allocation(rest.nbytes, rest.kind, -1, holds=1, name=rest.name))
             for rest in recorder.rehearsal.at_rest
         ]
         self._bind(recorder.rehearsal.inputs, recorder.rehearsal.inputs.values(), ())
@@ -154,13 +143,10 @@ class Fold(Storages):
                     self.end_line(op)
 
     def _run_line(self, op: Compute | Defer) -> None:
-        read = [self._names[name] for name in op.reads]
-        record = self.recorder.line(op, [held.value for held in read])
-        frame = [held.allocation for held in read]
-        frame += [self._at_rest[~self.recorder.rehearsal.before[path]] for path in self.recorder.deferred_for(op)]
+        record, frame = self.recorder.line(op, [self.values[name] for name in op.reads]), self._frame_of(op)
         is_deferred = isinstance(op, Defer)
         kind = Holds.DEFERRED if is_deferred else Holds.TEMPORARY
-        self.play(record.events, frame, kind, op if is_deferred else None)
+        self.play(record.lines[0], frame, kind, op if is_deferred else None)
         for slot in record.kept:
             frame[slot].holds += 1
         self._bind(op.writes, record.outputs, frame)
@@ -168,30 +154,31 @@ class Fold(Storages):
             self._note_full_gradients(op)
         else:
             for name in op.writes:
-                allocation = self._names[name].allocation
-                allocation.name = allocation.name or name
+                self._names[name].name = self._names[name].name or name
         self.end_line(op)
 
     def _launch(self, op: Launch, following: Op) -> Op | None:
         """Fold the lines of a launch. Return the FREE that runs between them, after what it frees is encoded."""
-        read = [self._names[name] for name in op.reads]
-        record = self.recorder.collective(op, [held.value for held in read])
-        frame = [held.allocation for held in read]
-        for allocation in frame if isinstance(op, Reduce) else ():
-            allocation.holds += 1
-        frame += [self._at_rest[~self.recorder.rehearsal.before[path]] for path in self.recorder.deferred_for(op)]
+        record, frame = self.recorder.collective(op, [self.values[name] for name in op.reads]), self._frame_of(op)
+        for name in op.reads if isinstance(op, Reduce) else ():
+            self._names[name].holds += 1
         self._in_flight[op.handle] = record, frame
         freed = None
-        for number, events in enumerate(record.launch):
+        for number, events in enumerate(record.lines):
             self.play(events, frame, Holds.IN_FLIGHT, op)
             if not number:
                 self._note_full_gradients(op)
             self.end_line(op)
-            if not number and len(record.launch) > 1 and isinstance(following, Free):
+            if not number and len(record.lines) > 1 and isinstance(following, Free):
                 freed = following
                 self._drop(freed.reads)
                 self.end_line(freed)
         return freed
+
+    def _frame_of(self, op: Compute | Defer | Launch) -> list[Allocation]:
+        """Return the storages of what an operation reads, and of deferred gradients that it adds."""
+        before = [self._at_rest[~self.recorder.rehearsal.before[path]] for path in self.recorder.deferred_for(op)]
+        return [*(self._names[name] for name in op.reads), *before]
 
     def _wait(self, op: Wait) -> None:
         record, frame = self._in_flight.pop(op.launch.handle)
@@ -206,7 +193,7 @@ class Fold(Storages):
             self.release(frame[slot])
         self.end_line(op)
 
-    def _arrive(self, op: Wait, record: RecordedCollective, frame: list[Allocation]) -> None:
+    def _arrive(self, op: Wait, record: Record, frame: list[Allocation]) -> None:
         """Bind what a wait writes, and label it."""
         for slot in record.kept:
             frame[slot].holds += 1
@@ -217,7 +204,7 @@ class Fold(Storages):
             for name, path in zip(op.writes, op.params, strict=True):
                 self._relabel(name, Holds.IN_FLIGHT, kind, path)
                 if kind is Holds.REDUCED_GRADIENT and plan.rests_on_host(plan.by_name[path]):
-                    self.free(self._names[name].allocation)
+                    self.free(self._names[name])
         self.end_line(op)
 
     def _note_full_gradients(self, op: Launch | Defer) -> None:
@@ -231,9 +218,9 @@ class Fold(Storages):
         assert isinstance(returned, Return), "a phase ends with its return"
         for name in returned.saves:
             self._relabel(name, Holds.TEMPORARY, Holds.SAVED)
-        outputs = {name: self._names[name] for name in returned.returned}
-        record = self.recorder.loss({name: held.value for name, held in outputs.items()})
-        frame = [held.allocation for held in outputs.values()]
+        outputs = tuple(dict.fromkeys(returned.returned))
+        record = self.recorder.loss({name: self.values[name] for name in outputs})
+        frame = [self._names[name] for name in outputs]
         for allocation in frame:
             allocation.holds += 1
         self._drop([name for name in self._names if name not in returned.saves])
@@ -241,15 +228,15 @@ class Fold(Storages):
         for allocation in frame:
             if allocation.kind is Holds.TEMPORARY:
                 allocation.kind = Holds.LOSS
-        self.play(record.events, frame, Holds.LOSS)
+        self.play(record.lines[0], frame, Holds.LOSS)
         self._bind(self.recorder.tangents, record.outputs, frame)
         self.end_line(None)
 
     def _step(self) -> None:
         """Fold the optimizer's step, before which the caller drops the inputs."""
         state = self.recorder.rehearsal
-        for rest, allocation in zip(state.at_rest, self._at_rest, strict=True):
-            if rest.kind is Holds.INPUT:
+        for allocation in self._at_rest:
+            if allocation.kind is Holds.INPUT:
                 self.release(allocation)
         if state.optimizer is None or not self.timeline.gradients or not state.synced:
             return
@@ -259,18 +246,17 @@ class Fold(Storages):
 
     def _bind(self, names: Iterable[str], values: Iterable[Placed], frame: Sequence[Allocation]) -> None:
         """Let names hold what a line has written. Slots of ``frame`` and those at rest have storages."""
-        for name, placed in zip(names, values, strict=True):
-            slot = placed.slot
+        for name, (slot, value) in zip(names, values, strict=True):
             allocation = self.uncounted if slot is None else frame[slot] if slot >= 0 else self._at_rest[~slot]
             allocation.holds += 1
-            self._names[name] = Held(allocation, placed.value)
+            self._names[name], self.values[name] = allocation, value
 
     def _drop(self, names: Iterable[str]) -> None:
         for name in names:
             if name in self._names:
-                self.release(self._names.pop(name).allocation)
+                self.release(self._names.pop(name))
 
     def _relabel(self, name: str, old: Holds, new: Holds, path: str = "") -> None:
-        allocation = self._names[name].allocation
+        allocation = self._names[name]
         if allocation.kind is old:
             allocation.kind, allocation.name = new, path or allocation.name

@@ -27,9 +27,6 @@ def for_loss(traces: Traces, loss: Loss) -> Traces:
     them.
 
     >>> traces = tz.tools.for_loss(tz.trace(model, tokens, labels=labels, policy=3), lambda output: output.loss)
-
-    Raises:
-        TypeError, NoForecast: :func:`thunder_zero.tools.memory` would raise this exception for the loss.
     """
     if traces.backward is None:
         return traces

@@ -1,4 +1,4 @@
-"""Prints the lines of a trace as Python, and runs them: fused regions operator by operator.
+"""Runs the lines of a trace on meta tensors: fused regions operator by operator.
 
 A fused region is one line of a trace. Its operators run one by one. Only some results get a buffer::
 
@@ -11,7 +11,7 @@ A fused region is one line of a trace. Its operators run one by one. Only some r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,30 +25,9 @@ from thunder_zero.traces.work import work_of
 from thunder.core import dtypes, prims
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, tracectx
 
 INLINED = (Work.POINTWISE, Work.VIEW, Work.NONE, Work.REDUCTION)
 NOT_RUN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.COMMENT)
-
-
-class PythonLine(NamedTuple):
-    """A line of a trace as Python."""
-
-    position: int
-    line: BoundSymbol
-    code: str
-
-
-def python_lines(trace: TraceCtx) -> list[PythonLine]:
-    """Return the lines of a trace that run."""
-    lines = [(position, line) for position, line in enumerate(trace.bound_symbols[:-1]) if line.sym.id not in NOT_RUN]
-    with tracectx(trace):
-        return [PythonLine(position, line, code_of(line)) for position, line in lines]
-
-
-def code_of(line: BoundSymbol) -> str:
-    """Return the Python of a line."""
-    return "\n".join(line.python(indent=0, print_depth=1))
 
 
 def run_line(line: BoundSymbol, functions: Mapping[str, Any], values: dict[str, Any]) -> None:
@@ -59,7 +38,8 @@ def run_line(line: BoundSymbol, functions: Mapping[str, Any], values: dict[str, 
         _assign(line.output, operator(*args, **kwargs), values)
     elif line.sym.id not in NOT_RUN:
         imports, calls, objects = line.gather_ctxs()
-        exec(compile(code_of(line), "<line>", "exec"), {**imports, **calls, **objects, **functions}, values)
+        code = "\n".join(line.python(indent=0, print_depth=1))
+        exec(compile(code, "<line>", "exec"), {**imports, **calls, **objects, **functions}, values)
 
 
 def filled(tree: Any, values: Mapping[str, Any]) -> Any:
@@ -99,6 +79,32 @@ def run_region(region: BoundSymbol, values: dict[str, Any], record: Callable[[Te
                 del region_values[name]
             _record(results, record)  # a fused loop may write where it reads
     values.update((name, region_values[name]) for name in returned)
+
+
+def run_convolution(line: BoundSymbol, values: dict[str, Any], record: Callable[[Tensor], object]) -> None:
+    """Run a convolution as oneDNN does on CPUs, with copies of what it reads and writes, for each result in turn.
+
+    With a stride, it copies the input's gradient twice. It copies nothing of float64, in channels_last, or for a kernel
+    of one element.
+    """
+    arguments, is_backward = filled(tuple(line.args), values), not isinstance(line.output, Proxy)
+    *gradient, x, weight = arguments[: 2 + is_backward]
+    stride, transposed = arguments[3 + is_backward], arguments[6 + is_backward]
+    is_large = weight.shape[2:].numel() > 1 or max(stride) > 1
+    copies = is_large and not transposed and x.is_contiguous() and x.dtype is not torch.float64
+    reads = ((*gradient, weight), (*gradient, x)) if is_backward else ((x, weight),)
+    with disable_current_modes(), WithoutValues():
+        run_line(line, {}, values)
+        for output, read in zip(line.output if is_backward else (line.output,), reads, strict=False):
+            if output is not None and copies:
+                copied = [torch.empty_like(tensor) for tensor in (*read, values[output.name])]
+                _record(copied, record)
+                del copied[:-1]
+                if is_backward and read[-1] is weight and max(stride) > 1:
+                    copied.append(torch.empty_like(copied[0]))
+                    _record(copied, record)
+                record(values[output.name])
+    _record((values[proxy.name] for proxy in line.flat_proxy_outs), record)
 
 
 def _record(results: Iterable[Any], record: Callable[[Tensor], object]) -> None:

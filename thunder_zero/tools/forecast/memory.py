@@ -7,33 +7,31 @@ the peak. Tools that show a forecast beside traces call :func:`require_forecast_
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
-from typing import NamedTuple
+from itertools import groupby, zip_longest
 
 from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import is_count
 from thunder_zero.schedule.ops import Op, Reduce, ends
-from thunder_zero.tools.forecast.figures import AT_REST, OPTIMIZER_STEP, ByKind, Holds, Memory, MemoryLine, Storage
-from thunder_zero.tools.forecast.fold import Fold
+from thunder_zero.tools.forecast.figures import Memory, Storage
+from thunder_zero.tools.forecast.fold import Fold, FoldedLine
 from thunder_zero.tools.forecast.for_loss import Loss, for_loss
-from thunder_zero.tools.forecast.lines import python_lines
 from thunder_zero.tools.forecast.recorder import Recorder
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.resized import Shapes, resized
 from thunder_zero.tools.forecast.unsent import TRANSPORTS
 from thunder_zero.tools.printing.text import place_of
-from thunder_zero.tools.table.rows import Row, explained, label
+from thunder_zero.tools.table.lines import AROUND, in_order, traced_rows
+from thunder_zero.tools.table.rows import LOSS, OPTIMIZER_STEP, Row, label
 from thunder_zero.traces.compiled import Traces
 
-from thunder.core import prims
 from thunder.core.devices import DeviceType
 from thunder.core.module import ThunderModule
 from thunder.core.proxies import TensorProxy
 
-ENTER = "zero_enter"
+ENTER = "zero_enter("
 
 
 def memory(
@@ -71,10 +69,7 @@ def memory(
         reserve: bytes to add to every figure, for memory that the forecast cannot see.
 
     Raises:
-        TypeError: ``model_or_traces`` is neither traces nor a model with ZeroTransform.
-        ValueError: ``backend`` is unknown, ``reserve`` is negative, or ``resized`` raises for ``shapes``.
-        RuntimeError: the model was not called yet, or a line reads a tensor's value
-            (:class:`thunder_zero.tools.forecast.watch.NoForecast`).
+        NoForecast: a line, the loss or the optimizer reads a tensor's value. It is a RuntimeError.
     """
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     traces = resized(traces, shapes) if shapes else traces
@@ -104,20 +99,18 @@ def recorder_of(
 def memory_of(fold: Fold, reserve: int = 0) -> Memory:
     """Return the figures of a step."""
     traces = fold.recorder.traces
-    ran, index_of = _lines_that_ran(fold, traces)
-    storages = tuple(_storages(fold, index_of, _modules(ran, traces)))
-    lines = _lines(storages, ran, reserve)
-    at_peak = (
-        storage
-        for storage, allocation in zip(storages, fold.allocations, strict=True)
-        if allocation.is_alive_after(fold.events_at_peak)
-    )
+    of_loss = AROUND[LOSS] if fold.recorder.of_loss else "# the gradients of the outputs"
+    codes = AROUND | {LOSS: of_loss}
+    rows = in_order(traced_rows(traces), {line.phase: codes[line.phase] for line in fold.lines if line.phase in codes})
+    places = list(_places(fold, rows))
+    storages = tuple(_storages(fold, places, list(_modules(rows))))
+    lines = tuple(_lines(rows, storages, dict(zip(places, fold.lines, strict=True)), reserve))
+    events = Counter(map(id, fold.events[: fold.until_peak]))  # 1 for what is allocated and not freed
+    pairs = zip(storages, fold.allocations, strict=True)
+    at_peak = (storage for storage, allocation in pairs if events[id(allocation)] == 1)
     return Memory(
         lines=lines,
         storages=storages,
-        at_rest=sum(storage.nbytes for storage in storages if storage.line < 0 and storage.kind in AT_REST) + reserve,
-        peak=fold.peak + reserve,
-        optimizer_step=lines[-1].highest if lines[-1].phase == OPTIMIZER_STEP else None,
         plan=_plan_to_compare(traces),
         at_peak=tuple(sorted(at_peak, key=lambda storage: -storage.nbytes)),
         reserve=reserve,
@@ -125,45 +118,20 @@ def memory_of(fold: Fold, reserve: int = 0) -> Memory:
     )
 
 
-class RunLine(NamedTuple):
-    """A line that ran. ``highest`` is None for one that only unpacks arguments, or names a phase."""
-
-    phase: str
-    position: int  # its position in the trace of its phase; -1 outside a trace
-    code: str
-    highest: int | None
-
-
-def _lines_that_ran(fold: Fold, traces: Traces) -> tuple[list[RunLine], list[int]]:
-    """Return all lines that ran, and the index among them of each line of the fold."""
-    ran: list[RunLine] = []
-    index_of: list[int] = []
-    traces_of_phases = {"forward": traces.forward, "backward": traces.backward}
-    for phase, group in groupby(fold.lines, key=lambda line: line.phase):
-        folded = list(group)
-        if (trace := traces_of_phases.get(phase)) is None:
-            of_loss = "the loss and its gradient" if fold.recorder.of_loss else "the gradients of the outputs"
-            code = "optimizer.step()" if phase == OPTIMIZER_STEP else of_loss
-            index_of.append(len(ran))
-            ran.append(RunLine(phase, -1, code, folded[0].highest))
-            continue
-        lines = python_lines(trace)
-        unpacking = (
-            len(lines) - sum(line.line.sym.name == ENTER for line in lines) - len(folded) + (phase == "backward")
-        )
-        for number, line in enumerate(lines):
-            is_first = line.line.sym is prims.python_del and line.line.args[0].name == "cotangents"
-            highest = None
-            if is_first or not (number < unpacking or line.line.sym.name == ENTER):
-                highest = fold.lines[len(index_of)].highest
-                index_of.append(len(ran))
-            ran.append(RunLine(phase, line.position, line.code, highest))
-    return ran, index_of
+def _places(fold: Fold, rows: Sequence[Row]) -> Iterator[int]:
+    """Yield the index of the row of each line of the fold, which runs all rows but unpacking, announcing, returning."""
+    for phase, lines in Counter(line.phase for line in fold.lines).items():
+        of_phase = [index for index, row in enumerate(rows) if row.phase == phase]
+        ran = [index for index in of_phase if rows[index].kind != "return" and not rows[index].code.startswith(ENTER)]
+        if phase == "backward":  # begins when it has dropped its arguments
+            yield next(index for index in of_phase if rows[index].code == "del cotangents")
+            lines -= 1
+        yield from ran[len(ran) - lines :]
 
 
-def _storages(fold: Fold, index_of: Sequence[int], modules: Sequence[str]) -> Iterator[Storage]:
+def _storages(fold: Fold, places: Sequence[int], modules: Sequence[str]) -> Iterator[Storage]:
     for allocation in fold.allocations:
-        line = index_of[allocation.line] if allocation.line >= 0 else -1
+        line = places[allocation.line] if allocation.line >= 0 else -1
         freed_by = allocation.freed_by
         yield Storage(
             kind=allocation.kind,
@@ -171,7 +139,7 @@ def _storages(fold: Fold, index_of: Sequence[int], modules: Sequence[str]) -> It
             name=allocation.name or _label(allocation.op, fold.recorder.plan),
             module=modules[line] if line >= 0 else "",
             line=line,
-            freed=index_of[freed_by] if freed_by is not None and freed_by < len(index_of) else None,
+            freed=places[freed_by] if freed_by is not None and freed_by < len(places) else None,
         )
 
 
@@ -180,38 +148,39 @@ def _label(op: Op | None, plan: Plan) -> str:
     return label(op.params, plan, gradients=is_of_gradients) if op is not None else ""
 
 
-def _lines(storages: Sequence[Storage], lines: Sequence[RunLine], reserve: int) -> tuple[MemoryLine, ...]:
-    changes: list[Counter[Holds]] = [Counter() for _ in range(len(lines) + 1)]
+def _lines(
+    rows: Sequence[Row], storages: Sequence[Storage], folded: Mapping[int, FoldedLine], reserve: int
+) -> Iterator[Row]:
+    """Yield the rows with their bytes. ``folded`` has the rows that can allocate or free, by index."""
+    allocated, freed = ([Counter[str]() for _ in rows] for _ in range(2))
     for storage in storages:
-        changes[max(storage.line, 0)][storage.kind] += storage.nbytes
-        changes[len(lines) if storage.freed is None else storage.freed][storage.kind] -= storage.nbytes
-    alive: Counter[Holds] = Counter()
-    memory_lines = []
-    for line, change in zip(lines, changes, strict=False):
-        alive.update(change)
-        by_kind = ByKind(tuple((kind, alive[kind]) for kind in Holds if alive[kind]))
-        total = sum(by_kind.values()) + reserve
-        highest = total if line.highest is None else line.highest + reserve
-        memory_lines.append(MemoryLine(line.phase, line.position, line.code, by_kind, total, highest))
-    return tuple(memory_lines)
+        if storage.line >= 0:
+            allocated[storage.line][str(storage.kind)] += storage.nbytes
+        if storage.freed is not None:
+            freed[storage.freed][str(storage.kind)] += storage.nbytes
+    alive = sum(storage.nbytes for storage in storages if storage.line < 0)
+    in_passes = (index for index in folded if rows[index].phase != OPTIMIZER_STEP)
+    peak = max(in_passes, key=lambda index: folded[index].highest)
+    for index, row in enumerate(rows):
+        highest, alive = (folded[index].highest, folded[index].alive) if index in folded else (alive, alive)
+        yield replace(
+            row,
+            allocated=dict(allocated[index]),
+            freed=dict(freed[index]),
+            alive=alive + reserve,
+            highest=highest + reserve,
+            is_peak=index == peak,
+        )
 
 
-def _modules(ran: Sequence[RunLine], traces: Traces) -> list[str]:
-    """Return each line's module: the last module in this phase that computed with a parameter or gradient."""
-    modules: list[str] = []
-    for phase, lines in groupby(ran, key=lambda line: line.phase):
-        trace = {"forward": traces.forward, "backward": traces.backward}.get(phase)
-        sources = [Row(phase, line.position, line.code) for line in lines]
-        if trace is None:
-            modules += [""] * len(sources)
-            continue
-        sources.append(Row(phase, len(trace.bound_symbols) - 1, "return"))
+def _modules(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield each line's module: the last module in this phase that computed with a parameter or gradient."""
+    for _, lines in groupby(rows, key=lambda row: row.phase):
         module = ""
-        for row in list(explained(sources, traces.timeline, traces.lines, backward=phase == "backward"))[:-1]:
+        for row in lines:
             if row.kind == "compute" and row.params:
                 module = row.params[0].rpartition(".")[0]
-            modules.append(module)
-    return modules
+            yield module
 
 
 def backend_of(traces: Traces) -> str:
@@ -250,16 +219,10 @@ def require_forecast_of(traces: Traces, memory: Memory) -> None:
         forecast_place, traces_place = map(place_of, (memory.plan, traces.plan))
         traces_place = traces_place if traces_place != forecast_place else "the same rank with another module or policy"
         raise ValueError(f"memory is a forecast of {forecast_place}, the traces are of {traces_place}; {action}")
-    forecast_codes = {(line.phase, line.position): line.code for line in memory.lines if line.position >= 0}
-    phases = [("forward", traces.forward), ("backward", traces.backward)]
-    trace_codes = {
-        (phase, line.position): line.code for phase, trace in phases if trace for line in python_lines(trace)
-    }
-    for phase, position in sorted(forecast_codes.keys() | trace_codes.keys()):
-        codes = (forecast_codes.get((phase, position), "missing"), trace_codes.get((phase, position), "missing"))
-        expected, actual = (code.partition("\n")[0] for code in codes)
-        if expected != actual:
-            raise ValueError(
-                f"memory is a forecast of other traces, where line {position} of {phase} is {expected!r}, not "
-                f"{actual!r}; {action}"
-            )
+    listed = (
+        [f"{row.phase} line {row.position}: {row.statement}" for row in rows if row.position >= 0]
+        for rows in (memory.lines, traced_rows(traces))
+    )
+    for theirs, ours in zip_longest(*listed, fillvalue="nothing"):
+        if theirs != ours:
+            raise ValueError(f"memory is a forecast of other traces, with {theirs!r} in place of {ours!r}; {action}")

@@ -12,52 +12,44 @@ records. A launch is recorded together with its wait, once for each bucket.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from thunder_zero.plan.mesh import OF_MEANS
-from thunder_zero.schedule.ops import Compute, Defer, Gather, Launch, Reduce
+from thunder_zero.schedule.ops import Compute, Defer, Gather, Launch, Reduce, Work
 from thunder_zero.sharded.runtime import ModelRuntime
-from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP
 from thunder_zero.tools.forecast.for_loss import Loss, gradients_of_outputs, tangents_of
-from thunder_zero.tools.forecast.lines import filled, run_line, run_region
+from thunder_zero.tools.forecast.lines import filled, run_convolution, run_line, run_region
+from thunder_zero.tools.forecast.operators import Operators
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer, Rehearsal, full_gradient, take_step
 from thunder_zero.tools.forecast.watch import META, Event, Layout, Placed, Watch, needs_no_values
+from thunder_zero.tools.table.rows import OPTIMIZER_STEP
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.lift import read_by, written_by
 from thunder_zero.traces.operators import operator_of
 from thunder_zero.traces.symbols import functions_of
+from thunder_zero.traces.work import work_of
 
 from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
-Context = AbstractContextManager[object]
 T = TypeVar("T")
 OPERATORS: dict[object, Record] = {}  # records of torch's operators: equal calls do the same to memory
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a line does to memory. Its first slots are the storages of the values that it reads."""
+    """What a line does to memory, or a launch with its wait. The first slots are the storages of what it reads."""
 
-    events: tuple[Event, ...]
-    outputs: tuple[Placed, ...]  # what it writes
+    lines: tuple[tuple[Event, ...], ...]  # the events of the line; of a launch: encode, the launch, and a ``del``
+    outputs: tuple[Placed, ...]  # what it writes; of a launch: what the wait writes, decoded
     kept: frozenset[int] = frozenset()  # slots that the model's state holds from now on
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedCollective:
-    """What the lines of a launch and of its wait do to memory. All lines of a collective have common slots."""
-
-    launch: tuple[tuple[Event, ...], ...]  # the events of each line: the launch, or encode, the launch, and a ``del``
-    wait: tuple[tuple[Event, ...], ...]  # the wait and a ``del`` of its handle, then decode and a ``del`` if it decodes
-    outputs: tuple[Placed, ...]  # the tensors that the wait writes, decoded
-    lasting: frozenset[int]  # slots of what the launch reads that are held until the last line
-    kept: frozenset[int]  # slots that the model's state holds from now on
+    wait: tuple[tuple[Event, ...], ...] = ()  # the wait and a ``del`` of its handle, then decode and a ``del``, if any
+    lasting: frozenset[int] = frozenset()  # slots of what a launch reads that are held until the wait's last line
 
 
 class Recorder:
@@ -65,6 +57,7 @@ class Recorder:
 
     Attributes:
         of_loss, steps: the loss, and whether an optimizer was given.
+        in_loss, in_step: the operators of the loss and of the optimizer's step, when these are recorded.
         tangents: the names of the gradients of forward's outputs.
     """
 
@@ -76,11 +69,10 @@ class Recorder:
         optimizer: MakeOptimizer | None = None,
         *,
         accumulating: bool = False,
-        around: tuple[Context, Context] = (nullcontext(), nullcontext()),
     ) -> None:
-        """The loss and the optimizer's step run inside of the contexts ``around``."""
-        self.traces, self.plan, self.backend, self.of_loss, self._around = traces, traces.plan, backend, loss, around
+        self.traces, self.plan, self.backend, self.of_loss = traces, traces.plan, backend, loss
         self.steps = optimizer is not None
+        self.in_loss, self.in_step = Operators("loss"), Operators("optimizer", backward=True)
         self.rehearsal = Rehearsal(traces, backend, optimizer, accumulating=accumulating)
         self.tangents = [proxy.name for proxy in tangents_of(traces)]
         self._runtime = ModelRuntime(self.rehearsal)
@@ -94,7 +86,7 @@ class Recorder:
             key: object = (Defer, op.params)
         elif line.sym.is_fusion:  # a region of another schedule may have the same lines
             key = (*map(id, line.subsymbols), *(proxy.name for proxy in line.flat_proxy_outs))
-        elif operator_of(line) is None:
+        elif operator_of(line) is None or self._copies(line):
             key = id(line)
         else:
             key = _key_of_operator(line, values)
@@ -121,9 +113,9 @@ class Recorder:
                 written = [named[name] for name in written_by(line)]
             events = watch.taken()
             outputs = tuple(map(watch.placed, written))
-            held = {output.slot for output in outputs}
+            held = {slot for slot, _ in outputs}
             kept = frozenset(slot for slot in watch.alive().values() if slot >= len(values) and slot not in held)
-        return Record(events, outputs, kept)
+        return Record((events,), outputs, kept)
 
     def _run(self, line: Any, values: dict[str, Any], watch: Watch) -> None:
         def subject() -> str:
@@ -132,15 +124,20 @@ class Recorder:
         with tracectx(TraceCtx()), needs_no_values(subject, "measure the step instead"):
             if line.sym.is_fusion:
                 run_region(line, values, watch.record)
+            elif self._copies(line):
+                run_convolution(line, values, watch.record)
             else:
                 run_line(line, self._functions, values)
 
-    def collective(self, launch: Launch, values: Sequence[Layout]) -> RecordedCollective:
+    def _copies(self, line: Any) -> bool:
+        return self.backend != "nccl" and work_of(line) is Work.CONVOLUTION
+
+    def collective(self, launch: Launch, values: Sequence[Layout]) -> Record:
         """Return the record of a launch and its wait. ``values`` are the layouts of what the launch reads."""
         key = type(launch), launch.over, launch.params
         return self._once(key, lambda: self._record_collective(launch, values))
 
-    def _record_collective(self, launch: Launch, values: Sequence[Layout]) -> RecordedCollective:
+    def _record_collective(self, launch: Launch, values: Sequence[Layout]) -> Record:
         runtime, paths, bucket = self._runtime, launch.params, [self.plan.by_name[path] for path in launch.params]
         if isinstance(launch, Gather):
             sent: list[Any] = [self.rehearsal.params[path].rows for path in paths]
@@ -174,7 +171,7 @@ class Recorder:
             lasting = frozenset(slot for slot in watch.alive().values() if slot < len(values))
             arrived.clear()
             kept = frozenset(watch.alive().values())
-        return RecordedCollective(tuple(launched), tuple(waited), outputs, lasting - kept, kept)
+        return Record(tuple(launched), outputs, kept, tuple(waited), lasting - kept)
 
     def deferred_for(self, op: Compute | Defer | Launch) -> list[str]:
         """Return the paths of the deferred gradients that an operation adds to its own."""
@@ -206,10 +203,10 @@ class Recorder:
         with Watch(self.rehearsal.slots, list(outputs.values())) as watch:
             returned = [filled(result["output"], outputs), list(filled(result["flat_output"], outputs))]
             outputs.clear()
-            with self._around[0]:
+            with self.in_loss:
                 gradients = gradients_of_outputs(self.traces, returned, self.of_loss)
             events = watch.taken()
-            return Record(events, tuple(map(watch.placed, gradients)))
+            return Record((events,), tuple(map(watch.placed, gradients)))
 
     def optimizer_step(self) -> tuple[Event, ...]:
         """Return the events of the optimizer's step, without those of gradients."""
@@ -223,7 +220,7 @@ class Recorder:
             for path, _ in self.traces.timeline.gradients
             if path in shards
         }
-        with Watch(self.rehearsal.slots, list(rows.values())) as watch, self._around[1]:
+        with Watch(self.rehearsal.slots, list(rows.values())) as watch, self.in_step:
             take_step(optimizer, {path: params[path].gradient(grad) for path, grad in rows.items()}, shards)
             events: tuple[Event, ...] = watch.taken()
         return events

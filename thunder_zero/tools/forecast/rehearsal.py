@@ -7,7 +7,6 @@ state, which a first step of the optimizer allocates.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from inspect import Parameter, signature
 
 import torch
@@ -19,7 +18,7 @@ from thunder_zero.plan.policy import STAGES
 from thunder_zero.sharded.digests import digests_of
 from thunder_zero.sharded.param import ShardedParam
 from thunder_zero.sharded.state import LocalState
-from thunder_zero.tools.forecast.figures import Holds
+from thunder_zero.tools.forecast.figures import Holds, Storage
 from thunder_zero.tools.forecast.lines import empty_like
 from thunder_zero.tools.forecast.unsent import UnsentWire
 from thunder_zero.tools.forecast.watch import META, Layout, NoForecast, Placed, Watch, WithoutValues, needs_no_values
@@ -28,6 +27,10 @@ from thunder_zero.traces.compiled import Traces
 from thunder.core.proxies import NumberProxy, TensorProxy
 
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+MAKE_OPTIMIZER = (
+    "give a class, such as torch.optim.AdamW, or a function from parameters to an optimizer: "
+    "lambda params: torch.optim.SGD(params, 0.1)"
+)
 
 
 def optimizer_at_rest(
@@ -38,10 +41,7 @@ def optimizer_at_rest(
     ``foreach`` is True if torch chooses foreach by default for the shards: plain tensors on CUDA, not DTensors.
     """
     if isinstance(make, torch.optim.Optimizer) or not callable(make):
-        raise TypeError(
-            f"optimizer is of type {type(make).__name__}; give a class, such as torch.optim.AdamW, or a function from "
-            f"parameters to an optimizer: lambda params: torch.optim.SGD(params, 0.1)"
-        )
+        raise TypeError(f"optimizer is of type {type(make).__name__}; {MAKE_OPTIMIZER}")
     with needs_no_values(lambda: "the optimizer: it", "leave out fused=True, or give its bytes as reserve="):
         optimizer = _make_optimizer(make, shards.values())
         for group in optimizer.param_groups:
@@ -55,10 +55,7 @@ def _make_optimizer(make: MakeOptimizer, shards: Iterable[Tensor]) -> torch.opti
     try:
         optimizer = make(shards)
     except TypeError as error:
-        raise TypeError(
-            f"optimizer= was called with the parameters and raised {error}; give a class, such as torch.optim.AdamW, "
-            f"or a function from parameters to an optimizer: lambda params: torch.optim.SGD(params, 0.1)"
-        ) from error
+        raise TypeError(f"optimizer= was called with the parameters and raised {error}; {MAKE_OPTIMIZER}") from error
     closure = signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
         raise NoForecast(
@@ -85,15 +82,6 @@ def take_step(
     optimizer.zero_grad()
 
 
-@dataclass(frozen=True, slots=True)
-class AtRest:
-    """A storage from before the step, or of an input."""
-
-    nbytes: int | None  # None if it is in host memory
-    kind: Holds
-    name: str
-
-
 class Rehearsal(LocalState):
     """A model's state, made of meta tensors, for :class:`thunder_zero.sharded.runtime.ModelRuntime`.
 
@@ -101,7 +89,8 @@ class Rehearsal(LocalState):
     unsharded after a micro-batch (``reshard_after_backward=False``) are gathered again.
 
     Attributes:
-        at_rest: the storages of this state, of the optimizer and of the inputs. Slot ``~0`` is the first.
+        at_rest: the storages of this state, of the optimizer and of the inputs; None in host memory. Slot ``~0`` is the
+            first.
         slots: the slots, keyed by address.
         before: the slots of gradients that were deferred before the step, keyed by path.
         inputs: the inputs of forward, keyed by name.
@@ -128,7 +117,7 @@ class Rehearsal(LocalState):
             self.expire(self.params.values())
         trained = [param for param in self.params.values() if param.planned.requires_grad]
         self.shards = {param.path: param.shard for param in trained if not plan.rests_on_host(param.planned)}
-        self.at_rest: list[AtRest] = []
+        self.at_rest: list[Storage | None] = []
         self.slots: dict[int, int] = {}
         self._tensors: list[Tensor] = []  # keeps these addresses
         for path, param in self.params.items():
@@ -145,7 +134,7 @@ class Rehearsal(LocalState):
         """Add a storage, and return its slot. A storage that was added before gets the new name."""
         storage = tensor.untyped_storage()
         slot = self.slots.setdefault(storage._cdata, ~len(self.at_rest))
-        self.at_rest[~slot : ~slot + 1] = [AtRest(storage.nbytes() if counts else None, kind, name)]
+        self.at_rest[~slot : ~slot + 1] = [Storage(kind, storage.nbytes(), name) if counts else None]
         self._tensors.append(tensor)
         return slot
 
@@ -157,20 +146,20 @@ class Rehearsal(LocalState):
         nbytes = dict(watch.taken())
         for address, slot in watch.alive().items():
             self.slots[address] = ~len(self.at_rest)
-            self.at_rest.append(AtRest(nbytes[slot], Holds.OPTIMIZER, names.get(slot, "all parameters")))
+            self.at_rest.append(Storage(Holds.OPTIMIZER, nbytes[slot], names.get(slot, "all parameters")))
         return optimizer
 
     def _inputs(self, traces: Traces) -> Iterator[tuple[str, Placed]]:
         for proxy in traces.forward.args:
             if isinstance(proxy, NumberProxy):
-                yield proxy.name, Placed(None, proxy.value)
+                yield proxy.name, (None, proxy.value)
             elif path := traces.timeline.inputs.get(proxy.name):
                 tensor = self.params[path].rows
-                yield proxy.name, Placed(self.slots[tensor.untyped_storage()._cdata], Layout.of(tensor))
+                yield proxy.name, (self.slots[tensor.untyped_storage()._cdata], Layout.of(tensor))
             elif isinstance(proxy, TensorProxy):
                 tensor, buffer = empty_like(proxy), traces.others.get(proxy.name)
                 slot = self._add(tensor, Holds.BUFFER if buffer else Holds.INPUT, buffer or proxy.name)
-                yield proxy.name, Placed(slot, Layout.of(tensor))
+                yield proxy.name, (slot, Layout.of(tensor))
 
 
 def full_gradient(param: ShardedParam) -> Tensor:

@@ -1,7 +1,7 @@
 """``tz.tools.resized``: changes the input sizes of a traced program, without tracing or compiling.
 
-If sizes are symbols, a program's lines are valid for any size. Its values still have the shapes of the traced call. The
-lines run once on meta tensors of the new sizes, so that every value gets its new shape::
+If sizes are symbols, a program's lines are valid for any size. Its values still have the shapes of the traced call. A
+forecast of memory with inputs of the new sizes has the new layout of every value::
 
     arange = aten.arange(s27)          s27 = 12, arange has (12,)      ->      s27 = 512, arange has (512,)
 """
@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from thunder_zero.schedule.ops import Compute
-from thunder_zero.tools.forecast.lines import run_line
-from thunder_zero.tools.forecast.watch import META, WithoutValues
+from thunder_zero.tools.forecast.fold import Fold
+from thunder_zero.tools.forecast.recorder import Recorder
+from thunder_zero.tools.forecast.watch import META, Layout, NoForecast
 from thunder_zero.traces.compiled import Traces
-from thunder_zero.traces.operators import operator_of
 from thunder_zero.traces.work import flops_of
 
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, variableify
 from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, detached_trace, from_trace, tracectx
+from thunder.core.trace import TraceCtx, detached_trace, from_trace
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -41,18 +41,14 @@ def resized(traces: Traces, shapes: Shapes) -> Traces:
     Args:
         traces: traces with symbolic sizes, from ``dynamic=True`` or from a model called with several lengths.
         shapes: a mapping from names of inputs to new shapes. Other inputs with the same symbol or size also change.
-
-    Raises:
-        ValueError: an input is unknown, a size is a constant of the program, or sizes do not fit together.
     """
     numbers = _numbers(traces, shapes)
     try:
-        values = _run(traces, numbers)
-    except RuntimeError as error:
+        values = _values(traces, numbers)
+    except NoForecast as error:
         asked = ", ".join(f"{name} {_shown(shape)}" for name, shape in shapes.items())
-        raise ValueError(
-            f"the program does not run for {asked}: {str(error).partition(chr(10))[0]}; give shapes that fit together"
-        ) from error
+        reason = str(error.__cause__).partition("\n")[0]
+        raise ValueError(f"the program does not run for {asked}: {reason}; give shapes that fit together") from error
     forward = _with_values(traces.forward, values)
     backward = None if traces.backward is None else _with_values(traces.backward, values)
     timeline = _timeline(traces, forward, backward, values)
@@ -111,41 +107,15 @@ def _shown(shape: Sequence[int | str]) -> str:
     return f"({', '.join(map(str, shape))})"
 
 
-@torch.no_grad()
-def _run(traces: Traces, numbers: Mapping[str, int]) -> dict[str, Any]:
-    """Run both phases and return all values, keyed by name."""
-    values: dict[str, Any] = {}
+def _values(traces: Traces, numbers: Mapping[str, int]) -> dict[str, Any]:
+    """Return the layouts of all tensors, and all numbers, keyed by name."""
+    inputs: dict[str, Any] = dict(numbers)
     for proxy in traces.forward.args:
-        if isinstance(proxy, NumberProxy):
-            values[proxy.name] = numbers[proxy.name]
-        elif isinstance(proxy, TensorProxy):
-            sizes = traces.facts.input_shapes.get(proxy.name, proxy.shape)
-            values[proxy.name] = _empty(proxy, [numbers.get(size, size) for size in sizes])
-    with WithoutValues():
-        _run_lines(traces.forward, values)
-        if traces.backward is not None:
-            outputs = traces.forward.bound_symbols[-1].args[0]["flat_output"]
-            for output, tangent in zip(outputs, traces.backward.args[1], strict=True):
-                if tangent is not None:
-                    values[tangent.name] = torch.empty_like(values[output.name])
-            _run_lines(traces.backward, values)
-    return values
-
-
-def _run_lines(trace: TraceCtx, values: dict[str, Any]) -> None:
-    """Run the operators of a phase. Skip other lines: they return parameters, whose shapes do not change."""
-    with tracectx(trace):
-        for line in trace.bound_symbols[:-1]:
-            if operator_of(line) is not None:
-                run_line(line, {}, values)
-                continue
-            for proxy in line.flat_proxy_outs:
-                if isinstance(proxy, TensorProxy):
-                    values.setdefault(proxy.name, _empty(proxy, proxy.shape))
-
-
-def _empty(proxy: TensorProxy, shape: Sequence[Any]) -> Tensor:
-    return torch.empty([int(size) for size in shape], dtype=to_torch_dtype(proxy.dtype), device=META)
+        if isinstance(proxy, TensorProxy):
+            sizes = [numbers.get(size, size) for size in traces.facts.input_shapes.get(proxy.name, proxy.shape)]
+            inputs[proxy.name] = torch.empty(sizes, dtype=to_torch_dtype(proxy.dtype), device=META)
+    traces = replace(traces, forward=_with_values(traces.forward, inputs))
+    return Fold(Recorder(traces, "gloo"), traces.timeline).run().values
 
 
 def _with_values(trace: TraceCtx, values: Mapping[str, Any]) -> TraceCtx:
@@ -157,7 +127,7 @@ def _with_values(trace: TraceCtx, values: Mapping[str, Any]) -> TraceCtx:
             return leaf
         if leaf.name not in resized_proxies:
             value = values[leaf.name]
-            change = {"shape": tuple(value.shape)} if isinstance(value, Tensor) else {"value": value}
+            change = {"shape": tuple(value.shape)} if isinstance(value, Tensor | Layout) else {"value": value}
             resized_proxies[leaf.name] = leaf.replace(**change)
         return resized_proxies[leaf.name]
 
@@ -181,7 +151,7 @@ def _timeline(traces: Traces, forward: TraceCtx, backward: TraceCtx | None, valu
         for op, positions in zip(timeline.ops, traces.lines, strict=True)
     ]
     nbytes = {
-        name: prod(value.shape) * value.element_size() for name, value in values.items() if isinstance(value, Tensor)
+        name: prod(value.shape) * value.dtype.itemsize for name, value in values.items() if isinstance(value, Layout)
     }
     return replace(
         timeline,

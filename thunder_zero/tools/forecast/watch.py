@@ -24,6 +24,9 @@ from thunder_zero.compat.slice_generators import GENERATOR_OF_SLICE
 META = torch.device("meta")
 Event = tuple[int, int]  # (slot, bytes): an allocation, or FREED in place of its bytes
 FREED = -1
+# The slot of a value's storage, and the layout of a tensor, or another value as it is, such as a number. Slots below 0
+# are storages at rest; None is not counted.
+Placed = tuple[int | None, Any]
 STATE_BYTES = len(torch.Generator().get_state())
 
 
@@ -67,14 +70,6 @@ class Layout:
         """Return a meta tensor of this layout in a new storage."""
         storage = torch.UntypedStorage(self.nbytes, device=META)
         return torch.empty(0, dtype=self.dtype, device=META).set_(storage, self.offset, self.shape, self.stride)
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A value, and the slot of its storage. Slots below 0 are storages at rest; None is not counted."""
-
-    slot: int | None
-    value: Any  # the layout of a tensor; another value as it is, such as a number
 
 
 class Watch(TorchDispatchMode):
@@ -122,7 +117,7 @@ class Watch(TorchDispatchMode):
 
     def placed(self, value: Any) -> Placed:
         """Return where a value lies."""
-        return Placed(self.record(value), Layout.of(value)) if isinstance(value, Tensor) else Placed(None, value)
+        return (self.record(value), Layout.of(value)) if isinstance(value, Tensor) else (None, value)
 
     def taken(self) -> tuple[Event, ...]:
         """Return the events since the last call."""

@@ -31,8 +31,9 @@ from thunder_zero.schedule.ops import (
 )
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Cost, Device
-from thunder_zero.tools.forecast.figures import AT_REST, OPTIMIZER_STEP, Holds
+from thunder_zero.tools.forecast.figures import AT_REST, Holds
 from thunder_zero.tools.forecast.fold import Fold
+from thunder_zero.tools.table.rows import OPTIMIZER_STEP
 from thunder_zero.tools.time.estimate import Estimate, model_seconds, step_time
 
 

@@ -13,7 +13,7 @@ Lines are plain text. This module does not use Thunder.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from thunder_zero.plan.mesh import TENSOR
@@ -38,6 +38,7 @@ from thunder_zero.tools.printing.words import WIDTH, clip, short, summed_up
 PHASES = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
 CODES = {"gather": "encode", "reduce": "encode", "wait": "decode"}  # kinds of lines that encode or decode
 COMPUTES = ("compute", TENSOR)
+DIGESTS, LOSS, OPTIMIZER_STEP = "digests", "loss", "optimizer step"  # phases without a trace
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -99,13 +100,6 @@ def explained(
 
     A line without parameters has the unit of the computation before it, at first ``unit``.
     """
-    return (Row(**columns) for columns in columns_of(lines, timeline, positions, backward=backward, unit=unit))
-
-
-def columns_of(
-    lines: Iterable[Row], timeline: Timeline, positions: Sequence[Sequence[int]], *, backward: bool, unit: str = ""
-) -> Iterator[dict[str, Any]]:
-    """Yield the columns of the rows of :func:`explained`, to which more can be added before a row is made."""
     alive, read, made = gathered_bytes(timeline), _parameters_in(timeline), _gradients(timeline)
     index_of = {
         position: index
@@ -115,15 +109,13 @@ def columns_of(
     }
     gathered = alive[timeline.backward_start - 1] if backward else 0
     for line in lines:
-        index = index_of.pop(line.position, None)
-        columns = {"phase": line.phase, "position": line.position, "code": line.code, "origin": line.origin}
-        columns |= {"unit": unit, "gathered": gathered}
+        row, index = replace(line, unit=unit, gathered=gathered), index_of.pop(line.position, None)
         if index is None:
-            yield columns
+            yield row
             continue
         op = timeline.ops[index]
         if line.position != positions[index][0]:
-            yield columns | _code_of(op, timeline)
+            yield replace(row, **_code_of(op, timeline))
             continue
         gathered = alive[index]
         reads = op.returned if isinstance(op, Return) else op.reads
@@ -132,8 +124,8 @@ def columns_of(
         is_of_gradients = is_made or isinstance(op, Reduce | Defer) or ends(op, Reduce)
         own = timeline.plan.by_name[paths[0]].unit if paths else unit
         unit = own if isinstance(op, Compute) else unit
-        columns |= {"op": index, "params": paths, "gradients": is_of_gradients, "gathered": gathered, "unit": own}
-        yield columns if _is_plain_free(op) else columns | _meaning(op, timeline)
+        row = replace(line, op=index, params=paths, gradients=is_of_gradients, gathered=gathered, unit=own)
+        yield row if _is_plain_free(op) else replace(row, **_meaning(op, timeline))
     if missing := [index for index in index_of.values() if not _is_plain_free(timeline.ops[index])]:
         raise ValueError(f"the trace has no lines of the operations at {sorted(missing)} of the timeline")
 

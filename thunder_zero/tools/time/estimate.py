@@ -48,23 +48,11 @@ def estimate(
     measured times.
 
     Args:
-        traces: the result of :func:`thunder_zero.trace` or :func:`thunder_zero.traces_of`.
         device: a :class:`~thunder_zero.tools.Device`, a key of ``tz.tools.DEVICES`` such as ``"h100"``, or the path of
             a file (``.json``) from ``thunder-zero calibrate``.
         loss: a function from the result of forward to the loss (default: no loss).
         optimizer: a class of optimizers, or a function from parameters to an optimizer (default: no optimizer). The
             cost of a loss or an optimizer is the sum over its operators.
-
-    Returns:
-        The seconds of the step, of compute and of exposed communication, the critical path, MFU, and the times of all
-        operations.
-
-    Raises:
-        TypeError: ``traces`` or ``device`` has a wrong type, or :func:`thunder_zero.tools.memory` raises TypeError for
-            the loss or the optimizer.
-        ValueError: the device lacks FLOP/s for a dtype or a needed link, or was calibrated with another number of
-            ranks.
-        RuntimeError: the loss or the optimizer reads the value of a tensor.
     """
     if not isinstance(traces, Traces):
         raise TypeError(f"estimate takes Traces, got {type(traces).__name__}; pass what trace or traces_of returns")
@@ -122,12 +110,11 @@ class Estimate:
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
         """The chain of spans that ends with the step. Each span starts when its predecessor in the chain ends."""
-        on_compute = [index for index, span in enumerate(self.spans) if span.lane is Lane.COMPUTE and not span.waits]
-        index = max(on_compute, key=lambda number: self.spans[number].end, default=None)
-        path: list[Span] = []
-        while index is not None:
-            path.append(self.spans[index])
-            index = self.spans[index].after
+        path, start = [], self.seconds
+        for span in reversed(self.spans):
+            if span.end == start and not span.waits:
+                path.append(span)
+                start = span.start
         return tuple(reversed(path))
 
     @property

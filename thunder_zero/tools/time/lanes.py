@@ -31,7 +31,6 @@ class Span:
     # start, end: seconds since the step began
     start: float
     end: float
-    after: int | None = None  # index of the span whose end starts this span, or None at the beginning of the step
     waits: Lane | None = None  # the wire for which compute waits, if it waits
 
     @property
@@ -40,24 +39,16 @@ class Span:
         return self.end - self.start
 
 
-SpanEnd = tuple[float, int | None]  # seconds, and the index of the span that ends at this time
-
-
 @dataclass(slots=True, eq=False)
 class _Ring:
     """A ring that was launched."""
 
-    # op, lane, start, after: the fields of the ring's span
     op: int
     lane: Lane
-    index: int  # index of the ring's span
-    seconds: float  # the ring's time if it gets the share ``load`` of the core
-    load: float  # the share of the CPU core that the ring needs
-    launched: SpanEnd  # the time of the launch
+    cost: Cost  # with its seconds on the wire if it gets the share ``load`` of the core
+    launched: float
     start: float = inf
     end: float = inf  # the time when the ring ends if it gets its share from now on
-    after: int | None = None
-    ended: bool = False  # True if ``end`` is final
 
 
 @dataclass
@@ -66,8 +57,8 @@ class Lanes:
 
     _shared: frozenset[Lane] = frozenset()
     _spans: list[Span | _Ring] = field(default_factory=list)
-    _now: SpanEnd = (0.0, None)  # the end of compute so far
-    _free: dict[Lane, SpanEnd] = field(default_factory=dict)  # the end of the last ring on each lane
+    _now: float = 0.0  # the end of compute so far
+    _free: dict[Lane, float] = field(default_factory=dict)  # the end of the last ring on each lane
     _queues: dict[Lane, deque[_Ring]] = field(default_factory=dict)
     _launched: dict[str, _Ring] = field(default_factory=dict)  # rings by handle
     _quiet: float = 0.0  # before this time, no ring ends, and none slows compute or another ring
@@ -76,16 +67,14 @@ class Lanes:
         """End all rings, and return all spans."""
         self._advance(inf)
         return tuple(
-            item if isinstance(item, Span) else Span(item.op, item.lane, item.start, item.end, item.after)
-            for item in self._spans
+            item if isinstance(item, Span) else Span(item.op, item.lane, item.start, item.end) for item in self._spans
         )
 
     def launch(self, op: int, handle: str, cost: Cost) -> None:
         """Queue the ring of a launch, unless no bytes are sent."""
         self._quiet = 0.0
         if cost.lane:
-            place = len(self._spans)
-            ring = self._launched[handle] = _Ring(op, cost.lane, place, cost.wire_seconds, cost.load, self._now)
+            ring = self._launched[handle] = _Ring(op, cost.lane, cost, self._now)
             self._spans.append(ring)
             self._queues.setdefault(cost.lane, deque()).append(ring)
 
@@ -93,44 +82,43 @@ class Lanes:
         """Advance compute by ``seconds``, and record a span. If ``always``, even a span of 0 seconds is recorded."""
         if not seconds and not always:
             return
-        start, after = self._now
-        end = start + seconds
+        start, end = self._now, self._now + seconds
         if end >= self._quiet:
             self._advance(end, computes=True)
-            end = self._now[0]
+            end = self._now
             self._begin_rings()
             running = self._running()
-            ends = [0.0 if ring.load or self._sharing(ring, running) > 1 else ring.end for ring in running]
+            ends = [0.0 if ring.cost.load or self._sharing(ring, running) > 1 else ring.end for ring in running]
             self._quiet = min(ends, default=inf)
-        self._spans.append(Span(op, Lane.COMPUTE, start, end, after))
-        self._now = end, len(self._spans) - 1
+        self._spans.append(Span(op, Lane.COMPUTE, start, end))
+        self._now = end
 
     def wait(self, op: int, handle: str) -> None:
         """Advance compute to the end of a ring."""
-        ring, (start, after) = self._launched.get(handle), self._now
+        ring, start = self._launched.get(handle), self._now
         if ring is None:
             return
         self._quiet = 0.0
         self._advance(start)  # end the rings that have ended by now
-        while not ring.ended:
+        while ring in self._queues[ring.lane]:
             self._advance(self._next_end())
         if ring.end > start:
-            self._spans.append(Span(op, Lane.COMPUTE, start, ring.end, after, waits=ring.lane))
-            self._now = ring.end, ring.index
+            self._spans.append(Span(op, Lane.COMPUTE, start, ring.end, waits=ring.lane))
+            self._now = ring.end
 
     def _next_end(self) -> float:
         """Return the time when the next ring ends if compute waits until then."""
         self._begin_rings()
         running = self._running()
-        speed = 1 / max(sum(ring.load for ring in running), 1.0)
-        return min(_end_at(ring.end, self._now[0], speed / self._sharing(ring, running)) for ring in running)
+        speed = 1 / max(sum(ring.cost.load for ring in running), 1.0)
+        return min(_end_at(ring.end, self._now, speed / self._sharing(ring, running)) for ring in running)
 
     def _advance(self, until: float, *, computes: bool = False) -> None:
         """Advance the simulation to a time. If ``computes``, compute is busy until this time, or longer under load."""
         while True:
             self._begin_rings()
-            now, running = self._now[0], self._running()
-            load = sum(ring.load for ring in running)
+            now, running = self._now, self._running()
+            load = sum(ring.cost.load for ring in running)
             taken_share = min(load, HALF) if computes else 0.0
             speed = min(1.0, (HALF if computes else 1.0) / load) if load else 1.0
             end_of_compute = _end_at(until, now, 1 - taken_share)
@@ -141,19 +129,18 @@ class Lanes:
             elapsed = next_time - now
             for ring, end in zip(running, ends, strict=True):
                 if end <= next_time:
-                    ring.end, ring.ended = next_time, True
-                    self._free[ring.lane] = next_time, ring.index
+                    ring.end = self._free[ring.lane] = next_time
                     self._queues[ring.lane].popleft()
                 else:
                     ring.end += elapsed * (1 - speed / self._sharing(ring, running))
-            self._now = next_time, self._now[1]
+            self._now = next_time
             if next_time == end_of_compute:
                 return
             if computes:
                 until += elapsed * taken_share
 
     def _running(self) -> list[_Ring]:
-        return [queue[0] for queue in self._queues.values() if queue and queue[0].start <= self._now[0]]
+        return [queue[0] for queue in self._queues.values() if queue and queue[0].start <= self._now]
 
     def _sharing(self, ring: _Ring, running: list[_Ring]) -> int:
         """Return the number of running rings that use the link of ``ring``."""
@@ -165,8 +152,8 @@ class Lanes:
             if not queue or queue[0].start < inf:
                 continue
             ring = queue[0]
-            ring.start, ring.after = max(ring.launched, self._free.get(lane, (0.0, None)), key=lambda moment: moment[0])
-            ring.end = ring.start + ring.seconds
+            ring.start = max(ring.launched, self._free.get(lane, 0.0))
+            ring.end = ring.start + ring.cost.wire_seconds
 
 
 def _end_at(end: float, now: float, speed: float) -> float:

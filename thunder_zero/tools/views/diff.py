@@ -138,7 +138,7 @@ def _by_unit(table: Table) -> dict[str | None, dict[str, int]]:
 
 def _figures(table: Table, recomputed: Sequence[tuple[Compute, str]], unit: str | None) -> dict[str, int]:
     launches, sent = Counter[str](), Counter[str]()
-    for row in table.all:
+    for row in table.rows:
         if row.sent is not None and (unit is None or (row.unit == unit and row.kind != TENSOR)):
             launches[row.kind] += 1
             sent[row.kind] += row.sent

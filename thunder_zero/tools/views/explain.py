@@ -27,8 +27,9 @@ from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.printing.text import place_of
 from thunder_zero.tools.printing.words import WIDTH, clip, summed_up
+from thunder_zero.tools.table.lines import with_code
 from thunder_zero.tools.table.rows import COMPUTES, Row
-from thunder_zero.tools.table.table import Table, table_of, with_code
+from thunder_zero.tools.table.table import Table, table_of
 from thunder_zero.tools.time.estimate import estimate
 from thunder_zero.tools.views.reasons import lifetime, why_free, why_launch, why_no_gradient, why_wait
 from thunder_zero.traces.compiled import Traces
@@ -240,7 +241,7 @@ def _gather_lines(rows: Mapping[str, Row], explanation: Explanation) -> Iterator
         yield from _part("  free", f"never: {why}")
     else:
         yield from _part("", why)
-        most = max(row.gathered for row in step.all[step.place[launch.op or 0] : step.place[free.op or 0]])
+        most = max(row.gathered for row in step.rows[step.place[launch.op or 0] : step.place[free.op or 0]])
         memory = f"; at most {size(most)} of all gathered parameters are alive meanwhile"
     yield from _part("  memory", f"{size(param.full_bytes)} of its own{memory}")
     condition = ", if an optimizer has changed it since the last gather" if param.resident else ""

@@ -131,7 +131,7 @@ def shown_rows(table: Table, phase: str) -> tuple[Row, ...]:
 
 def rows_of(table: Table, phase: str) -> tuple[Row, ...]:
     """Return the rows of a phase."""
-    return table.rows(lambda row: row.phase == phase)
+    return tuple(row for row in table.rows if row.phase == phase)
 
 
 def _print_phase(

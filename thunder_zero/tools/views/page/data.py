@@ -92,7 +92,7 @@ def _figures(table: Table) -> dict[str, float | None]:
     """Return named figures of a step, from ``estimate`` and ``memory``, and counts of bytes and launches."""
     memory, time = table.memory, table.time
     assert time is not None
-    launches = Counter(row.kind for row in table.all if row.sent is not None)
+    launches = Counter(row.kind for row in table.rows if row.sent is not None)
     return {
         "step_seconds": time.seconds,
         "compute_seconds": time.compute_seconds,
@@ -100,7 +100,7 @@ def _figures(table: Table) -> dict[str, float | None]:
         "peak_bytes": memory.peak if memory else None,
         "at_rest_bytes": memory.at_rest if memory else None,
         "optimizer_step_bytes": memory.optimizer_step if memory else None,
-        "sent_bytes": sum(row.sent or 0 for row in table.all),
+        "sent_bytes": sum(row.sent or 0 for row in table.rows),
         "gathers": launches["gather"],
         "reductions": launches["reduce"],
         "slices": launches[TENSOR],
@@ -196,7 +196,7 @@ def _bars(table: Table) -> list[Data]:
     """Return the bars of all lanes, with the line of their row. Adjacent spans of one line become one bar."""
     bars: list[Data] = []
     for line, span in table.spans:
-        row = table.all[line]
+        row = table.rows[line]
         lane = str(span.lane) if span.lane in (Lane.COMPUTE, Lane.TENSOR) else f"{row.kind} {span.lane}"
         bar = {"lane": lane, "line": line, "start": span.start, "end": span.end, "waits": span.waits is not None}
         if bars and bar | {"start": bars[-1]["end"]} == bars[-1] | {"start": span.start, "end": span.end}:
@@ -208,7 +208,7 @@ def _bars(table: Table) -> list[Data]:
 
 def _runs(table: Table, units: Mapping[str, int]) -> Iterator[list[int]]:
     """Yield [unit, first line, last line] of successive lines that compute with one unit."""
-    rows = table.all
+    rows = table.rows
     computing = (index for index, row in enumerate(rows) if row.kind in COMPUTES and row.start != row.end)
     for (unit, _), run in groupby(computing, key=lambda index: (rows[index].unit, rows[index].phase)):
         lines = list(run)
@@ -217,7 +217,7 @@ def _runs(table: Table, units: Mapping[str, int]) -> Iterator[list[int]]:
 
 def _phases(table: Table) -> list[Data]:
     phases: dict[str, Data] = {}
-    for index, row in enumerate(table.all):
+    for index, row in enumerate(table.rows):
         phase = phases.setdefault(row.phase, {"name": row.phase, "first": index, "start": row.start})
         phase |= {"last": index, "end": row.end}
     return list(phases.values())
@@ -243,14 +243,14 @@ def _lines(table: Table, units: Mapping[str, int]) -> Data:
             "alive": row.alive,
             "highest": row.highest,
         }
-        for row in table.all
+        for row in table.rows
     ]
     return {**_columns(rows), "origins": list(origins)}
 
 
 def _collectives(table: Table) -> list[Data]:
     """Return all collectives, in the order of their launches: each launch with its wait."""
-    rows, timeline, collectives = table.all, table.traces.timeline, []
+    rows, timeline, collectives = table.rows, table.traces.timeline, []
     ending = {(row.lane, row.wire_end): row for row in rows if row.wire_seconds}
     for launch, row in enumerate(rows):
         if row.op is None or row.sent is None:
@@ -292,14 +292,14 @@ def _collectives(table: Table) -> list[Data]:
 
 def _memory(table: Table, memory: Memory, capacity: int) -> Data:
     """Return the curve (changes of bytes, keyed by kind), the tensors with their lines, and the peak."""
-    line_of = {(row.phase, row.position): number for number, row in enumerate(table.all)}
+    line_of = {(row.phase, row.position): number for number, row in enumerate(table.rows)}
     places = [line_of[line.phase, line.position] for line in memory.lines]
     kinds = [kind for kind in Holds if any(storage.kind is kind for storage in memory.storages)]
-    changes = {place: Counter(table.all[place].allocated) for place in places}
+    changes = {place: Counter(table.rows[place].allocated) for place in places}
     for storage in memory.storages:
         changes[places[0]][str(storage.kind)] += storage.nbytes if storage.line < 0 else 0
     for place in places:
-        changes[place].subtract(table.all[place].freed)
+        changes[place].subtract(table.rows[place].freed)
     tensors = {id(storage): index for index, storage in enumerate(memory.storages)}
     return {
         "kinds": [str(kind) for kind in kinds],

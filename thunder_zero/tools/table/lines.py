@@ -1,0 +1,78 @@
+"""Reads the lines of a program's traces as rows, with a row for each phase without a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from thunder_zero.tools.table.rows import COMPUTES, DIGESTS, LOSS, OPTIMIZER_STEP, Row, explained
+from thunder_zero.traces.compiled import Traces
+from thunder_zero.traces.operators import operator_of
+
+import thunder
+from thunder.core.codeutils import get_source_line
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import tracectx
+
+THUNDER = Path(thunder.__file__).parent
+AROUND = {
+    DIGESTS: "# digests of this rank's rows, by which ranks know what to refresh",
+    LOSS: "# the loss and its gradient",
+    OPTIMIZER_STEP: "optimizer.step()",
+}
+ORDER = (DIGESTS, "forward", LOSS, "backward", OPTIMIZER_STEP)
+
+
+def traced_rows(traces: Traces, *, codes: bool = True) -> Iterator[Row]:
+    """Yield the lines of forward and backward, except lines that are only comments, which name the inputs.
+
+    Printing code takes most of the time: without ``codes``, :func:`with_code` prints a single line.
+    """
+    unit = ""
+    for phase in ("forward", "backward"):
+        lines, backward = _lines(traces, phase, codes), phase == "backward"
+        for row in explained(lines, traces.timeline, traces.lines, backward=backward, unit=unit):
+            unit = row.unit if row.kind in COMPUTES else unit
+            yield row
+
+
+def in_order(rows: Iterable[Row], around: Mapping[str, str]) -> list[Row]:
+    """Return rows with a row for each phase without a trace, whose code is a value of ``around``."""
+    added = (Row(phase, -1, code) for phase, code in around.items())
+    return sorted((*rows, *added), key=lambda row: ORDER.index(row.phase))
+
+
+def with_code(row: Row, traces: Traces) -> Row:
+    """Return a row of a trace with its code and its origin."""
+    trace = traces.forward if row.phase == "forward" else traces.backward
+    assert trace is not None, "it has this line"
+    with tracectx(trace):
+        return _with_code(row, trace.bound_symbols[row.position])
+
+
+def _with_code(row: Row, bsym: BoundSymbol) -> Row:
+    return replace(row, code="\n".join(bsym.python(indent=0, print_depth=1)), origin=_origin(bsym, row.phase))
+
+
+def _lines(traces: Traces, phase: str, codes: bool) -> Iterator[Row]:
+    trace = traces.forward if phase == "forward" else traces.backward
+    if trace is None:
+        return
+    with tracectx(trace):
+        for position, bsym in enumerate(trace.bound_symbols):
+            row = Row(phase, position, "")
+            row = _with_code(row, bsym) if codes else row
+            if not codes or any(not line.startswith("#") for line in row.code.splitlines()):
+                yield row
+
+
+def _origin(bsym: BoundSymbol, phase: str) -> str:
+    """Return the user's line, such as ``gpt.py:98  x = self.embedding(tokens)``; "" if there is none."""
+    name, positions = bsym.source_filename, bsym.source_positions
+    if name is None or positions is None or positions.lineno is None or Path(name).is_relative_to(THUNDER):
+        return ""
+    if phase == "backward" and operator_of(bsym) is None:  # a recorded position would be of a line of forward
+        return ""
+    prefix = "gradient of " if phase == "backward" else ""
+    return f"{prefix}{Path(name).name}:{positions.lineno}  {get_source_line(name, positions.lineno).strip()}"
