@@ -14,7 +14,7 @@ from torch import nn
 
 import thunder_zero as tz
 from tests.harness.traced import Chain, ResidualBlock
-from thunder_zero.tools.format_errors import WireErrors
+from thunder_zero.tools.format_errors import FORMS, WireErrors
 
 BLOCKS, WIDTH = 16, 8
 COLUMNS, LINES, LINES_OF_REPR = 100, 60, 12
@@ -69,9 +69,17 @@ def build_values() -> Mapping[str, tuple[Any, ...]]:
     plan = tz.tools.plan_training(alike, y, world_size=1024, stages=(2, 3), loss=loss)
     table = tz.tools.step_table(three, device="h100")
     return {
-        "WireError": (
+        "wire_error": (
             WireErrors(
-                [tz.tools.WireError("blocks.11.attention.qkv.weight", ("int8/128", ""), 6.5e-3, 1.2e-2, 0.9999)]
+                [
+                    dict(
+                        zip(
+                            FORMS,
+                            ("blocks.11.attention.qkv.weight", "int8/128, exact", 6.5e-3, 1.2e-2, 1.0),
+                            strict=True,
+                        )
+                    )
+                ]
             ),
         ),
         "CompiledProgram": (
@@ -99,7 +107,10 @@ def build_values() -> Mapping[str, tuple[Any, ...]]:
 
 def list_public_names() -> list[str]:
     named = [(name, getattr(tz.tools, name)) for name in tz.tools.__all__]
-    return [name for name, value in named if name not in OTHERS and not inspect.isfunction(value)] + ["fit"]
+    return [name for name, value in named if name not in OTHERS and not inspect.isfunction(value)] + [
+        "fit",
+        "wire_error",
+    ]
 
 
 def test_every_public_class_has_a_value() -> None:

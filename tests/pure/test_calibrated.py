@@ -170,8 +170,14 @@ def test_a_saved_device_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"format": "other"}, "device.json is no device, or damaged: it is not of the format 'thunder_zero device 2'; ca"),
-        ({"curves": {"pointwise": [[1, 1]]}}, "damaged: it has no curve of matmul float32 work; calibrate this machine"),
+        (
+            {"format": "other"},
+            "device.json is no device, or damaged: it is not of the format 'thunder_zero device 2'; ca",
+        ),
+        (
+            {"curves": {"pointwise": [[1, 1]]}},
+            "damaged: it has no curve of matmul float32 work; calibrate this machine",
+        ),
         ({"curves": {"pointwise": [[1, -1]]}}, "damaged: the curve 'pointwise' has the points"),
         ({"curves": {"pointwise": 7}}, "damaged: "),
         ({"curves": []}, "damaged: "),

@@ -10,6 +10,7 @@ import torch
 from thunder_zero.capture.compilations import Spent
 from thunder_zero.capture.zero_module import captured_forward
 from thunder_zero.plan.amounts import size
+from thunder_zero.tools.printing.words import aligned
 
 from thunder.core.module import ThunderModule
 
@@ -35,7 +36,7 @@ class CompiledProgram:
     why: str | None
 
     def __repr__(self) -> str:
-        return "  ".join(part for part in self.cells() if part)
+        return "  ".join(filter(None, self.cells()))
 
     def cells(self) -> tuple[str, ...]:
         """Return the cells of the program's row in a table."""
@@ -47,10 +48,7 @@ class ProgramTable(tuple[CompiledProgram, ...]):
     """A tuple of programs that prints as a table."""
 
     def __repr__(self) -> str:
-        rows = [program.cells() for program in self]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-        return "\n".join(lines) or "no programs: the model was not called yet"
+        return aligned(program.cells() for program in self) or "no programs: the model was not called yet"
 
 
 def programs(model: ThunderModule) -> ProgramTable:

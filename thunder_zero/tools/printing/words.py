@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from textwrap import wrap
 
 WIDTH = 100  # columns, without a terminal
@@ -17,6 +18,13 @@ def summed_up(thing: object, words: str) -> str:
 def folded(words: str) -> str:
     """Fold words into lines of at most 100 columns."""
     return "\n".join(wrap(" ".join(words.split()), WIDTH, subsequent_indent="  "))
+
+
+def aligned(rows: Iterable[Iterable[str]]) -> str:
+    """Return a line for each row, with aligned columns."""
+    table = [list(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
 
 
 def count(number: float) -> str:
