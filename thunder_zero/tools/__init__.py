@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from thunder_zero.lazy import lazy
 
 if TYPE_CHECKING:  # the public names, which are imported when they are first used
-    from thunder_zero.tools.compiled_programs import CompiledProgram as CompiledProgram
     from thunder_zero.tools.compiled_programs import programs as programs
     from thunder_zero.tools.convert.consolidate import consolidate as consolidate
     from thunder_zero.tools.devices.calibrate import calibrate as calibrate

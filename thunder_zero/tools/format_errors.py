@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,22 +14,27 @@ from thunder_zero.comm.small_collectives import all_gather_object
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.sharded_model import tagged
 from thunder_zero.sharded.state import State
-from thunder_zero.tools.printing.words import aligned
+from thunder_zero.tools.printing.words import PrintedRows
 
 from thunder.core.module import ThunderModule
 
-FORMS = {"parameter": "", "gathers, reductions": "", "gather": ".2e", "gradient": ".2e", "cosine": ".6f"}
+EXPONENT = "{:.2e}".format
 
 
-class WireErrors(tuple[Mapping[str, Any], ...]):
+class WireErrors(PrintedRows):
     """The errors that formats cause: for each parameter a row, keyed by column. They print as a table.
 
     ``"gather"`` is the norm of the error of the gathered weights, divided by the norm of the weights. ``"gradient"`` is
     the same for gradients, and ``"cosine"`` compares the exact and the rounded gradient. Both are NaN without one.
     """
 
-    def __repr__(self) -> str:
-        return aligned([FORMS, *([format(row[head], form) for head, form in FORMS.items()] for row in self)])
+    forms: ClassVar = {
+        "parameter": str,
+        "gathers, reductions": str,
+        "gather": EXPONENT,
+        "gradient": EXPONENT,
+        "cosine": "{:.6f}".format,
+    }
 
 
 @tagged("wire_error")
@@ -83,7 +88,7 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
     formats = [f"{param.gather_format or 'exact'}, {param.reduce_format or 'exact'}" for param in params]
     gathers, _ = _errors(weights, state)
     rows = zip([param.path for param in params], formats, gathers, *_errors(gradients, state), strict=True)
-    return WireErrors(dict(zip(FORMS, row, strict=True)) for row in rows)
+    return WireErrors(dict(zip(WireErrors.forms, row, strict=True)) for row in rows)
 
 
 def _gradients(state: State, step: Callable[[], object]) -> dict[str, Tensor]:

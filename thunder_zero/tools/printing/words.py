@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from textwrap import wrap
+from typing import Any, ClassVar
 
 WIDTH = 100  # columns, without a terminal
 OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+)\.\w+\(")
@@ -20,11 +21,15 @@ def folded(words: str) -> str:
     return "\n".join(wrap(" ".join(words.split()), WIDTH, subsequent_indent="  "))
 
 
-def aligned(rows: Iterable[Iterable[str]]) -> str:
-    """Return a line for each row, with aligned columns."""
-    table = [list(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
+class PrintedRows(tuple[Mapping[str, Any], ...]):
+    """PrintedRows keyed by column, that print as a table. ``forms`` has a function from a value to text for each column."""
+
+    forms: ClassVar[Mapping[str, Callable[[Any], str]]]
+
+    def __repr__(self) -> str:
+        rows = [list(self.forms), *([form(row[column]) for column, form in self.forms.items()] for row in self)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def count(number: float) -> str:
