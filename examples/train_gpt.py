@@ -266,6 +266,7 @@ def draw_step(trainer: Trainer, traces: tz.tools.Traces) -> None:
     windows = train_batch(trainer.text, 0, trainer.shape, options.seed).to(trainer.ranks.device)
     options.out.mkdir(parents=True, exist_ok=True)
     write_step_report(
+        trainer.model,
         lambda: trainer.step(options.steps - 1),
         path,
         traces=traces,

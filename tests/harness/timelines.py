@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from math import prod
+from math import inf, prod
 from types import MappingProxyType
 
 import torch
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from thunder_zero.plan.layout import is_sharded
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.plan.policy import RECOMPUTE, STAGES, MiB, Policy
+from thunder_zero.plan.policy import RECOMPUTE, STAGES, MiB, Policy, Times
 from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Launch, Op, Reduce, Return, Wait, Work, ends
 from thunder_zero.schedule.timeline import Timeline, Value
 
@@ -302,6 +302,23 @@ def timelines(draw: st.DrawFn) -> Timeline:
     flags = st.tuples(often, st.booleans(), seldom, seldom)
     uses = [Use(path, draw(steps), *draw(flags)) for path in order]
     return with_cheap(lifted(plan, uses, training=draw(often)), draw(st.integers(0, (1 << CHEAP_BITS) - 1)))
+
+
+@st.composite
+def timed(draw: st.DrawFn) -> Timeline:
+    """Draw a lifted timeline whose policy has times of most buckets: small integers, so that sums are exact.
+
+    Units with parameters that are kept unsharded have no time in forward: prefetch would use it for their first read in
+    backward, where a test's clock counts no time.
+    """
+    timeline = draw(timelines())
+    plan = timeline.plan
+    seconds = st.dictionaries(st.sampled_from([param.path for param in plan.params]), st.integers(0, 60).map(float))
+    forward, backward = draw(seconds), draw(seconds)
+    once = {param.unit for param in plan.params if param.kept_unsharded and param.sharded}
+    forward = {path: time for path, time in forward.items() if plan.by_name[path].unit not in once}
+    times = Times(forward, backward, draw(st.sampled_from((0.5, 1.0, 4.0, 16.0, inf))))
+    return with_policy(timeline, times=times)
 
 
 def with_cheap(timeline: Timeline, which: int) -> Timeline:

@@ -102,6 +102,7 @@ def test_explain_names_each_line_of_a_zero3_parameter() -> None:
 
 ALONE = {"bucket_bytes": 0}
 ONE_AHEAD = ALONE | {"prefetch": 1, "in_flight_bytes": 2 * MATRIX}
+TIMES = tz.schedule.Times({weight(index): 1.0 for index in range(UNITS)}, {}, bytes_per_second=MATRIX / 2)
 REASONS: tuple[tuple[int, dict[str, Any], str, str], ...] = (  # stage, policy's fields, parameter, words
     # why a gather starts where it does
     (3, ALONE, weight(2), "right after the wait for layers.0.weight, 2 units ahead (Policy.prefetch)"),
@@ -110,6 +111,7 @@ REASONS: tuple[tuple[int, dict[str, Any], str, str], ...] = (  # stage, policy's
     (3, ALONE | {"in_flight_bytes": 0}, weight(2), "right before its use: Policy.in_flight_bytes=0"),
     (3, ALONE | {"in_flight_bytes": MATRIX}, weight(2), "layers.1.weight: earlier, more than 64 B would be in flight"),
     (3, ALONE | {"prefetch": 9}, weight(2), "layers.0.weight: the first gather of forward has the wire to itself"),
+    (3, ALONE | {"times": TIMES}, weight(2), "layers.1.weight: by the measured times (Policy.times) it still ends"),
     (3, ALONE, weight(0), "it starts with forward, so that it ends as soon as it can"),
     # how long the parameter lives
     (0, {}, weight(2), "every rank has all of it: DDP shards nothing"),

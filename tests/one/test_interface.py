@@ -253,6 +253,11 @@ def reductions_at_once(policy: Policy) -> int:
     return most
 
 
+def measured(bytes_per_second: float) -> tz.schedule.Times:
+    seconds = dict.fromkeys(PATHS, 1.0)
+    return tz.schedule.Times(seconds, seconds, bytes_per_second)
+
+
 TEXTBOOK = replace(tz.ZERO3, reshard_after_forward=True)
 LAYERS = [(f"layers.{number}.weight", f"layers.{number}.bias") for number in range(3)] + [("layers.3.bias",)]
 PATHS = {path for layer in LAYERS for path in layer}
@@ -288,6 +293,7 @@ SEEN: dict[str, tuple[Policy, Callable[[Policy], Any], list[tuple[Any, Any]]]] =
     ),
     "prefetch": (TEXTBOOK, most_ahead, [(0, 0), (1, 1), (3, 3)]),
     "in_flight_bytes": (replace(TEXTBOOK, prefetch=3), most_ahead, [(0, 0), (8 * 28, 1), (9 * 8 * 28, 3)]),
+    "times": (replace(TEXTBOOK, prefetch=0), most_ahead, [(None, 0), (measured(1e9), 1), (measured(1.0), 3)]),
     "gather_per_unit": (
         TEXTBOOK,
         lambda policy: [paths for paths in gathers(policy) if "layers.0.weight" in paths],

@@ -21,12 +21,12 @@ from tests.harness.errors import fails
 from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.schedule.names import launch_label, wait_label
-from thunder_zero.schedule.ops import Gather, Launch, Wait
+from thunder_zero.schedule.ops import Gather, Launch, Wait, ends
 from thunder_zero.tools import Device, Link, cli
 from thunder_zero.tools.forecast.rehearsal import Rehearsal
 from thunder_zero.tools.table.table import Table, table_of
 from thunder_zero.tools.views.page.data import Data, data_of
-from thunder_zero.tools.views.page.measured import by_profile
+from thunder_zero.tools.views.page.measured import by_profile, by_times
 from thunder_zero.tools.views.page.report import page_of
 
 DEVICE = Device("slow", {"float32": 1e9}, 1e10, 1 << 30, intra_node=Link(1e8, 1e-6), inter_node=Link(5e7, 1e-6))
@@ -255,6 +255,34 @@ def test_two_stages_are_compared_as_in_diff() -> None:
     other = tz.trace(torch.nn.Linear(4, 4), torch.ones(2, 4), world_size=2)
     fails(lambda: page_of(trace_model(3), DEVICE, beside=other), "ValueError", "the traces are of different modules")
     fails(lambda: page_of(trace_model(3), DEVICE, beside=3), "TypeError", "beside is of type int")  # type: ignore[arg-type]
+
+
+def make_times(table: Table, slower: float) -> tz.schedule.Times:
+    """Return times ``slower`` times the forecast's between waits for gathers. Gathers are as fast as forecast."""
+    timeline, costs = time_of(table).timeline, time_of(table).costs
+    waits = [index for index, op in enumerate(timeline.ops) if ends(op, Gather)]
+    phases: tuple[dict[str, float], dict[str, float]] = ({}, {})
+    for index, next_index in pairwise(waits):
+        if timeline.ops[index].backward is timeline.ops[next_index].backward:
+            seconds = sum(cost.seconds for cost in costs[index:next_index])
+            phases[timeline.ops[index].backward][timeline.ops[index].params[0]] = seconds * slower
+    gathers = [index for index, op in enumerate(timeline.ops) if isinstance(op, Gather)]
+    nbytes = sum(timeline.traffic(timeline.ops[index]).busiest for index in gathers)
+    return tz.schedule.Times(*phases, nbytes / sum(costs[index].wire_seconds for index in gathers))
+
+
+def test_measured_times_are_shown_beside_the_forecast() -> None:
+    table = make_table()
+    spans, expected = by_times(time_of(table), make_times(table, 1.0)).spans, time_of(table).spans
+    assert [(span.op, span.lane) for span in spans] == [(span.op, span.lane) for span in expected]
+    assert [span.end for span in spans] == pytest.approx([span.end for span in expected])
+    slower = by_times(time_of(table), make_times(table, 2.0))
+    assert slower.compute_seconds == pytest.approx(2 * time_of(table).compute_seconds)
+    assert slower.exposed_seconds < time_of(table).exposed_seconds
+    page = page_of(trace_model(), DEVICE, make_times(table, 2.0), **TRAINING)
+    assert [program["name"] for program in page["programs"]] == ["ZeRO-3", "measured times"]
+    assert "those of measure_times" in page["programs"][1]["note"]
+    assert len(page["differences"]) == 1
 
 
 def make_profile(table: Table, steps: int, gap: float) -> list[dict[str, Any]]:

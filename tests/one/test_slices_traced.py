@@ -7,6 +7,7 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import replace
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from tests.harness.errors import refused
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.schedule.names import label_of
-from thunder_zero.schedule.ops import Compute, Launch, Reduce, Wait, starts_collective
+from thunder_zero.schedule.ops import Compute, Gather, Launch, Reduce, Wait, ends, starts_collective
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Lane
 from thunder_zero.tools.time.costs import ring
-from thunder_zero.tools.views.page.measured import by_profile
+from thunder_zero.tools.views.page.measured import by_profile, by_times
 from thunder_zero.tools.views.page.report import page_of
 
 DOCS_PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallel.md"
@@ -158,6 +159,28 @@ def make_forecast() -> tuple[tz.tools.Estimate, dict[int, float]]:
             waits[span.op] += span.seconds
     assert len(waits) == 2
     return estimate, waits
+
+
+def test_measured_times_include_waits_for_slices() -> None:
+    estimate, waits = make_forecast()
+    timeline = estimate.timeline
+    gathers = [op for op in timeline.ops if isinstance(op, Gather)]
+    pairs = zip(timeline.ops, estimate.costs, strict=True)
+    wire_seconds = sum(cost.wire_seconds for op, cost in pairs if op in gathers)
+    for slower in (1.0, 3.0):
+        times: tuple[dict[str, float], dict[str, float]] = {}, {}
+        waits_for_gathers = [index for index, op in enumerate(timeline.ops) if ends(op, Gather)]
+        for index, following in pairwise(waits_for_gathers):
+            op = timeline.ops[index]
+            if op.backward is timeline.ops[following].backward:
+                stretch = range(index + 1, following)
+                times[op.backward][op.params[0]] = slower * sum(
+                    estimate.costs[inner].seconds + waits[inner] for inner in stretch
+                )
+        speed = sum(timeline.traffic(op).busiest for op in gathers) / wire_seconds
+        measured = by_times(estimate, tz.schedule.Times(*times, speed))
+        assert measured.compute_seconds == pytest.approx(slower * estimate.compute_seconds)
+        assert measured.exposed_on[Lane.TENSOR] == pytest.approx(slower * estimate.exposed_on[Lane.TENSOR])
 
 
 def test_a_profile_includes_waits_for_slices() -> None:

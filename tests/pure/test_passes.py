@@ -23,10 +23,11 @@ from tests.harness.timelines import (
     model,
     same_results,
     split,
+    timed,
     timelines,
     with_rank,
 )
-from thunder_zero.plan.policy import MiB, Policy
+from thunder_zero.plan.policy import MiB, Policy, Times
 from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.free import free
 from thunder_zero.schedule.lifetimes import gathered_bytes
@@ -144,9 +145,11 @@ def test_a_bucket_has_one_unit_dtype_and_collective_and_at_most_bucket_bytes(
     assert lines(bucket(timeline), Gather, Reduce) == split(launches)
 
 
-@pytest.mark.parametrize("step", [bucket, prefetch])
-def test_gathers_wait_for_shards_that_are_computed(step: Callable[[Timeline], Timeline]) -> None:
-    timeline = model(ROOMY, "a.p", "a.q", training=False)
+@pytest.mark.parametrize(
+    ("step", "times"), [(bucket, None), (prefetch, None), (prefetch, Times({}, {}, 1.0))], ids=["bucket", "", "times"]
+)
+def test_gathers_wait_for_shards_that_are_computed(step: Callable[[Timeline], Timeline], times: Times | None) -> None:
+    timeline = model(replace(ROOMY, times=times), "a.p", "a.q", training=False)
     after = step(with_line(timeline, 3, "t_a.q", "raw"))
     assert lines(after)[:5] == split("gather a.p; wait a.p; y0 <- x a.p; t_a.q <- raw; gather a.q")
 
@@ -260,7 +263,7 @@ def test_the_reduction_between_copies_starts_right_after_the_one_between_shards(
     """)
 
 
-@given(timelines(), st.integers(0, 7))
+@given(timelines() | timed(), st.integers(0, 7))
 def test_a_schedule_is_right(timeline: Timeline, rank: int) -> None:
     # ``run`` checks its timeline after each pass, but the check allows any order of computations.
     ops, values = timeline.ops, dict(timeline.values)
@@ -278,12 +281,12 @@ def test_a_schedule_is_right(timeline: Timeline, rank: int) -> None:
         )
 
 
-@pytest.mark.parametrize("stage", [3, *slow(2)])
-def test_the_work_grows_in_proportion_to_the_operations(stage: int) -> None:
+@pytest.mark.parametrize(("stage", "times"), [(3, None), *slow((2, None), (3, Times({}, {}, 1e9)))], ids=str)
+def test_the_work_grows_in_proportion_to_the_operations(stage: int, times: Times | None) -> None:
     # Counted in executed lines: four times the blocks may execute at most 4.2 times the lines.
 
     def executed(layers: int) -> int:
-        policy = Policy(stage=stage, bucket_bytes=8, in_flight_bytes=28, gather_per_unit=True)
+        policy = Policy(stage=stage, bucket_bytes=8, in_flight_bytes=28, times=times, gather_per_unit=True)
         timeline, count = gpt(layers, policy), 0
 
         def trace(frame: FrameType, event: str, argument: object) -> TraceFunction:

@@ -19,6 +19,7 @@ from tests.harness.errors import kind_and_text, refused
 from tests.harness.models import Zoo, is_plain
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
+from thunder_zero.schedule import Times
 
 import thunder
 
@@ -88,6 +89,11 @@ DIFFERENCES: list[Row] = [
     ("", {"stage": 2}, ("the policy's stage differs", "rank 0 has 3", "has 2", "the same policy")),
     ("", {"bucket_bytes": 8}, ("the policy's bucket_bytes differs", "has 8", "the same policy")),
     ("", {"prefetch": 7}, ("the policy's prefetch differs", "rank 0 has None", "has 7")),
+    (
+        "",
+        {"times": Times({}, {}, 7)},
+        ("the policy's times differs", "rank 0 has None", "bytes_per_second=7.0"),
+    ),
     ("", {"broadcast_from": 0}, ("the policy's broadcast_from differs", "rank 0 has None", "has 0")),
     ("", {"check_gradients": True}, ("the policy's check_gradients differs", "has True")),
     ("", {"unit_of": lambda module: ("a",)}, ("parameter 'a.weight' differs", "unit ''", "unit 'a'")),

@@ -95,6 +95,7 @@ def collectives(model: Any, folder: str) -> Mapping[str, Callable[[], object]]:
         "load": lambda: tz.load(f"{folder}/saved", model),
         "save_pretrained": lambda: tz.save_pretrained(model, f"{folder}/pretrained"),
         "wire_error": lambda: tz.tools.wire_error(bytewise, lambda: train(bytewise)),
+        "measure_times": lambda: tz.tools.measure_times(model, lambda: train(model), steps=1),
         "fit": lambda: tz.tools.fit(fresh(Mlp), X, memory_bytes=1 << 20, world_size=2),
         "calibrate": lambda: tz.tools.calibrate(seconds=0.01, dtypes=[torch.float32]),
         "backward again": lambda: train(model),

@@ -21,7 +21,7 @@ import torch
 
 from thunder_zero.plan.formats import Formats
 from thunder_zero.plan.from_fsdp2 import INSTEAD
-from thunder_zero.plan.policy import Policy
+from thunder_zero.plan.policy import Policy, Times
 from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.safetensors_files import SafetensorsWeights
 from thunder_zero.sharded.initial_values import Sources
@@ -77,6 +77,7 @@ class Arguments(TypedDict, total=False):
     bucket_bytes: int | None
     prefetch: int | None
     in_flight_bytes: int | None
+    times: Times | None
     gather_per_unit: bool
     reshard_after_forward: bool | None
     reshard_after_backward: bool

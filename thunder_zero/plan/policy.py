@@ -1,13 +1,15 @@
-"""The user's policy, and the table of stages. Frozen data.
+"""The user's policy, measured times, and the table of stages. Frozen data.
 
 Only ``STAGES`` defines the stages. All other code reads a row of this table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from math import isfinite
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from thunder_zero.plan.formats import Formats, require_formats
 from thunder_zero.plan.precision import MixedPrecision
@@ -35,6 +37,60 @@ STAGES: tuple[Stage, ...] = (
     Stage("ZeRO-2", True, False, True),
     Stage("ZeRO-3", True, False, False),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Measured times of compute between gathers, and the speed of a gather.
+
+    A gather is named by the path of the first parameter of its bucket. Ranks compare the ``repr`` of their times, which
+    contains a checksum of the seconds.
+
+    Attributes:
+        forward: a mapping from gathers to seconds of compute, without communication, from the gather's wait to the next
+            gather's wait. The last gather of a phase needs no entry. Any other missing entry counts as 0 seconds, so
+            that the next gather starts too early rather than too late.
+        backward: a mapping like ``forward``, for the gathers of backward.
+        bytes_per_second: the speed at which a rank sends, and receives, in a gather that has the wire to itself;
+            ``math.inf`` if nothing is sent.
+    """
+
+    forward: Mapping[str, float] = field(hash=False)
+    backward: Mapping[str, float] = field(hash=False)
+    bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        for phase in ("forward", "backward"):
+            object.__setattr__(self, phase, _check_times(phase, getattr(self, phase)))
+        if not _is_number(self.bytes_per_second) or not self.bytes_per_second > 0:
+            raise ValueError(
+                f"bytes_per_second is {self.bytes_per_second!r}; give the bytes that a rank sends per second, more "
+                f"than 0 (math.inf if nothing travels)"
+            )
+        object.__setattr__(self, "bytes_per_second", float(self.bytes_per_second))
+
+    def __repr__(self) -> str:
+        seconds = {"forward": self.forward, "backward": self.backward}
+        gathers = ", ".join(
+            f"{phase}=<{len(by_path)} gathers, {sum(by_path.values()):.3g} s>" for phase, by_path in seconds.items()
+        )
+        checksum = crc32(repr(seconds).encode())
+        return f"Times({gathers}, bytes_per_second={self.bytes_per_second}, <checksum {checksum:08x}>)"
+
+
+def _check_times(phase: str, seconds: object) -> dict[str, float]:
+    if not isinstance(seconds, Mapping):
+        raise ValueError(f"{phase} is {seconds!r}; give a mapping from paths of parameters to seconds")
+    for path, value in seconds.items():
+        if not isinstance(path, str):
+            raise ValueError(f"{phase} has times for {path!r}; give the path of a parameter")
+        if not _is_number(value) or not isfinite(value) or value < 0:
+            raise ValueError(f"{phase} of {path!r} is {value!r}; give seconds of compute, 0 or more")
+    return {path: float(seconds[path]) for path in sorted(seconds)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 COUNTS = {  # fields that hold a count, with the word for what is counted
@@ -82,6 +138,9 @@ class Policy:
             single collective of any size may be in flight. (Default None: on the CPU twice the largest unit, 4 to 32
             MiB, and one byte less for gathers; on a GPU the largest unit plus the largest bucket, but at most a quarter
             of the memory that is not state.)
+        times: measured times (:func:`thunder_zero.tools.measure_times`), which replace ``prefetch``. Each gather then
+            starts at the latest time at which it still ends before compute needs it, if the wire carries one collective
+            at a time. ``in_flight_bytes`` still applies (default None).
         gather_per_unit: True to gather a parameter that several units use in forward (tied weights) once for each unit,
             and to free it in between (default False: one gather). It has no effect on a parameter that is kept
             unsharded.
@@ -136,6 +195,7 @@ class Policy:
     bucket_bytes: int | None = None
     prefetch: int | None = None
     in_flight_bytes: int | None = None
+    times: Times | None = None
     gather_per_unit: bool = False
     reshard_after_forward: bool | None = None
     reshard_after_backward: bool = True
@@ -179,6 +239,10 @@ class Policy:
             raise ValueError(
                 f"mixed_precision is {self.mixed_precision!r}; give a thunder_zero.MixedPrecision, such as "
                 f"MixedPrecision(torch.bfloat16)"
+            )
+        if self.times is not None and not isinstance(self.times, Times):
+            raise ValueError(
+                f"times is {self.times!r}; give thunder_zero.schedule.Times, as measure_times makes them, or None"
             )
         if self.broadcast_from is not None and not is_count(self.broadcast_from):
             raise ValueError(f"broadcast_from is {self.broadcast_from!r}; give a rank of the process group, or None")

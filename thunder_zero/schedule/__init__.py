@@ -18,6 +18,7 @@ that will run. Each pass is a pure function in a module of its own. ``verify.py`
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.policy import Times
 from thunder_zero.plan.traffic import Traffic
 from thunder_zero.schedule.ops import Compute, Defer, Exchange, Free, Gather, Op, Reduce, Return, Wait, ends
 from thunder_zero.schedule.timeline import ScheduleError, Timeline
@@ -37,6 +38,7 @@ __all__ = [
     "Return",
     "ScheduleError",
     "Timeline",
+    "Times",
     "Traffic",
     "Wait",
     "check",

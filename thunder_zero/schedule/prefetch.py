@@ -13,9 +13,24 @@ gather starts right after an earlier wait, so that the computations between two 
     wait   c            wait   c
     compute ..          compute ..
 
-``Sizes.prefetch`` decides after which wait a gather starts. With ``prefetch=n``, the gathers of a unit start after the
-first wait of the n-th unit before it. In backward, a parameter that is kept unsharded counts as gathered ahead, and its
-first read as its wait.
+``Sizes.prefetch``, or ``policy.times``, decides after which wait a gather starts. With ``prefetch=n``, the gathers of a
+unit start after the first wait of the n-th unit before it. ``policy.times`` chooses the latest wait after which the
+gather can still end in time, with one gather at a time on the wire::
+
+    gather a            gather a
+    wait   a            wait   a
+    compute 3 s         gather b            1 s on the wire, from 0 s to 1 s after this wait
+    gather b            gather c            2 s on the wire, 1 s to 3 s
+    wait   b            compute 3 s
+    compute 1 s  -->    wait   b
+    gather c            gather d            2 s on the wire, 3 s to 5 s
+    wait   c            compute 1 s
+    compute 1 s         wait   c
+    gather d            compute 1 s
+    wait   d            wait   d
+
+Reductions that start between two waits also use the wire, before the gather of the second wait. In backward, a
+parameter that is kept unsharded counts as gathered ahead, and its first read as its wait.
 
 A gather never starts before its shards are written, nor before its phase.
 """
@@ -26,15 +41,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
+from math import inf
 
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.derived import gathered_from
-from thunder_zero.schedule.ops import Compute, Gather, Op, Wait, ends
+from thunder_zero.schedule.ops import Compute, Gather, Op, Reduce, Wait, ends
 from thunder_zero.schedule.timeline import Timeline
 
 
 def prefetch(timeline: Timeline) -> Timeline:
-    """Start each gather as early as ``Sizes.prefetch`` allows.
+    """Start each gather as early as ``Sizes.prefetch`` allows, or as late as ``policy.times`` allow.
 
     At most ``Sizes.ahead_bytes`` are in flight. The first gather of a phase has the wire to itself: gathers that are
     needed later would only delay it.
@@ -63,6 +80,7 @@ class _Use:
     index: int
     gather: Gather  # the launch of the bucket
     is_kept_unsharded: bool  # True if forward gathered the bucket, and backward has it from the start
+    nbytes: int  # bytes on the wire for the bucket's gather and for the reductions since the previous use
 
 
 class Bound(StrEnum):
@@ -71,6 +89,7 @@ class Bound(StrEnum):
     PHASE = "phase"  # the phase begins
     USE = "use"  # the policy starts each gather at its use
     PREFETCH = "prefetch"
+    TIMES = "times"
     IN_FLIGHT = "in_flight_bytes"
     FIRST = "first"  # the first gather of a phase has the wire to itself
     EARLIER = "earlier"  # the gather before it, or the line that writes its shards
@@ -103,7 +122,7 @@ def _phases(timeline: Timeline) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def _starts_at_use(plan: Plan) -> bool:
-    return plan.sizes.ahead_bytes == 0 or plan.sizes.prefetch == 0
+    return plan.sizes.ahead_bytes == 0 or (plan.sizes.prefetch == 0 and plan.policy.times is None)
 
 
 def _starts(timeline: Timeline, start: int, stop: int) -> list[tuple[int, Op]]:
@@ -124,14 +143,18 @@ def _uses(timeline: Timeline, start: int, stop: int) -> list[_Use]:
     kept_gathers = _gathered_in_forward(timeline, start)
     seen_handles: set[str] = set()
     uses: list[_Use] = []
+    reduced_bytes = 0
     for index in range(start, stop):
         op = timeline.ops[index]
         for gather in [kept_gathers[read] for read in op.reads if read in kept_gathers]:
             if gather.handle not in seen_handles:
                 seen_handles.add(gather.handle)
-                uses.append(_Use(index - 1, gather, True))
-        if ends(op, Gather) and isinstance(op.launch, Gather):
-            uses.append(_Use(index, op.launch, False))
+                uses.append(_Use(index - 1, gather, True, 0))
+        if isinstance(op, Reduce):
+            reduced_bytes += timeline.traffic(op).busiest
+        elif ends(op, Gather) and isinstance(op.launch, Gather):
+            uses.append(_Use(index, op.launch, False, reduced_bytes + timeline.traffic(op.launch).busiest))
+            reduced_bytes = 0
     return uses
 
 
@@ -155,12 +178,20 @@ def _gathered_in_forward(timeline: Timeline, backward_start: int) -> dict[str, G
 def _bounds(timeline: Timeline, uses: Sequence[_Use]) -> list[dict[Bound, int]]:
     """Return, for each bucket and :class:`Bound`, how many earlier buckets must be used before the bucket's gather
     starts. The largest number decides."""
+    policy = timeline.plan.policy
     in_bound = ended_before([timeline.traffic(use.gather).full for use in uses], timeline.plan.sizes.ahead_bytes)
-    units = [timeline.params_of(use.gather)[0].unit for use in uses]
-    ahead = ended_units(units, timeline.plan.sizes.prefetch)
+    if policy.times is None:
+        units = [timeline.params_of(use.gather)[0].unit for use in uses]
+        name, ahead = Bound.PREFETCH, ended_units(units, timeline.plan.sizes.prefetch)
+    else:
+        # A bucket that forward gathered has no wait in backward that could be timed, so its time in forward is used.
+        # Backward computes longer, so the next gathers start too early rather than too late.
+        phases = policy.times.forward, policy.times.backward
+        computed = [phases[use.gather.backward].get(use.gather.params[0], 0.0) for use in uses]
+        name = Bound.TIMES
+        ahead = ended_in_time(computed, [use.nbytes / policy.times.bytes_per_second for use in uses])
     return [
-        {Bound.PREFETCH: ahead[index], Bound.IN_FLIGHT: in_bound[index], Bound.FIRST: min(index, 1)}
-        for index in range(len(uses))
+        {name: ahead[index], Bound.IN_FLIGHT: in_bound[index], Bound.FIRST: min(index, 1)} for index in range(len(uses))
     ]
 
 
@@ -200,3 +231,30 @@ def ended_before(nbytes: Sequence[int], bound: int) -> list[int]:
             ended += 1
         counts.append(ended)
     return counts
+
+
+def ended_in_time(computed: Sequence[float], on_wire: Sequence[float]) -> list[int]:
+    """Return how many gathers in a sequence have ended at the latest start of each gather.
+
+    A gather that starts then still ends before compute waits for it, and so do all later gathers. One gather at a time
+    is on the wire. A gather starts right after a wait, or before all waits.
+
+    Args:
+        computed: seconds of compute from each gather's wait to the next wait.
+        on_wire: seconds on the wire of each gather and of the reductions before it.
+
+    >>> ended_in_time([3.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0])  # waits at 0, 3, 4, 5 s; starts at -1, 2, 3, 4 s
+    [0, 1, 2, 3]
+    >>> ended_in_time([3.0, 1.0, 1.0, 1.0], [1.0, 1.0, 2.0, 2.0])  # starts at -1, 0, 1, 3 s
+    [0, 1, 1, 2]
+    """
+    waits = list(accumulate(computed, initial=0.0))
+    counts: list[int] = []
+    start, ended = inf, len(on_wire)
+    for index in reversed(range(len(on_wire))):
+        start = min(waits[index], start) - on_wire[index]
+        ended = min(ended, index)
+        while ended and waits[ended - 1] > start:
+            ended -= 1
+        counts.append(ended)
+    return counts[::-1]

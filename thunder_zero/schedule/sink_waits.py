@@ -157,10 +157,10 @@ def gathers_ahead(timeline: Timeline) -> dict[int, tuple[int, int]]:
 
     Gathers with no computation between them are a group. The first number is how many reductions of gradients began
     before the last ``Sizes.prefetch`` groups. The second number is the bytes of the group up to this gather. The
-    mapping is empty if ``Sizes.prefetch`` is 0.
+    mapping is empty if ``Sizes.prefetch`` is 0 or ``Policy.times`` replaces it.
     """
     prefetch = timeline.plan.sizes.prefetch
-    if prefetch == 0:
+    if timeline.plan.policy.times is not None or prefetch == 0:
         return {}
     begun: list[int] = []  # number of reductions before each group
     result: dict[int, tuple[int, int]] = {}

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # the public names, which are imported when they are first us
     from thunder_zero.tools.forecast.memory import memory as memory
     from thunder_zero.tools.forecast.resized import resized as resized
     from thunder_zero.tools.format_errors import wire_error as wire_error
+    from thunder_zero.tools.measure import measure_times as measure_times
     from thunder_zero.tools.models.named import MODELS as MODELS
     from thunder_zero.tools.models.named import NamedModel as NamedModel
     from thunder_zero.tools.plan.candidate import Prices as Prices

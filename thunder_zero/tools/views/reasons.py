@@ -52,6 +52,7 @@ def _why_gather(table: Table, op: Gather) -> str:
     place, count = _place(timeline, after), "one unit" if sizes.prefetch == 1 else f"{sizes.prefetch} units"
     return {
         Bound.PREFETCH: f"it starts {place}, {count} ahead (Policy.prefetch)",
+        Bound.TIMES: f"it starts {place}: by the measured times (Policy.times) it still ends before its use",
         Bound.FIRST: f"it starts {place}: the first gather of {phase} has the wire to itself",
         Bound.IN_FLIGHT: f"it starts {place}: earlier, more than {size(sizes.in_flight_bytes)} would be in flight "
         "(Policy.in_flight_bytes)",

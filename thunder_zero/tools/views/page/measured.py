@@ -1,4 +1,4 @@
-"""Puts the measured times of a profile of a step into an estimate.
+"""Puts measured times, from ``measure_times`` or a profile of a step, into an estimate.
 
 In: the forecast of a step, and measured times. Out: an estimate with the measured times. The lines between two measured
 moments share the measured time in the forecast's proportions. Waits of torch's tensor parallelism are not measured, and
@@ -10,23 +10,51 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import isfinite
 from typing import Any
 
+from thunder_zero.plan.policy import Times
 from thunder_zero.schedule.names import label_of
 from thunder_zero.schedule.ops import (
     Compute,
+    Gather,
     Launch,
     Op,
     Return,
     Wait,
+    ends,
     ends_collective,
     starts_collective,
 )
-from thunder_zero.tools.devices.device import Lane
+from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.tools.devices.device import Cost, Lane
 from thunder_zero.tools.time.estimate import Estimate
 from thunder_zero.tools.time.lanes import Span
 
 MICRO = 1e6  # a profile's unit of time is a microsecond
+
+
+def by_times(forecast: Estimate, times: Times) -> Estimate:
+    """Return the estimate with measured seconds between waits for gathers, and with the measured gather speed.
+
+    Lines before the first wait or after the last wait of a phase are not measured. The mean factor of the measured
+    lines scales these lines.
+    """
+    ops, costs = forecast.timeline.ops, [_scaled(cost, 1.0, 1.0) for cost in forecast.costs]
+    seconds_of = _busy_seconds(replace(forecast, costs=tuple(costs)))
+    factors: list[float | None] = [None] * len(ops)
+    for stretch, seconds in _stretches(forecast.timeline, times):
+        total = sum(seconds_of[index] for index in stretch)
+        factors[stretch.start : stretch.stop] = [seconds / total if total else None] * len(stretch)
+    known = (index for index, factor in enumerate(factors) if factor is not None)
+    measured = [index for index in known if isinstance(ops[index], Compute)]
+    expected = sum(seconds_of[index] for index in measured)
+    mean = sum(seconds_of[index] * (factors[index] or 0.0) for index in measured) / expected if expected else 1.0
+    wire_factor = _wire_factor(forecast, times)
+    for index, cost in enumerate(costs):
+        factor = mean if (own := factors[index]) is None else own
+        costs[index] = _scaled(cost, factor, factor if _is_exchange(ops[index]) else wire_factor)
+    return replace(forecast, costs=tuple(costs))
 
 
 def _is_exchange(op: Op) -> bool:
@@ -41,6 +69,30 @@ def _busy_seconds(forecast: Estimate) -> list[float]:
         if span.waits and _is_exchange(ops[span.op]):
             busy[span.op] += span.seconds
     return busy
+
+
+def _stretches(timeline: Timeline, times: Times) -> Iterator[tuple[range, float]]:
+    """Yield (range of operations, measured seconds) pairs, from each wait for a gather to the next."""
+    waits = [index for index, op in enumerate(timeline.ops) if ends(op, Gather)]
+    for wait, following in pairwise(waits):
+        op = timeline.ops[wait]
+        seconds = (times.backward if op.backward else times.forward).get(op.params[0])
+        if seconds is not None and timeline.ops[following].backward is op.backward:
+            yield range(wait + 1, following), seconds
+
+
+def _wire_factor(forecast: Estimate, times: Times) -> float:
+    """Return the measured seconds of gathers, divided by the forecast seconds."""
+    gathers = [index for index, op in enumerate(forecast.timeline.ops) if isinstance(op, Gather)]
+    nbytes = sum(forecast.timeline.traffic(forecast.timeline.ops[index]).busiest for index in gathers)
+    seconds = sum(forecast.costs[index].wire_seconds for index in gathers)
+    return nbytes / times.bytes_per_second / seconds if seconds and isfinite(times.bytes_per_second) else 1.0
+
+
+def _scaled(cost: Cost, compute: float, wire: float) -> Cost:
+    """Return a cost with scaled seconds. Measured compute includes load, launch and finish, so they become 0."""
+    seconds, wire_seconds = cost.seconds * compute, cost.wire_seconds * wire
+    return replace(cost, seconds=seconds, wire_seconds=wire_seconds, load=0.0, launch_seconds=0.0, finish_seconds=0.0)
 
 
 def by_profile(forecast: Estimate, events: Sequence[Mapping[str, Any]]) -> Estimate:

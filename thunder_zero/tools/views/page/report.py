@@ -18,7 +18,7 @@ from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.compat.jitted import plain_of
 from thunder_zero.plan.amounts import duration, float_dtype, name_of
 from thunder_zero.plan.mesh import Mesh
-from thunder_zero.plan.policy import STAGES, Policy
+from thunder_zero.plan.policy import STAGES, Policy, Times
 from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
@@ -32,13 +32,18 @@ from thunder_zero.tools.printing.words import count
 from thunder_zero.tools.table.table import Table, step_table, table_of
 from thunder_zero.tools.time.estimate import estimate
 from thunder_zero.tools.views.page.data import Data, data_of, differences, top_of
-from thunder_zero.tools.views.page.measured import by_profile
+from thunder_zero.tools.views.page.measured import by_profile, by_times
 from thunder_zero.tools.views.save_timeline import events_of
 from thunder_zero.traces.compiled import Traces
 
 if TYPE_CHECKING:
     from thunder.core.module import ThunderModule
 
+Measured = Times | str | PathLike[str]
+BY_TIMES = (
+    "Compute between the waits of gathers, and the speed of gathers, are those of measure_times; lines between two "
+    "waits share the time as in the forecast, and what was not measured is scaled like the rest."
+)
 BY_PROFILE = (
     "Launches and waits are where the profile has them, as the host saw them: a collective is drawn from its launch to "
     "the end of its wait. Lines between them share the time as in the forecast."
@@ -50,7 +55,7 @@ def report(
     path: str | PathLike[str],
     *,
     device: Device | str,
-    measured: str | PathLike[str] | None = None,
+    measured: Measured | None = None,
     beside: Traces | None = None,
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
@@ -69,8 +74,8 @@ def report(
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
         path: the file to write.
         device: the device of the forecast, as for :func:`thunder_zero.tools.estimate`.
-        measured: a measured step to show beside the forecast: a file from
-            ``torch.profiler.profile.export_chrome_trace``.
+        measured: times to show beside the forecast: the result of :func:`thunder_zero.tools.measure_times`, or a file
+            from ``torch.profiler.profile.export_chrome_trace``.
         beside: other traces of the module to show on the page, such as traces of another stage.
         loss, optimizer: as for :func:`thunder_zero.tools.memory` (default: the step has no loss and no optimizer).
         title: the title of the page, such as the model's name (default: the model's class, if a model is given).
@@ -82,7 +87,7 @@ def report(
 def page_of(
     model_or_traces: ThunderModule | Traces,
     device: Device | str,
-    measured: str | PathLike[str] | None = None,
+    measured: Measured | None = None,
     beside: Traces | None = None,
     *,
     loss: Loss | None = None,
@@ -101,7 +106,10 @@ def page_of(
     programs = [data_of(name, first)]
     if measured is not None:
         tables.append(_measured(first, measured))
-        programs.append(data_of("profile", tables[-1], BY_PROFILE))
+        is_times = isinstance(measured, Times)
+        programs.append(
+            data_of("measured times" if is_times else "profile", tables[-1], BY_TIMES if is_times else BY_PROFILE)
+        )
     for table in others:
         other = STAGES[table.traces.plan.policy.stage].name
         tables.append(table)
@@ -118,9 +126,11 @@ def page_of(
     }
 
 
-def _measured(forecast: Table, measured: str | PathLike[str]) -> Table:
+def _measured(forecast: Table, measured: Measured) -> Table:
     """Return the table with the measured times."""
     assert forecast.time is not None
+    if isinstance(measured, Times):
+        return table_of(forecast.traces, forecast.memory, by_times(forecast.time, measured))
     time = estimate(forecast.traces, forecast.time.device)  # launches in a profile do not delimit the loss
     return table_of(forecast.traces, forecast.memory, by_profile(time, events_of(Path(measured))))
 
