@@ -83,15 +83,32 @@ class SafetensorsWeights(Mapping[str, Tensor]):
                 self._files[name] = file
 
     def __getitem__(self, name: str) -> Tensor:
-        with _opened(self._files[name]) as file:
-            value: Tensor = file.get_tensor(name)
-        return value
+        return self.rows(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 
     def __len__(self) -> int:
         return len(self._files)
+
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Read some rows of a tensor, by default all. A tensor without dimensions is read whole."""
+        with _opened(self._files[name]) as file:
+            part = file.get_slice(name)
+            value: Tensor = file.get_tensor(name) if stop is None or not part.get_shape() else part[start:stop]
+        return value
+
+    def describe(self, name: str, key: str, dtype: torch.dtype | None) -> TensorToWrite:
+        """Describe a tensor, with the aliases that the metadata of its file names. ``dtype`` replaces a float dtype."""
+        with _opened(self._files[name]) as file:
+            shape, text = tuple(file.get_slice(name).get_shape()), (file.metadata() or {}).get("aliases", "{}")
+        try:
+            aliases = tuple(alias for alias, first in json.loads(text).items() if first == name)
+        except (ValueError, AttributeError):
+            raise ValueError(
+                f"{self._files[name]} names its tied weights in {text!r:.80}, which is no JSON object; fetch it again"
+            ) from None
+        return TensorToWrite(name, shape, dtype_to_write(self.rows(name, 0, 0).dtype, dtype), key, aliases)
 
 
 def _names_by_file(path: Path) -> Iterator[tuple[Path, Iterable[str]]]:

@@ -87,6 +87,13 @@ def test_missing_and_changed_files_are_named(tmp_path: Path) -> None:
 # The folder
 
 
+def test_latest_moves_only_if_asked(tmp_path: Path) -> None:
+    save(tmp_path / "a")
+    folder.prepare(tmp_path / "b")
+    folder.publish(tmp_path / "b", 1, (), latest=False)
+    assert folder.locate(tmp_path / "latest") == tmp_path / "a"
+
+
 def test_a_full_disk_at_the_last_moment_leaves_latest(tmp_path: Path) -> None:
     save(tmp_path / "a")
     with mock.patch.object(os, "fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")):

@@ -1,9 +1,10 @@
-"""Checkpoints become single files without ranks; damaged checkpoints are refused; the command line reports both."""
+"""Single files become checkpoints and back without ranks; wrong files are refused; the command line reports both."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +12,12 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
+import thunder_zero as tz
 from tests.harness.errors import fails
-from thunder_zero.checkpoint import folder
-from thunder_zero.checkpoint.contents import MODEL
-from thunder_zero.checkpoint.dcp_write import WritePlanner, write_planned
-from thunder_zero.checkpoint.save import finish_checkpoint
 from thunder_zero.safetensors_files import TensorToWrite, split_into_files
 from thunder_zero.tools import cli, consolidate
 from thunder_zero.tools.convert import open_checkpoint
@@ -29,7 +27,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 def weights() -> dict[str, Tensor]:
-    """Return tensors with odd numbers of bytes, a scalar and an empty tensor."""
+    """Return tensors with rows for three ranks, odd numbers of bytes, a scalar and an empty tensor."""
     return {
         "flags": torch.tensor([True, False, True]),
         "scale": torch.tensor(3.0),
@@ -45,13 +43,15 @@ def assert_same(result: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(result[name], value, atol=0, rtol=0)
 
 
+def data_bytes(path: Path) -> list[int]:
+    return [file.stat().st_size for file in sorted(path.glob("*.distcp"))]
+
+
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """Return a folder with a checkpoint ``start``."""
-    path = tmp_path / "runs/start"
-    folder.prepare(path)
-    entries = WritePlanner({(MODEL, name): value for name, value in weights().items()})
-    finish_checkpoint(path, [write_planned(folder.staging_of(path), 0, entries)], None)
+    save_file(weights(), tmp_path / "in.safetensors")
+    tz.tools.shard_safetensors(tmp_path / "in.safetensors", tmp_path / "runs/start", ranks=3)
     return tmp_path / "runs"
 
 
@@ -67,17 +67,74 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
     return run
 
 
-# Files
+# From files
 
 
-def test_tensors_are_aligned_and_equal(runs: Path, tmp_path: Path) -> None:
+def test_an_index_its_folder_or_a_folder_with_one_file_is_read(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "hub").mkdir()
+    files = consolidate(runs / "start", tmp_path / "hub/model.safetensors", max_file_bytes=10)
+    assert len(files) > 3
+    (tmp_path / "alone").mkdir()
+    shutil.copy(tmp_path / "in.safetensors", tmp_path / "alone/model.safetensors")
+    for source in ("hub/model.safetensors.index.json", "hub", "alone"):
+        tz.tools.shard_safetensors(tmp_path / source, runs / "again", ranks=2)
+        assert_same(load_file(consolidate(runs / "again", tmp_path / "one.safetensors")[0]), weights())
+
+
+def test_floats_are_cast_and_tensors_aligned(runs: Path, tmp_path: Path, command: Command) -> None:
+    assert command("shard", tmp_path / "in.safetensors", tmp_path / "start", "--ranks", 2, "--dtype", "float32")[0] == 0
+    (cast,) = consolidate(tmp_path / "start", tmp_path / "one.safetensors")
+    expected = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights().items()}
+    assert_same(load_file(cast), expected)
     (wide,) = consolidate(runs / "start", tmp_path / "wide.safetensors")
-    assert_same(load_file(wide), weights())
     content = wide.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
     for name, tensor in weights().items():
         assert (8 + length + header[name]["data_offsets"][0]) % tensor.itemsize == 0, name
+    save_file(expected, tmp_path / "right.safetensors")
+    tz.tools.shard_safetensors(tmp_path / "right.safetensors", tmp_path / "right", ranks=2)
+    assert data_bytes(tmp_path / "start") == data_bytes(
+        tmp_path / "right"
+    )  # readers cast, so only bytes show the dtype
+
+
+INDEX = "model.safetensors.index.json"
+DAMAGED = " is no safetensors file, or damaged ("
+GARBAGE = [
+    ("in.safetensors", b"no tensors, no tensors", f"in.safetensors{DAMAGED}"),
+    ("in.safetensors", save(weights(), {"aliases": "{"}), "in.safetensors names its tied weights in '{'"),
+    ("in.safetensors", save(weights(), {"aliases": "[]"}), "in.safetensors names its tied weights in '[]'"),
+    ("in.pt", b"PK", f"in.pt{DAMAGED}"),
+    (INDEX, b"[1]", f"{INDEX} is no index of safetensors files"),
+    (INDEX, b"{", f"{INDEX} is no index of safetensors files"),
+    (INDEX, b'{"weight_map": {"no": "good.safetensors"}}', "good.safetensors has 'no', which it does not"),
+    (INDEX, b'{"weight_map": {"no": "none.safetensors"}}', "none.safetensors does not exist, and the index names it"),
+    ("folder/in", b"", "folder has no safetensors file"),
+]
+
+
+def test_garbage_is_refused_in_one_sentence(tmp_path: Path, command: Command) -> None:
+    save_file(weights(), tmp_path / "good.safetensors")
+    (tmp_path / "folder").mkdir()
+    for name, content, sentence in GARBAGE:
+        (tmp_path / name).write_bytes(content)
+        code, out, err = command("shard", tmp_path / name.removesuffix("/in"), tmp_path / "start")
+        assert (code, out, err.count("\n")) == (1, "", 1), (name, content)
+        assert err.startswith("thunder-zero: "), err
+        assert sentence in err, (sentence, err)
+        assert "; " in err, err
+    assert not (tmp_path / "start").exists()
+
+
+def test_latest_keeps_its_checkpoint(runs: Path, tmp_path: Path) -> None:
+    assert not (runs / "latest").is_symlink()
+    (runs / "latest").symlink_to("start")
+    tz.tools.shard_safetensors(tmp_path / "in.safetensors", runs / "other")
+    assert (runs / "latest").readlink() == Path("start")
+
+
+# To files
 
 
 def test_splitting_into_files_takes_linear_time() -> None:
@@ -186,6 +243,9 @@ def test_files_are_printed_to_stdout_and_bars_to_stderr(
     _, out, err = command("consolidate", runs / "start", runs / "m.safetensors")
     assert out == f"{runs / 'm.safetensors'}  {(runs / 'm.safetensors').stat().st_size:,} B\n"
     assert (last(err, "verify start"), last(err, "write m.safetensors")) == ("100%", "100%")
+    _, out, err = command("shard", runs.parent / "in.safetensors", runs / "again", "--ranks", 2)
+    assert out == f"{runs / 'again'}\n"
+    assert last(err, "write again") == "100%"
 
 
 def last(printed: str, bar: str) -> str:

@@ -117,6 +117,7 @@ def calls_alone(model: Any, optimizer: Any, ema: tz.EMA, folder: Path) -> Iterat
     yield lambda: tz.tools.report(traces, folder / "report.html", device="h100")
     yield lambda: tz.tools.plan_training(fresh(Mlp), X, world_size=2, device="h100", stages=(3,))
     yield lambda: tz.tools.consolidate(folder / "saved", folder / "one.safetensors")
+    yield lambda: tz.tools.shard_safetensors(folder / "one.safetensors", folder / "start", ranks=2)
     yield lambda: tz.whole(torch.optim.Muon, [param for param in model.parameters() if param.ndim == 2])
     yield lambda: tz.EMA(model)
     yield ema.update

@@ -1,4 +1,4 @@
-"""Checkpoints become single files, and start models, with equal values, names, ties and dtypes, a tensor at a time."""
+"""Checkpoints become single files and come back with equal values, names, ties and dtypes, a tensor at a time."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ def save(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Tensor], d
     for _ in range(STEPS):
         take_step(odd, counting)
         take_step(model, optimizer)
-    tz.save(folder / "bare", model)
     tz.save(folder / "odd", odd, counting)
     tz.save(folder / "step-2", model, optimizer)
     weights = tz.full_state_dict(model)
@@ -174,14 +173,16 @@ def test_one_tensor_is_in_memory_at_a_time(run: Run, tmp_path: Path) -> None:
     assert max(counts) <= 1
 
 
-def load(rank: int, world_size: int, file: Path, expected: dict[str, Tensor]) -> None:
-    model = sharded(fresh(Small), 2, weights=file)
+def load(rank: int, world_size: int, path: Path, expected: dict[str, Tensor]) -> None:
+    model = sharded(fresh(Small), 2)
+    tz.load(path, model)
     assert differing(tz.full_state_dict(model), expected) == []
 
 
-def test_a_model_starts_from_a_safetensors_file(run: Run, ranks_pool: RanksPool, tmp_path: Path) -> None:
+def test_a_safetensors_file_becomes_a_checkpoint(run: Run, ranks_pool: RanksPool, tmp_path: Path) -> None:
     (file,) = tz.tools.consolidate(run.path, tmp_path / "model.safetensors")
-    ranks_pool.run(2, load, file, run.weights)
+    assert tz.tools.shard_safetensors(file, tmp_path / "start", ranks=4) == tmp_path / "start"
+    ranks_pool.run(2, load, tmp_path / "start", run.weights)
 
 
 def test_the_command_inspects_and_consolidates(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,11 +213,14 @@ def test_the_command_inspects_and_consolidates(run: Run, tmp_path: Path, capsys:
 
 def test_wrong_arguments_are_refused(run: Run, tmp_path: Path) -> None:
     tz.tools.consolidate(run.path, tmp_path / "model.safetensors")
+    bare = tz.tools.shard_safetensors(tmp_path / "model.safetensors", tmp_path / "bare")
     ending = "model.pt ends in '.pt'; pass a name that ends in .safetensors, or call torch's dcp_to_torch_save"
     for path, name, options, words in (
         (run.path, "model.pt", {}, ending),
         (run.path, "no.safetensors", {"dtype": torch.int8}, "dtype is torch.int8; give a dtype of floating-point"),
-        (run.folder / "bare", "no.safetensors", {"optimizer": True}, "has no optimizer; consolidate without one"),
+        (bare, "no.safetensors", {"optimizer": True}, "has no optimizer; consolidate without one"),
     ):
         fails(partial(tz.tools.consolidate, path, tmp_path / name, **options), words)
     assert not (tmp_path / "no.safetensors").exists()
+    no_files = partial(tz.tools.shard_safetensors, tmp_path / "no", tmp_path / "no", ranks=0)
+    fails(no_files, "ranks is 0; pass the number of files")

@@ -146,7 +146,7 @@ def prepare(path: Path) -> None:
         owner.write(staging)
 
 
-def publish(path: Path, ranks: int, files: tuple[File, ...]) -> None:
+def publish(path: Path, ranks: int, files: tuple[File, ...], *, latest: bool = True) -> None:
     """Check that all files exist, add the manifest, and make the checkpoint visible in one rename. Move ``latest``."""
     staging = staging_of(path)
     if other := owner.other(staging):
@@ -167,11 +167,12 @@ def publish(path: Path, ranks: int, files: tuple[File, ...]) -> None:
         os.rename(path, _replaced(path))
     os.rename(staging, path)
     sync_folder(path.parent)
-    moving = path.parent / f".{LATEST}.moving"
-    moving.unlink(missing_ok=True)
-    moving.symlink_to(path.name)
-    os.replace(moving, path.parent / LATEST)
-    sync_folder(path.parent)
+    if latest:
+        moving = path.parent / f".{LATEST}.moving"
+        moving.unlink(missing_ok=True)
+        moving.symlink_to(path.name)
+        os.replace(moving, path.parent / LATEST)
+        sync_folder(path.parent)
     if _replaced(path).is_dir():
         remove(_replaced(path))
 

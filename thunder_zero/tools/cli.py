@@ -2,6 +2,7 @@
 
 thunder-zero inspect CHECKPOINT [--verify]
 thunder-zero consolidate CHECKPOINT OUT.safetensors [--dtype bfloat16] [--optimizer] [--ema NAME]
+thunder-zero shard IN.safetensors CHECKPOINT [--ranks 8] [--dtype float32]
 thunder-zero trace FILE.py:function [--world-size 8] [--stage 3] [--rank 0] [--all] [--json]
 thunder-zero report FILE.py:function [--out report.html] [--world-size 8] [--stage 3] [--beside 2] [--json]
 thunder-zero plan --model llama3-8b --world-size 1024 [--device h100] [--memory-bytes 80GiB] [--json]
@@ -65,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. Commands import modules lazily, so that help is quick."""
     root = argparse.ArgumentParser("thunder-zero", description=DESCRIPTION)
     commands = root.add_subparsers(dest="command", required=True)
-    for add_command in (_inspect, _consolidate, _trace, _report, _plan, _why, _calibrate):
+    for add_command in (_inspect, _consolidate, _shard, _trace, _report, _plan, _why, _calibrate):
         add_command(commands.add_parser)
     return root
 
@@ -113,6 +114,19 @@ def _consolidate(add: Add) -> None:
     cmd.add_argument("--ema", metavar="NAME", help="averages of the EMA that was saved as this extra, as parameters")
     cmd.add_argument("--max-file-bytes", metavar="BYTES", help="of each of several files, such as 5GB (default: one)")
     cmd.add_argument("--no-verify", dest="verify_files", action="store_false", help="read another tool's checkpoint")
+
+
+def _shard(add: Add) -> None:
+    def run(options: argparse.Namespace) -> None:
+        from thunder_zero.tools.convert.shard_safetensors import shard_safetensors
+
+        print(shard_safetensors(options.source, options.checkpoint, options.ranks, dtype=options.dtype))
+
+    cmd = _command(add, "shard", "make a checkpoint from safetensors files; does not move `latest`", run)
+    cmd.add_argument("source", type=Path, help="the file, the index of several, or a folder with either")
+    cmd.add_argument("checkpoint", type=Path)
+    cmd.add_argument("--ranks", type=int, default=1, help="number of files, one for the rows of each rank (default: 1)")
+    cmd.add_argument("--dtype", help="of floating-point tensors, such as bfloat16 or bf16 (default: as in the source)")
 
 
 def _trace(add: Add) -> None:

@@ -22,7 +22,7 @@ def folded(words: str) -> str:
 
 
 class PrintedRows(tuple[Mapping[str, Any], ...]):
-    """PrintedRows keyed by column, that print as a table. ``forms`` has a function from a value to text for each column."""
+    """Rows keyed by column, that print as a table. ``forms`` has a function from a value to text for each column."""
 
     forms: ClassVar[Mapping[str, Callable[[Any], str]]]
 
