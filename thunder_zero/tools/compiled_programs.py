@@ -29,15 +29,18 @@ class Programs(PrintedRows):
         "nbytes": size,
         "why": lambda reason: reason or "",
     }
+    has_heads = False
+
+    def __repr__(self) -> str:
+        return super().__repr__() or "no programs: the model was not called yet"
 
 
 def programs(model: ThunderModule) -> Programs:
     """Return a model's compiled programs, ordered by their last run.
 
     >>> print(tz.tools.programs(model))
-    graph    kind      inputs           seconds  nbytes    why
-    graph 0  training  tokens (2, 128)  1.4 s    11.2 MiB
-    graph 0  training  tokens (2, s27)  2.3 s    14.0 MiB  tensor 'tokens' size mismatch at index 1. expected 128, ...
+    graph 0  training  tokens (2, 128)  1.4 s  11.2 MiB
+    graph 0  training  tokens (2, s27)  2.3 s  14.0 MiB  tensor 'tokens' size mismatch at index 1. expected 128, ...
     """
     rows = []
     for captured in captured_forward(model).kept.values():

@@ -22,12 +22,14 @@ def folded(words: str) -> str:
 
 
 class PrintedRows(tuple[Mapping[str, Any], ...]):
-    """Rows keyed by column, that print as a table. ``forms`` has a function from a value to text for each column."""
+    """Rows keyed by column, that print as a table, with or without heads."""
 
-    forms: ClassVar[Mapping[str, Callable[[Any], str]]]
+    forms: ClassVar[Mapping[str, Callable[[Any], str]]]  # a function from a value to text for each column
+    has_heads: ClassVar[bool] = True
 
     def __repr__(self) -> str:
-        rows = [list(self.forms), *([form(row[column]) for column, form in self.forms.items()] for row in self)]
+        rows = [list(self.forms)] * self.has_heads
+        rows += [[form(row[column]) for column, form in self.forms.items()] for row in self]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
