@@ -439,7 +439,7 @@ def test_backward_has_the_random_numbers_of_forward(then: Callable[[Tensor], Ten
         model = assert_same_as_eager(fresh(Layer, then), X[:1].repeat(rows, 1))
         states = "run_with_rng_state" in str(tz.traces_of(model).backward)
         assert states == (then is drops_much_in_a_checkpoint)
-    assert "s" in str(tz.tools.programs(model)[0].inputs)
+    assert "s" in str(tz.tools.programs(model)[0]["inputs"])
 
 
 @pytest.mark.parametrize("weighted", [*slow(False), True])

@@ -14,6 +14,7 @@ from torch import nn
 
 import thunder_zero as tz
 from tests.harness.traced import Chain, ResidualBlock
+from thunder_zero.tools.compiled_programs import Programs
 from thunder_zero.tools.format_errors import WireErrors
 
 BLOCKS, WIDTH = 16, 8
@@ -46,6 +47,10 @@ def unit_of(module: nn.Module) -> tuple[str, ...]:
     return tuple(f"blocks.{index}" for index in range(BLOCKS))
 
 
+ERROR = "blocks.11.attention.qkv.weight", "int8/128, exact", 6.5e-3, 1.2e-2, 0.9999
+PROGRAM = "graph 0", "training", {"tokens": torch.Size((2, 128))}, 1.4, 12 << 20, None
+
+
 @cache
 def build_values() -> Mapping[str, tuple[Any, ...]]:
     """Build values of each public class of the tools, and results of functions that return other classes."""
@@ -69,14 +74,8 @@ def build_values() -> Mapping[str, tuple[Any, ...]]:
     plan = tz.tools.plan_training(alike, y, world_size=1024, stages=(2, 3), loss=loss)
     table = tz.tools.step_table(three, device="h100")
     return {
-        "WireError": (
-            WireErrors(
-                [tz.tools.WireError("blocks.11.attention.qkv.weight", ("int8/128", ""), 6.5e-3, 1.2e-2, 0.9999)]
-            ),
-        ),
-        "CompiledProgram": (
-            tz.tools.CompiledProgram("graph 0", "training", {"tokens": torch.Size((2, 128))}, 1.4, 12 << 20, None),
-        ),
+        "wire_error": (WireErrors([dict(zip(WireErrors.forms, ERROR, strict=True))]),),
+        "programs": (Programs([dict(zip(Programs.forms, PROGRAM, strict=True))]),),
         "DEVICES": (tz.tools.DEVICES,),
         "Device": (measured, *tz.tools.DEVICES.values()),
         "Difference": (tz.tools.diff(two, three),),
@@ -98,7 +97,8 @@ def build_values() -> Mapping[str, tuple[Any, ...]]:
 
 def list_public_names() -> list[str]:
     named = [(name, getattr(tz.tools, name)) for name in tz.tools.__all__]
-    return [name for name, value in named if name not in OTHERS and not inspect.isfunction(value)] + ["fit"]
+    classes = [name for name, value in named if name not in OTHERS and not inspect.isfunction(value)]
+    return [*classes, "fit", "programs", "wire_error"]
 
 
 def test_every_public_class_has_a_value() -> None:

@@ -227,8 +227,6 @@ def test_fit_finds_a_policy_for_slices() -> None:
 def test_wrong_uses_are_refused() -> None:
     with torch.device("meta"):
         module, x = Pair(), torch.empty(8, 64)
-    with refused(ValueError, "give a number of ranks, at least 1, for each name"), tz.tools.fake_mesh((2, 2), ("dp",)):
-        pass
     with refused(ValueError, "rank is 4", "the ranks 0 to 3"), tz.tools.fake_mesh((2, 2), rank=4):
         pass
     with tz.tools.fake_mesh((2, 2)) as mesh:

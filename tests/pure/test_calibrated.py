@@ -170,15 +170,21 @@ def test_a_saved_device_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"format": "other"}, "is no file of this version's thunder-zero calibrate \\(format 'other'"),
-        ({"curves": {"pointwise": [[1, 1]]}}, "is damaged: it has no curve of matmul float32 work; calibrate this"),
-        ({"curves": {"pointwise": [[1, -1]]}}, "is damaged: the curve 'pointwise' has the points"),
-        ({"curves": {"pointwise": 7}}, "is damaged: "),
-        ({"curves": []}, "is damaged: "),
-        ({"devices_per_node": 0}, "is damaged: devices_per_node is 0"),
-        ({"ranks": 2}, "is damaged: .* 'ranks'"),
-        ("{", "is no JSON"),
-        ("[]", "format 'list'"),
+        (
+            {"format": "other"},
+            "device.json is no device, or damaged: it is not of the format 'thunder_zero device 2'; ca",
+        ),
+        (
+            {"curves": {"pointwise": [[1, 1]]}},
+            "damaged: it has no curve of matmul float32 work; calibrate this machine",
+        ),
+        ({"curves": {"pointwise": [[1, -1]]}}, "damaged: the curve 'pointwise' has the points"),
+        ({"curves": {"pointwise": 7}}, "damaged: "),
+        ({"curves": []}, "damaged: "),
+        ({"devices_per_node": 0}, "damaged: devices_per_node is 0"),
+        ({"ranks": 2}, "damaged: .* 'ranks'"),
+        ("{", "is no device"),
+        ("[]", "is no device"),
         ('{"format": "thunder_zero device 2"}', "it has no 'intra_node'"),
     ],
 )

@@ -126,12 +126,12 @@ def measure_errors(rank: int, world_size: int, stage: int) -> None:
     report = tz.tools.wire_error(model, lambda: loss_of(model, make_inputs(rank)).backward())
     exact = exact_gradients(weights, world_size)
     for name, value in weights.items():
-        (error,) = [item for item in report if item.path == name]
+        (error,) = [row for row in report if row["parameter"] == name]
         gather_error = (receive(value, world_size) - value).norm() / value.norm()
-        assert error.gather == pytest.approx(gather_error.item(), rel=1e-3)
-        assert 0 < error.gradient < 0.1
-        assert 0.99 < error.cosine < 1
-        assert error.formats == ("int8/16", "int8/16")
+        assert error["gather"] == pytest.approx(gather_error.item(), rel=1e-3)
+        assert 0 < error["gradient"] < 0.1
+        assert 0.99 < error["cosine"] < 1
+        assert error["gathers, reductions"] == "int8/16, int8/16"
     assert all(torch.equal(gradients(model)[name], grads[name]) for name in grads)
     with model.state.exact():
         model.zero_grad()

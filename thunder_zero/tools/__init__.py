@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from thunder_zero.lazy import lazy
 
 if TYPE_CHECKING:  # the public names, which are imported when they are first used
-    from thunder_zero.tools.compiled_programs import CompiledProgram as CompiledProgram
     from thunder_zero.tools.compiled_programs import programs as programs
     from thunder_zero.tools.convert.consolidate import consolidate as consolidate
     from thunder_zero.tools.convert.shard_safetensors import shard_safetensors as shard_safetensors
@@ -34,7 +33,6 @@ if TYPE_CHECKING:  # the public names, which are imported when they are first us
     from thunder_zero.tools.forecast.for_loss import for_loss as for_loss
     from thunder_zero.tools.forecast.memory import memory as memory
     from thunder_zero.tools.forecast.resized import resized as resized
-    from thunder_zero.tools.format_errors import WireError as WireError
     from thunder_zero.tools.format_errors import wire_error as wire_error
     from thunder_zero.tools.measure import measure_times as measure_times
     from thunder_zero.tools.models.named import MODELS as MODELS

@@ -135,7 +135,6 @@ def _trace(add: Add) -> None:
     cmd.add_argument("--world-size", type=int, default=8, help="ranks that share one copy of the model (default: 8)")
     cmd.add_argument("--stage", type=int, default=3, help="0 (DDP) to 3 (default: 3)")
     cmd.add_argument("--rank", type=int, default=0, help="the rank to trace (default: 0)")
-    cmd.add_argument("--replicas", type=int, default=1, help="copies of the sharded model (default: 1)")
     cmd.add_argument(
         "--device", help=f"to choose sizes that the policy leaves open for (default: the module's): {_devices()}"
     )
@@ -153,8 +152,6 @@ def _report(add: Add) -> None:
     cmd.add_argument("--world-size", type=int, default=8, help="ranks that share one copy of the model (default: 8)")
     cmd.add_argument("--stage", type=int, default=3, help="0 (DDP) to 3 (default: 3)")
     cmd.add_argument("--beside", type=int, metavar="STAGE", help="another stage to show beside it")
-    cmd.add_argument("--rank", type=int, default=0, help="the rank to trace (default: 0)")
-    cmd.add_argument("--replicas", type=int, default=1, help="copies of the sharded model (default: 1)")
     cmd.add_argument("--device", default="h100", help=f"(default: h100) {_devices()}")
     cmd.add_argument("--dtype", help="of compute (default: bfloat16 of a model by name, else the parameters')")
     cmd.add_argument("--blocks", type=int, help="only so many of the model's alike blocks (default: all)")
@@ -228,7 +225,7 @@ def _show_trace(options: argparse.Namespace) -> None:
     from thunder_zero.tools.views.print_trace import json_of, print_trace
 
     module, args, kwargs = module_and_inputs(options.place)
-    world = {name: getattr(options, name) for name in ("world_size", "rank", "replicas", "device")}
+    world = {name: getattr(options, name) for name in ("world_size", "rank", "device")}
     with naming_the_users_line(options.place):
         traces = trace(module, *args, policy=options.stage, **world, **kwargs)
     if options.json:
@@ -239,13 +236,11 @@ def _show_trace(options: argparse.Namespace) -> None:
 
 def _write_report(options: argparse.Namespace) -> None:
     """Write the report of a model with AdamW, under one or two stages."""
-    from thunder_zero.tools.views.page.report import report_of
+    from thunder_zero.tools.views.page.report import html_of, report_of
 
     data = report_of(options.model, **_options_except(options, "model", "out", "json"))
     if options.json:
         print(json.dumps(data))
         return
-    from thunder_zero.tools.views.page.report import html_of
-
     options.out.write_text(html_of(data), encoding="utf-8")
     print(f"{options.out}  {options.out.stat().st_size:,} B")

@@ -2,58 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-import torch
+from typing import ClassVar
 
 from thunder_zero.capture.compilations import Spent
 from thunder_zero.capture.zero_module import captured_forward
 from thunder_zero.plan.amounts import size
+from thunder_zero.tools.printing.words import PrintedRows
 
 from thunder.core.module import ThunderModule
 
 
-@dataclass(frozen=True, repr=False)
-class CompiledProgram:
-    """A compiled program of a model, for one kind of call.
+class Programs(PrintedRows):
+    """A row for each program of a model, keyed by column. They print as a table.
 
-    Attributes:
-        graph: the name of the function that dynamo captured.
-        kind: ``"training"``, ``"no_sync"`` or ``"forward alone"``.
-        inputs: a mapping from names of inputs to shapes. A symbol such as ``s27`` stands for any size.
-        seconds: wall-clock seconds to trace and compile the program, without the capture by dynamo.
-        nbytes: growth of the process's resident memory during this time, in bytes.
-        why: dynamo's reason for a new capture. None for the first capture, and for further programs of a graph.
+    ``"graph"`` is the function that dynamo captured, and ``"inputs"`` maps names to shapes, in which a symbol such as
+    ``s27`` stands for any size. ``"kind"`` is ``"training"``, ``"no_sync"`` or ``"forward alone"``. ``"seconds"`` is
+    the time to trace and compile without dynamo's capture, and ``"nbytes"`` the growth of the process meanwhile.
+    ``"why"`` is dynamo's reason for a new capture; None for the first, and for further programs of a graph.
     """
 
-    graph: str
-    kind: str
-    inputs: Mapping[str, torch.Size]
-    seconds: float
-    nbytes: int
-    why: str | None
+    forms: ClassVar = {
+        "graph": str,
+        "kind": str,
+        "inputs": lambda shapes: ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items()),
+        "seconds": "{:.1f} s".format,
+        "nbytes": size,
+        "why": lambda reason: reason or "",
+    }
+    has_heads = False
 
     def __repr__(self) -> str:
-        return "  ".join(part for part in self.cells() if part)
-
-    def cells(self) -> tuple[str, ...]:
-        """Return the cells of the program's row in a table."""
-        inputs = ", ".join(f"{name} {_shape(shape)}" for name, shape in self.inputs.items())
-        return self.graph, self.kind, inputs, f"{self.seconds:.1f} s", size(self.nbytes), self.why or ""
+        return super().__repr__() or "no programs: the model was not called yet"
 
 
-class ProgramTable(tuple[CompiledProgram, ...]):
-    """A tuple of programs that prints as a table."""
-
-    def __repr__(self) -> str:
-        rows = [program.cells() for program in self]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-        return "\n".join(lines) or "no programs: the model was not called yet"
-
-
-def programs(model: ThunderModule) -> ProgramTable:
+def programs(model: ThunderModule) -> Programs:
     """Return a model's compiled programs, ordered by their last run.
 
     >>> print(tz.tools.programs(model))
@@ -66,10 +48,7 @@ def programs(model: ThunderModule) -> ProgramTable:
         for mode, executable in (item for programs in captured.programs.values() for item in programs.by_mode.items()):
             kind = "forward alone" if not mode.differentiates else "training" if mode.synced else "no_sync"
             spent = spent + executable.spent()
-            rows.append(CompiledProgram(captured.name, kind, captured.shapes, spent.seconds, spent.nbytes, why))
+            row = captured.name, kind, captured.shapes, spent.seconds, spent.nbytes, why
+            rows.append(dict(zip(Programs.forms, row, strict=True)))
             spent, why = Spent(), None
-    return ProgramTable(rows)
-
-
-def _shape(shape: torch.Size) -> str:
-    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+    return Programs(rows)

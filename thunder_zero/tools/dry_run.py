@@ -28,7 +28,7 @@ from thunder_zero.compat.plans_of_transformers import left_to_plan
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.plan.policy import ZERO3, Policy, is_count
+from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.sharded.casts import cast_inputs, casting_borders
 from thunder_zero.sharded.placeholders import placeholder_of, require_plain_tensors, set_tensor
@@ -245,17 +245,10 @@ def fake_mesh(shape: Sequence[int], names: Sequence[str] = ("dp", "tp"), *, rank
         names: names of the dimensions, data dimensions first, as for :func:`thunder_zero.compile`.
         rank: the rank of this process.
     """
-    if not shape or len(shape) != len(names) or not all(is_count(size) and size for size in shape):
-        raise ValueError(
-            f"shape is {shape!r} and names are {names!r}; give a number of ranks, at least 1, for each name"
-        )
-    if not is_count(rank) or rank >= prod(shape):
+    if not 0 <= rank < prod(shape):
         raise ValueError(f"rank is {rank!r}; the mesh has the ranks 0 to {prod(shape) - 1}")
     if has_groups():
-        raise RuntimeError(
-            "there is a process group, which a fake mesh would replace; make a mesh of its ranks by torch's "
-            "init_device_mesh, or call fake_mesh in another process"
-        )
+        raise RuntimeError("there is a process group; give its ranks' init_device_mesh, or ask in another process")
     dist.init_process_group("fake", rank=rank, world_size=prod(shape))
     try:
         yield init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from math import nan, sqrt
+from collections.abc import Callable, Iterable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,52 +11,30 @@ from torch import Tensor
 from thunder_zero.capture.zero_module import zero_module
 from thunder_zero.comm import agree
 from thunder_zero.comm.small_collectives import all_gather_object
-from thunder_zero.plan.params import Param
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.sharded_model import tagged
 from thunder_zero.sharded.state import State
+from thunder_zero.tools.printing.words import PrintedRows
 
 from thunder.core.module import ThunderModule
 
-Sums = tuple[float, float, float]  # the sums of x * x, y * y and x * y
+EXPONENT = "{:.2e}".format
 
 
-@dataclass(frozen=True, repr=False)
-class WireError:
-    """The errors that formats cause in a parameter's weights and gradient.
+class WireErrors(PrintedRows):
+    """The errors that formats cause: for each parameter a row, keyed by column. They print as a table.
 
-    Attributes:
-        path: path of the parameter.
-        formats: the formats (gathers, reductions), such as ``"int8/128"``; "" for an exact message.
-        gather: norm of the error of the gathered weights, divided by the norm of the weights.
-        gradient: norm of the gradient's error, divided by the norm of the exact gradient. NaN if the exact gradient is
-            zero or missing.
-        cosine: cosine similarity of the exact and the rounded gradient. NaN if a gradient is zero or missing.
+    ``"gather"`` is the norm of the error of the gathered weights, divided by the norm of the weights. ``"gradient"`` is
+    the same for gradients, and ``"cosine"`` compares the exact and the rounded gradient. Both are NaN without one.
     """
 
-    path: str
-    formats: tuple[str, str]
-    gather: float
-    gradient: float
-    cosine: float
-
-    def __repr__(self) -> str:
-        return "  ".join(self.cells())
-
-    def cells(self) -> tuple[str, ...]:
-        """Return the cells of the parameter's row in a table."""
-        formats = ", ".join(format_name or "exact" for format_name in self.formats)
-        return self.path, formats, f"{self.gather:.2e}", f"{self.gradient:.2e}", f"{self.cosine:.6f}"
-
-
-class WireErrors(tuple[WireError, ...]):
-    """The errors of all parameters. They print as a table."""
-
-    def __repr__(self) -> str:
-        heads = "parameter", "gathers, reductions", "gather", "gradient", "cosine"
-        rows = [heads, *(error.cells() for error in self)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    forms: ClassVar = {
+        "parameter": str,
+        "gathers, reductions": str,
+        "gather": EXPONENT,
+        "gradient": EXPONENT,
+        "cosine": "{:.6f}".format,
+    }
 
 
 @tagged("wire_error")
@@ -104,15 +81,14 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
     finally:
         for sharded_param, grad in old_grads.items():
             sharded_param.shard.grad = grad
-    sums = {
-        param.path: (
-            _sums(state.params[param.path].rows, _arrived(state, param)),
-            _sums(_gradient(exact, param), _gradient(rounded, param)),
-        )
-        for param in params
-    }
-    ranks_sums = all_gather_object(sums, state.group)
-    return WireErrors(_error(param, [rank_sums[param.path] for rank_sums in ranks_sums]) for param in params)
+    shards = {param: state.params[param.path].rows for param in params}
+    weights = ((rows, state.wire.read_by_all(rows, param)) for param, rows in shards.items())
+    none = torch.zeros(0)
+    gradients = ((exact.get(param.path, none), rounded.get(param.path, none)) for param in params)
+    formats = [f"{param.gather_format or 'exact'}, {param.reduce_format or 'exact'}" for param in params]
+    gathers, _ = _errors(weights, state)
+    rows = zip([param.path for param in params], formats, gathers, *_errors(gradients, state), strict=True)
+    return WireErrors(dict(zip(WireErrors.forms, row, strict=True)) for row in rows)
 
 
 def _gradients(state: State, step: Callable[[], object]) -> dict[str, Tensor]:
@@ -125,31 +101,12 @@ def _gradients(state: State, step: Callable[[], object]) -> dict[str, Tensor]:
     return {path: local(grad) for path, grad in grads.items() if grad is not None}
 
 
-def _gradient(gradients: dict[str, Tensor], param: Param) -> Tensor:
-    return gradients.get(param.path, torch.zeros(0))
+def _errors(pairs: Iterable[tuple[Tensor, Tensor]], state: State) -> tuple[list[float], list[float]]:
+    """Return, for each pair (x, y) of rows, the norm of y - x divided by that of x, and their cosine similarity."""
+    rank_sums = torch.tensor([_sums(x.detach().double(), y.detach().double()) for x, y in pairs], dtype=torch.float64)
+    xx, yy, xy = torch.stack(all_gather_object(rank_sums, state.group)).sum(0).unbind(1)
+    return ((xx + yy - 2 * xy).clamp(min=0) / xx).sqrt().tolist(), (xy / (xx * yy).sqrt()).tolist()
 
 
-def _arrived(state: State, param: Param) -> Tensor:
-    """Return this rank's rows with the rounding of a gather."""
-    return state.wire.read_by_all(state.params[param.path].rows, param)
-
-
-def _sums(x: Tensor, y: Tensor) -> Sums:
-    x, y = x.detach().double(), y.detach().double()
+def _sums(x: Tensor, y: Tensor) -> tuple[float, float, float]:
     return (x * x).sum().item(), (y * y).sum().item(), (x * y).sum().item()
-
-
-def _error(param: Param, ranks_sums: list[tuple[Sums, Sums]]) -> WireError:
-    """Return a parameter's error from the sums of all ranks."""
-    weights, gradients = ([sum(parts) for parts in zip(*sums, strict=True)] for sums in zip(*ranks_sums, strict=True))
-    formats = str(param.gather_format or ""), str(param.reduce_format or "")
-    product = sqrt(gradients[0] * gradients[1])
-    return WireError(
-        param.path, formats, _relative(weights), _relative(gradients), gradients[2] / product if product else nan
-    )
-
-
-def _relative(sums: list[float]) -> float:
-    """Return the norm of y - x divided by the norm of x; NaN if x is zero."""
-    xx, yy, xy = sums
-    return sqrt(max(xx + yy - 2 * xy, 0.0) / xx) if xx else nan

@@ -109,18 +109,14 @@ def computed(waits: Sequence[Waited], expected: Sequence[tuple[str, bool, bool]]
                 f"give a step that runs each once"
             )
     gathers = [(index, backward) for index, (_, gather, backward) in enumerate(expected) if gather]
-    forward, backward = ([index for index, phase in gathers if phase is wanted] for wanted in (False, True))
-    return _between(waits, forward), _between(waits, backward)
+    seconds: tuple[Seconds, Seconds] = {}, {}
+    for (wait, phase), (following, next_phase) in pairwise(gathers):
+        if phase is next_phase:
+            spans = (before.returned.until(after.called) for before, after in pairwise(waits[wait : following + 1]))
+            path = waits[wait].path
+            seconds[phase][path] = min(sum(spans), seconds[phase].get(path, inf))
+    return seconds
 
 
 def _name(path: str, gather: bool) -> str:
     return f"the {'gather' if gather else 'reduction'} of {path}"
-
-
-def _between(waits: Sequence[Waited], gathers: Sequence[int]) -> Seconds:
-    seconds: Seconds = {}
-    for wait, following in pairwise(gathers):
-        spans = [before.returned.until(after.called) for before, after in pairwise(waits[wait : following + 1])]
-        path = waits[wait].path
-        seconds[path] = min(sum(spans), seconds.get(path, sum(spans)))
-    return seconds

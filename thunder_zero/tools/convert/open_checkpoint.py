@@ -86,16 +86,12 @@ class OpenCheckpoint:
 
     def optimizer_step(self) -> int | None:
         """Return the optimizer's number of steps, or None without a counter or a saved optimizer."""
-        prefix = f"{OPTIM}.{STATE}."
-        stored = self.metadata.state_dict_metadata
-        key = next((key for key in stored if key.startswith(prefix) and key.endswith(".step")), None)  # all equal
-        if key is None:
-            return None
-        step = stored[key]
-        if isinstance(step, TensorStorageMetadata):
-            return int(self.read(key, torch.int64)) if step.size.numel() == 1 else None
-        value = read_entries(self.path, self.metadata, [key])[key]
-        return int(value) if isinstance(value, int | float) else None
+        prefix, keys = f"{OPTIM}.{STATE}.", self.metadata.state_dict_metadata
+        key = next((key for key in keys if key.startswith(prefix) and key.endswith(".step")), None)  # all equal
+        step = None if key is None else read_entries(self.path, self.metadata, [key])[key]
+        if isinstance(step, Tensor) and step.numel() == 1:
+            step = step.item()
+        return int(step) if isinstance(step, int | float) else None
 
 
 def open_checkpoint(path: Path, *, verify_files: bool) -> OpenCheckpoint:

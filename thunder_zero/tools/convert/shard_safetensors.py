@@ -61,8 +61,12 @@ def shard_safetensors(
     described = [weights.describe(name, key_of((MODEL, name)), target) for name in weights]
     tensors = {tensor.key: tensor for tensor in described}
     folder.prepare(path)
+    staging, total = folder.staging_of(path), sum(tensor.nbytes for tensor in described)
     try:
-        _write(path, tensors, weights, ranks)
+        with show_progress(f"write {path.name}", total) as done:
+            planners = (FromFiles(tensors, weights, ranks, rank, done) for rank in range(ranks))
+            parts = [write_planned(staging, rank, planner) for rank, planner in enumerate(planners)]
+        folder.publish(path, ranks, write_metadata(staging, parts), latest=False)
     except BaseException:
         folder.abandon(path)
         raise
@@ -94,14 +98,6 @@ class FromFiles(WritePlanner):
         rows = self._weights.rows(tensor.name, start, stop).to(tensor.dtype)
         self._done(rows.nbytes)
         return rows
-
-
-def _write(path: Path, tensors: Tensors, weights: SafetensorsWeights, ranks: int) -> None:
-    staging = folder.staging_of(path)
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    with show_progress(f"write {path.name}", total) as done:
-        parts = [write_planned(staging, rank, FromFiles(tensors, weights, ranks, rank, done)) for rank in range(ranks)]
-    folder.publish(path, ranks, write_metadata(staging, parts), latest=False)
 
 
 def _items(tensor: TensorToWrite, ranks: int, rank: int) -> Iterator[WriteItem]:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from statistics import mean, median
 from time import monotonic
@@ -29,15 +29,7 @@ from thunder_zero.comm.group import has_groups, process_group
 from thunder_zero.comm.lost_ranks import speaks_gloo
 from thunder_zero.comm.small_collectives import all_gather_object, barrier, broadcast_object_from_rank_0
 from thunder_zero.tools.devices.device import Device, Link, Points, is_number, rising, seconds_at
-from thunder_zero.tools.devices.measures import (
-    BURST,
-    SIZES,
-    TIMES,
-    Collectives,
-    enough_times,
-    measures,
-    seconds_of,
-)
+from thunder_zero.tools.devices.measures import BURST, SIZES, TIMES, Collectives, enough_times, measures, seconds_of
 from thunder_zero.tools.devices.named import save_device
 from thunder_zero.tools.printing.progress import show_status
 
@@ -67,15 +59,16 @@ def calibrate(
         ValueError: ``seconds`` is not above 0, ``dtypes`` is empty, or the group does not use gloo for CPU tensors.
     """
     group = _group(process_group)
-    if group is None:
-        _require(seconds, dtypes)
-        return _measure(Calibration(None, dtypes), seconds, lambda go_on: go_on)
     with doing("calibrate"):
-        with all_or_none(group, "to calibrate"):
-            _require(seconds, dtypes)
-            if not speaks_gloo(group):
-                raise ValueError("calibrate measures CPUs on gloo; give a process group of gloo")
-        return _measure(Calibration(group, dtypes), seconds, lambda go_on: broadcast_object_from_rank_0(go_on, group))
+        with nullcontext() if group is None else all_or_none(group, "to calibrate"):
+            _require(seconds, dtypes, group)
+        calibration, rounds, end = Calibration(group, dtypes), 0, monotonic() + seconds
+        with show_status("calibrating:") as show:
+            while _of_rank_0(rounds < LEAST_ROUNDS or monotonic() < end, group):
+                rounds += 1
+                show(f"round {rounds}, {max(end - monotonic(), 0):.0f} s left")
+                calibration.round()
+        return calibration.device()
 
 
 def _group(requested: ProcessGroup | None) -> ProcessGroup | None:
@@ -86,22 +79,18 @@ def _group(requested: ProcessGroup | None) -> ProcessGroup | None:
     return group if group.size() > 1 else None
 
 
-def _require(seconds: float, dtypes: Sequence[torch.dtype]) -> None:
+def _require(seconds: float, dtypes: Sequence[torch.dtype], group: ProcessGroup | None) -> None:
     if not is_number(seconds) or seconds <= 0:
         raise ValueError(f"seconds is {seconds!r}; give how long to measure, a number above 0")
     if not dtypes or not all(isinstance(dtype, torch.dtype) and dtype.is_floating_point for dtype in dtypes):
         raise ValueError(f"dtypes is {dtypes!r}; give floating-point dtypes, such as [torch.float32]")
+    if group is not None and not speaks_gloo(group):
+        raise ValueError("calibrate measures CPUs on gloo; give a process group of gloo")
 
 
-def _measure(calibration: Calibration, seconds: float, agree: Callable[[bool], bool]) -> Device:
-    """Run rounds for ``seconds``. ``agree`` makes all ranks run an equal number of rounds."""
-    rounds, end = 0, monotonic() + seconds
-    with show_status("calibrating:") as show:
-        while agree(rounds < LEAST_ROUNDS or monotonic() < end):
-            rounds += 1
-            show(f"round {rounds}, {max(end - monotonic(), 0):.0f} s left")
-            calibration.round()
-    return calibration.device()
+def _of_rank_0(go_on: bool, group: ProcessGroup | None) -> bool:
+    """Return rank 0's answer, so that all ranks run an equal number of rounds."""
+    return go_on if group is None else broadcast_object_from_rank_0(go_on, group)
 
 
 class Calibration:
@@ -137,14 +126,9 @@ class Calibration:
 
     def device(self) -> Device:
         """Return the device from medians over rounds, averaged over ranks. All ranks return equal devices."""
-        if not self._seconds:
-            raise RuntimeError("there is no round of measurements yet; call round() first")
         seconds = {key: median(rounds) for key, rounds in self._seconds.items()}
-        if self._group is None:
-            return _measured_device(seconds, 1)
-        ranks_seconds = all_gather_object(seconds, self._group)
-        means = {key: mean(rank_seconds[key] for rank_seconds in ranks_seconds) for key in ranks_seconds[0]}
-        return _measured_device(means, self._group.size())
+        of_ranks = [seconds] if self._group is None else all_gather_object(seconds, self._group)
+        return _measured_device({key: mean(rank[key] for rank in of_ranks) for key in seconds}, len(of_ranks))
 
 
 def _measured_device(seconds: Mapping[Key, float], ranks: int) -> Device:
@@ -205,21 +189,11 @@ def calibrate_to(path: Path, seconds: float) -> None:
     """Measure a device, write it for :func:`thunder_zero.tools.load_device`, and print it."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
-    with _ranks():
+    with ExitStack() as stack:
+        if "RANK" in os.environ:  # torchrun sets it
+            dist.init_process_group("gloo")
+            stack.callback(dist.destroy_process_group)
         device = calibrate(seconds)
         if not dist.is_initialized() or dist.get_rank() == 0:
             save_device(device, path)
             print(f"{path}: {device}")
-
-
-@contextmanager
-def _ranks() -> Iterator[None]:
-    """Temporarily make a process group if torchrun has set its environment variables."""
-    if "RANK" not in os.environ:
-        yield
-        return
-    dist.init_process_group("gloo")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

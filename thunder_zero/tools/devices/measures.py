@@ -10,9 +10,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count, cycle, product
+from functools import partial
+from itertools import cycle, product
 from math import ceil
 from time import perf_counter, sleep
+from timeit import timeit
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from thunder_zero.comm.backends import transport_for
-from thunder_zero.comm.handle import Result, Waitable
+from thunder_zero.comm.handle import Waitable
 from thunder_zero.comm.small_collectives import barrier
 from thunder_zero.comm.transport import Transport
 from thunder_zero.plan.amounts import name_of
@@ -58,19 +60,16 @@ def measures(dtypes: Sequence[torch.dtype]) -> Iterator[Measure]:
 
 def seconds_of(run: Call, times: int) -> float:
     """Return the mean seconds of a run."""
-    start = perf_counter()
-    for _ in range(times):
-        run()
-    return (perf_counter() - start) / times
+    return timeit(run, number=times) / times
 
 
 def enough_times(run: Call) -> int:
     """Return the number of runs that take long enough to measure. The first run is a warm-up."""
     run()
-    for times in (1 << power for power in count()):
-        if (seconds := seconds_of(run, times) * times) >= SHORTEST / 4:
-            return max(1, round(times * SHORTEST / seconds))
-    raise AssertionError("a time is reached")
+    times = 1
+    while (seconds := timeit(run, number=times)) < SHORTEST / 4:
+        times *= 2
+    return max(1, round(times * SHORTEST / seconds))
 
 
 def _product(width: int, dtype: torch.dtype) -> Measure:
@@ -152,13 +151,11 @@ class Collectives:
         """
         start = self._starts[kind, sent]
         barrier(self._group)
-        alone, _ = _clocked(lambda: start().wait())
+        alone = timeit(lambda: start().wait(), number=1)
         barrier(self._group)
-        launch, handle = _clocked(start)
-        sleep(1.3 * alone + 0.002)  # let all messages arrive
-        finish, _ = _clocked(handle.wait)
+        launch, finish = _launch_and_finish(start, 1.3 * alone + 0.002)
         barrier(self._group)
-        burst, _ = _clocked(lambda: [handle.wait() for handle in [start() for _ in range(BURST)]])
+        burst = timeit(lambda: [handle.wait() for handle in [start() for _ in range(BURST)]], number=1)
         return {"launch": launch, "finish": finish, "burst": burst}
 
     def time_slowdown(self, kind: str, wire: float, held: float) -> float:
@@ -168,12 +165,8 @@ class Collectives:
         """
         start = self._starts[kind, SIZES[-1]]
         left, right = torch.ones(ROWS, OVERLAPPED_WIDTH), torch.ones(OVERLAPPED_WIDTH, OVERLAPPED_WIDTH)
-        product_seconds = seconds_of(lambda: left @ right, 4)
-        times = ceil(1.5 * OVERLAPPED * (wire + held) / product_seconds)
-
-        def compute() -> None:
-            for _ in range(times):
-                left @ right
+        multiply = partial(torch.mm, left, right)
+        compute = partial(timeit, multiply, number=ceil(1.5 * OVERLAPPED * (wire + held) / seconds_of(multiply, 4)))
 
         def overlapped() -> None:
             handles = [start() for _ in range(OVERLAPPED)]
@@ -182,21 +175,17 @@ class Collectives:
                 handle.wait()
 
         barrier(self._group)
-        alone_seconds, _ = _clocked(compute)
+        alone_seconds = timeit(compute, number=1)
         barrier(self._group)
-        overlapped_seconds, _ = _clocked(overlapped)
-        return (overlapped_seconds - alone_seconds) / OVERLAPPED - held
+        return (timeit(overlapped, number=1) - alone_seconds) / OVERLAPPED - held
 
     def seconds_a_tensor(self, kind: str) -> float:
         """Return the seconds that each further tensor adds to the launch and wait of a small bucket."""
         start_one, start_many = (self._start_of(kind, SIZES[0], tensors) for tensors in (1, SMALL))
-        seconds = []
-        for start in (start_one, start_many):
-            barrier(self._group)
-            launch, handle = _clocked(start)
-            sleep(0.005)
-            seconds.append(launch + _clocked(handle.wait)[0])
-        return max(seconds[1] - seconds[0], 0.0) / (SMALL - 1)
+        barrier(self._group)
+        seconds_of_one = sum(_launch_and_finish(start_one, 0.005))
+        barrier(self._group)
+        return max(sum(_launch_and_finish(start_many, 0.005)) - seconds_of_one, 0.0) / (SMALL - 1)
 
     def _start_of(self, kind: str, sent: int, tensors: int = 1) -> Callable[[], Waitable]:
         """Return a function that launches a bucket. The busiest rank sends ``sent`` bytes of the bucket."""
@@ -214,7 +203,10 @@ class Collectives:
         return starts[kind]
 
 
-def _clocked(call: Callable[[], Result]) -> tuple[float, Result]:
-    start = perf_counter()
-    result = call()
-    return perf_counter() - start, result
+def _launch_and_finish(start: Callable[[], Waitable], pause: float) -> tuple[float, float]:
+    """Return the seconds of a launch and of its wait, after a pause in which all messages arrive."""
+    before = perf_counter()
+    handle = start()
+    launch = perf_counter() - before
+    sleep(pause)
+    return launch, timeit(handle.wait, number=1)

@@ -127,21 +127,14 @@ def load_device(path: str | Path) -> Device:
     text = Path(path).read_text(errors="replace")
     try:
         data = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}); give a file of thunder-zero calibrate") from None
-    found = data.pop("format", None) if isinstance(data, dict) else type(data).__name__
-    if found != FORMAT:
-        raise ValueError(
-            f"{path} is no file of this version's thunder-zero calibrate (format {found!r}, not {FORMAT!r}); calibrate "
-            f"this machine again"
-        )
-    try:
+        if data.pop("format") != FORMAT:
+            raise ValueError(f"it is not of the format {FORMAT!r}")
         links = {name: Link(**data[name]) for name in ("intra_node", "inter_node") if data[name] is not None}
         curves = {name: tuple(map(tuple, curve)) for name, curve in data["curves"].items()}
         return Device(**(data | links | {"curves": curves}))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         fault = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{path} is damaged: {fault}; calibrate this machine again") from None
+        raise ValueError(f"{path} is no device, or damaged: {fault}; calibrate this machine again") from None
 
 
 def save_device(device: Device, path: str | Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from textwrap import wrap
+from typing import Any, ClassVar
 
 WIDTH = 100  # columns, without a terminal
 OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+)\.\w+\(")
@@ -17,6 +19,19 @@ def summed_up(thing: object, words: str) -> str:
 def folded(words: str) -> str:
     """Fold words into lines of at most 100 columns."""
     return "\n".join(wrap(" ".join(words.split()), WIDTH, subsequent_indent="  "))
+
+
+class PrintedRows(tuple[Mapping[str, Any], ...]):
+    """Rows keyed by column, that print as a table, with or without heads."""
+
+    forms: ClassVar[Mapping[str, Callable[[Any], str]]]  # a function from a value to text for each column
+    has_heads: ClassVar[bool] = True
+
+    def __repr__(self) -> str:
+        rows = [list(self.forms)] * self.has_heads
+        rows += [[form(row[column]) for column, form in self.forms.items()] for row in self]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def count(number: float) -> str:

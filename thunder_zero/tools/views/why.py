@@ -40,7 +40,7 @@ from thunder_zero.sharded.optimizers import parameters_of
 from thunder_zero.sharded.sharded_model import owner_of
 from thunder_zero.sharded.state import State
 from thunder_zero.sharded.waits import Moment, Waited
-from thunder_zero.tools.compiled_programs import CompiledProgram, ProgramTable, programs
+from thunder_zero.tools.compiled_programs import Programs, programs
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import DEVICES, device_of
 from thunder_zero.tools.forecast.memory import memory
@@ -72,7 +72,7 @@ class Followed:
     steps: list[Mapping[str, float]] = field(default_factory=list)
     # the seconds of each step's waits, keyed by (True for a gather, path of the bucket's first parameter)
     waits: list[Mapping[tuple[bool, str], float]] = field(default_factory=list)
-    programs: Sequence[CompiledProgram] = ()  # the compiled programs of the model
+    programs: Programs = field(default_factory=Programs)  # the compiled programs of the model
     # two lists of each graph's traces, one for programs that reduce gradients and one for ``no_sync``
     traces: Sequence[Sequence[Traces]] = ((), ())
     at_rest: int = 0  # bytes of the optimizer's states
@@ -229,7 +229,7 @@ def _page(followed: Followed, resident_before: int, device: Device | None) -> st
     forwards = f" of {more + 1} forwards each" * (more > 0)
     title = f"{name}, median of {len(steps)} step{'s' * (len(steps) > 1)}{forwards}"
     table = text_of_table(table_of(("", "forecast", "measured"), rows), WIDTH)
-    listed = f"programs\n{ProgramTable(followed.programs)!r}" if followed.programs else ""
+    listed = f"programs\n{followed.programs}" if followed.programs else ""
     largest = _largest(forecast, measured, followed.waits)
     return "\n".join(filter(None, (title, table, folded(no_forecast), largest, listed)))
 
@@ -258,7 +258,7 @@ def _memory(followed: Followed, traces: Sequence[Traces], peak: int, resident_be
     """
     on_cpu = followed.state.device.type == "cpu"
     if peak and on_cpu:
-        peak = max(peak - resident_before - sum(program.nbytes for program in followed.programs), 0)
+        peak = max(peak - resident_before - sum(program["nbytes"] for program in followed.programs), 0)
     try:
         forecast = size(memory(traces[0]).peak + followed.at_rest) if len(traces) == 1 else "several graphs"
     except NoForecast:

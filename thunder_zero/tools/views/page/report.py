@@ -141,8 +141,6 @@ def report_of(
     world_size: int,
     stage: int,
     beside: int | None,
-    rank: int,
-    replicas: int,
     device: str,
     dtype: str | None,
     blocks: int | None,
@@ -154,13 +152,12 @@ def report_of(
     described, subject = device_of(device), subject_of(model)
     if blocks is not None and blocks < 1:
         raise ValueError(f"blocks is {blocks}; give how many of the {subject.blocks} alike blocks to keep, at least 1")
-    mesh = Mesh.of(world_size, rank, replicas)
     precision = PRECISION if model in MODELS else MixedPrecision()
     if dtype is not None:
         precision = replace(PRECISION, param_dtype=float_dtype("dtype", dtype))
     first, *others = (Policy(number, mixed_precision=precision) for number in (stage, beside) if number is not None)
     with subject.with_blocks(subject.blocks if blocks is None else blocks) as module:
-        captured = ProgramSource(module, subject.args, subject.kwargs, first, mesh, device=described)
+        captured = ProgramSource(module, subject.args, subject.kwargs, first, Mesh.of(world_size), device=described)
         traces, *beside_traces = (captured.under(policy) for policy in (first, *others))
     part = f", {blocks} of {subject.blocks} blocks" if blocks is not None and blocks < subject.blocks else ""
     return page_of(
