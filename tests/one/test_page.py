@@ -20,13 +20,12 @@ import thunder_zero as tz
 from tests.harness.errors import fails
 from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, traced
-from thunder_zero.schedule.names import launch_label, wait_label
-from thunder_zero.schedule.ops import Gather, Launch, Wait, ends
+from thunder_zero.schedule.ops import Gather, Launch, ends
 from thunder_zero.tools import Device, Link, cli
 from thunder_zero.tools.forecast.rehearsal import Rehearsal
-from thunder_zero.tools.table.table import Table, table_of
+from thunder_zero.tools.table.table import Table
 from thunder_zero.tools.views.page.data import Data, data_of
-from thunder_zero.tools.views.page.measured import by_profile, by_times
+from thunder_zero.tools.views.page.measured import by_times
 from thunder_zero.tools.views.page.report import page_of
 
 DEVICE = Device("slow", {"float32": 1e9}, 1e10, 1 << 30, intra_node=Link(1e8, 1e-6), inter_node=Link(5e7, 1e-6))
@@ -283,38 +282,6 @@ def test_measured_times_are_shown_beside_the_forecast() -> None:
     assert [program["name"] for program in page["programs"]] == ["ZeRO-3", "measured times"]
     assert "those of measure_times" in page["programs"][1]["note"]
     assert len(page["differences"]) == 1
-
-
-def make_profile(table: Table, steps: int, gap: float) -> list[dict[str, Any]]:
-    """Return events of the forecast's waits and launches. Each takes ``gap`` seconds after the compute before it."""
-    timeline, now, events = time_of(table).timeline, 5.0, []
-    for _ in range(steps):
-        for op, cost in zip(timeline.ops, time_of(table).costs, strict=True):
-            now += cost.seconds
-            if isinstance(op, Launch | Wait):
-                launch = op.launch if isinstance(op, Wait) else op
-                label = (wait_label if isinstance(op, Wait) else launch_label)(launch.kind, launch.params)
-                events.append({"name": label, "ph": "X", "ts": now * 1e6, "dur": gap * 1e6, "cat": "user_annotation"})
-                now += gap
-    return events
-
-
-def test_a_profile_puts_launches_and_waits_where_they_ran(tmp_path: Path) -> None:
-    table = make_table(with_training=False)
-    profile = [{"name": "other", "ph": "X", "ts": 1.0}, *make_profile(table, 2, 0.001)]
-    time = by_profile(time_of(table), profile)
-    profiled = data_of("profile", table_of(table.traces, time=time))
-    labelled_ops = sum(isinstance(op, Launch | Wait) for op in table.traces.timeline.ops)
-    assert profiled["figures"]["step_seconds"] == pytest.approx(time_of(table).compute_seconds + 0.001 * labelled_ops)
-    waits = sum(isinstance(op, Wait) for op in table.traces.timeline.ops)
-    assert profiled["figures"]["exposed_seconds"] == pytest.approx(0.001 * waits)
-    assert all(collective["wire_seconds"] > 0 for collective in profiled["collectives"])
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps({"traceEvents": profile}))
-    shown = page_of(trace_model(), DEVICE, path)["programs"][1]
-    assert (shown["name"], shown["figures"]["step_seconds"]) == ("profile", profiled["figures"]["step_seconds"])
-    path.write_text(json.dumps({"traceEvents": profile[:4]}))
-    fails(lambda: page_of(trace_model(), DEVICE, path), "ValueError", "the profile has no whole step of this program")
 
 
 MODEL = """
