@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
@@ -153,8 +152,7 @@ def test_bars_last_as_long_as_forecast_and_do_not_overlap(stage: int) -> None:
     for bars in by_lane.values():
         assert all(before["end"] <= after["start"] for before, after in pairwise(bars))
     assert max(bar["end"] for bar in all_bars) == pytest.approx(time.seconds)
-    kinds = {lane.split()[0] for lane in data["lanes"]} - {"compute"}
-    assert kinds == ({"reduce"} if stage == 0 else {"gather", "reduce"})
+    assert data["lanes"] == ["compute", *(["gathers"] if stage else []), "reductions"]
     for unit, first, last in data["runs"]:
         assert data["units"][unit] in {row.unit for row in table.all[first : last + 1] if row.end > row.start}
 
@@ -170,7 +168,7 @@ def test_a_peak_that_does_not_fit_is_marked() -> None:
 
 def test_each_wire_of_hybrid_sharding_has_its_own_lanes() -> None:
     lanes = data_of("forecast", make_table(3, replicas=2))["lanes"]
-    assert lanes == ["compute", "gather shard", "reduce shard", "reduce replicate"]
+    assert lanes == ["compute", "gathers, shard", "reductions, shard", "reductions, replicate"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -181,17 +179,14 @@ def test_the_memory_curve_is_the_forecast_of_each_line(stage: int) -> None:
     lines = table.all
     index_of = {(row.phase, row.position): index for index, row in enumerate(lines)}
     indices = [index_of[line.phase, line.position] for line in table.memory.lines]
-    alive: Counter[str] = Counter()
-    changes = list(memory["changes"])
-    tensors = rows_of(memory["tensors"])
+    levels = [[memory["reserve"]] * len(lines), *memory["levels"]]
+    tensors, peak = rows_of(memory["tensors"]), memory["peak"]
     for index, line in zip(indices, table.memory.lines, strict=True):
-        while changes and changes[0][0] <= index:
-            _, kind, step = changes.pop(0)
-            alive[memory["kinds"][kind]] += step
-        assert +alive == {str(kind): nbytes for kind, nbytes in line.alive.items()}
+        alive = zip(memory["kinds"], (above[index] - below[index] for below, above in pairwise(levels)), strict=True)
+        expected = table.memory.by_kind if index == peak["line"] else line.alive
+        assert {kind: nbytes for kind, nbytes in alive if nbytes} == dict(expected)
         live = [row for row in tensors if row["made"] <= index and (row["freed"] is None or row["freed"] > index)]
         assert sum(row["bytes"] for row in live) == line.total
-    peak = memory["peak"]
     assert sum(peak["by_kind"].values()) == peak["bytes"] == table.memory.peak
     assert sum(tensors[index]["bytes"] for index in peak["tensors"]) == table.memory.peak
     assert lines[peak["line"]].code.splitlines()[0] == table.memory.peak_line.code.splitlines()[0]

@@ -128,7 +128,7 @@ def test_timelines_pages_explanations_and_differences_show_slices(tmp_path: Path
     names = Counter(event["name"] for event in events)
     assert (names["all_reduce over tensor"], names["wait for all_reduce over tensor"]) == (2, 2)
     page = page_of(traces, WIRES_ONLY)
-    assert page["programs"][0]["lanes"] == ["compute", "tensor", "gather shard", "reduce shard"]
+    assert page["programs"][0]["lanes"] == ["compute", "tensor parallelism", "gathers", "reductions"]
     exposed: Counter[str] = Counter()
     for collective in page["programs"][0]["collectives"]:
         exposed[collective["kind"]] += collective["exposed_seconds"]
