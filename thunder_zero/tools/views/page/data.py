@@ -22,7 +22,7 @@ from thunder_zero.tools.printing.text import place_of
 from thunder_zero.tools.printing.words import short
 from thunder_zero.tools.table.rows import CODES, COMPUTES, label, label_of
 from thunder_zero.tools.table.table import Table
-from thunder_zero.tools.views.diff import COLUMNS, difference_of, require_one_module
+from thunder_zero.tools.views.diff import COLUMNS, alike, difference_of, require_one_module
 from thunder_zero.tools.views.explain import explanation_of
 from thunder_zero.tools.views.reasons import why_launch
 
@@ -162,6 +162,8 @@ def differences(programs: Sequence[Data], tables: Sequence[Table]) -> list[Data]
     """
     if len(programs) < 2:
         return []
+    for table in tables[1:]:
+        require_one_module(tables[0].traces, table.traces)
     figures = [program["figures"] for program in programs]
     names = [name for name in WORDS if name != "slices" or any(values[name] for values in figures)]
     rows = [[WORDS[name], *(_text(name, values[name]) for values in figures)] for name in names]
@@ -170,21 +172,11 @@ def differences(programs: Sequence[Data], tables: Sequence[Table]) -> list[Data]
         {
             "title": f"{programs[0]['name']} {ARROW} {other['name']}, by unit",
             "heads": ["unit", *COLUMNS],
-            "rows": list(_by_unit(tables[0], table)),
+            "rows": [[cell.replace("->", ARROW) for cell in row] for row in alike(difference_of(tables[0], table))],
         }
         for other, table in zip(programs, tables, strict=True)
         if table.traces is not tables[0].traces
     ]
-
-
-def _by_unit(first: Table, second: Table) -> Iterator[list[str]]:
-    require_one_module(first.traces, second.traces)
-    units = difference_of(first, second).units
-    for pair, group in groupby(units, key=lambda unit: units[unit]):
-        names = [name or "root unit" for name in group]
-        cells = ([text(figures[name]) for figures in pair] for name, text in COLUMNS.items())
-        changes = (old if old == new else f"{old} {ARROW} {new}" for old, new in cells)
-        yield [f"{names[0]} .. {names[-1]}, each" if names[1:] else names[0], *changes]
 
 
 def _bars(table: Table) -> list[Data]:
