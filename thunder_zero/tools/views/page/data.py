@@ -63,8 +63,6 @@ def data_of(name: str, table: Table, note: str = "") -> Data:
         "name": name,
         "place": place_of(plan),
         "stage": STAGES[plan.policy.stage].name,
-        "world_size": plan.mesh.shard.size,
-        "slices": plan.mesh.tensor.size,
         "device": time.device.name,
         "note": " ".join(filter(None, [note, no_memory])),
         "figures": _figures(table),

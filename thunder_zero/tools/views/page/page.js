@@ -429,21 +429,15 @@ function showTable() {
   $("count").textContent = `${rows.length} of ${collectives.length}`;
   table.tBodies[0].replaceChildren(...rows.map((one) => make("tr", { one, onclick: () => choose(chosen.program, one.launch, { zoom: true }) },
     ...COLUMNS.map(([name, cell, format]) => make("td", { className: format ? (name === "compute waits" && one.exposed_seconds ? "peak" : "") : "text" },
-      name === "unit" ? swatch(unitColour(units.indexOf(one.unit))) : "", format ? format(cell(one)) : cell(one))))));
+      name === "unit" ? swatch(unitColour(units.indexOf(one.unit))) : "",
+      format ? format(cell(one)) : name === "parameters" ? make("button", { className: "link", type: "button" }, one.label) : cell(one))))));
   markTable();
 }
 function markTable() {
-  const now = collectiveOf(current(), chosen.line), all = [...table.tBodies[0].rows], focused = all.find((row) => row.one === now) ?? all[0];
-  for (const row of all) Object.assign(row, { className: row.one === now ? "is" : "", tabIndex: row === focused ? 0 : -1, ariaSelected: String(row.one === now) });
+  const now = collectiveOf(current(), chosen.line);
+  for (const row of table.tBodies[0].rows) Object.assign(row, { className: row.one === now ? "is" : "", ariaSelected: String(row.one === now) });
 }
 for (const id of ["filter", "waiting"]) $(id).addEventListener("input", showTable);
-table.tBodies[0].addEventListener("keydown", (event) => {
-  const row = event.target.closest("tr"), next = { ArrowDown: row.nextElementSibling, ArrowUp: row.previousElementSibling }[event.key];
-  if (!next && event.key !== "Enter") return;
-  event.preventDefault();
-  if (next) next.focus();
-  else row.click();
-});
 
 // The overview.
 function showProgram() {
