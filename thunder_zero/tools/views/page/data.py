@@ -69,7 +69,7 @@ def data_of(name: str, table: Table, note: str = "") -> Data:
         "left_out": [] if memory is None else outside_of_the_peak(memory)[1:],
         "units": list(units),
         "parameters": [{"path": param.path, "explained": str(explanation_of(table, param))} for param in plan.params],
-        "phases": _phases(table),
+        "phases": list(_phases(table)),
         "lines": _lines(table, units, collectives),
         "rows": list(_rows(table)),
         "runs": list(_runs(table, units)),
@@ -200,12 +200,10 @@ def _runs(table: Table, units: Mapping[str, int]) -> Iterator[list[int]]:
         yield [units[unit], lines[0], lines[-1]]
 
 
-def _phases(table: Table) -> list[Data]:
-    phases: dict[str, Data] = {}
-    for index, row in enumerate(table.all):
-        phase = phases.setdefault(row.phase, {"name": row.phase, "first": index, "start": row.start})
-        phase |= {"last": index, "end": row.end}
-    return list(phases.values())
+def _phases(table: Table) -> Iterator[Data]:
+    for name, group in groupby(table.all, key=lambda row: row.phase):
+        rows = list(group)
+        yield {"name": name, "start": rows[0].start, "end": rows[-1].end}
 
 
 def _lines(table: Table, units: Mapping[str, int], collectives: Sequence[Data]) -> Data:

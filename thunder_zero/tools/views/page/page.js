@@ -237,12 +237,13 @@ function drawMemory({ memory, lines, device }, area) {
     pen.fill();
   };
   const level = (kind) => (line) => (kind < 0 ? memory.reserve : memory.levels[kind][line]);
+  const top = level(memory.kinds.length - 1), highest = (line) => lines.highest[line] ?? top(line);
   memory.kinds.forEach((kind, number) => band(level(number - 1), level(number), KINDS[kind]));
-  band(level(memory.kinds.length - 1), (line) => lines.highest[line] ?? 0, colours["quiet hatch"]);
+  band(top, highest, colours["quiet hatch"]);
   pen.strokeStyle = colours.ink;
   pen.lineWidth = 1;
   pen.beginPath();
-  seen.forEach((line, index) => places[index].forEach((place) => pen.lineTo(place, yOf(area, lines.highest[line] ?? 0))));
+  seen.forEach((line, index) => places[index].forEach((place) => pen.lineTo(place, yOf(area, highest(line)))));
   pen.stroke();
   if (memory.capacity < most) {
     dashed(gutter, yOf(area, memory.capacity), width - gutter, 0, colours.ink);
@@ -298,7 +299,7 @@ function hit(event) {
     const run = program.runs.find(([, first, last]) => time >= lines.start[first] && time <= lines.end[last]);
     return run ? { program: index, line: run[1], words: "" } : null;
   }
-  if (top < area.memory) return null;
+  if (!memory || top < area.memory) return null;
   const line = lines.end.reduce((best, end, index) => (end >= time - near && (lines.end[index - 1] ?? 0) <= time + near && !(lines.highest[index] <= lines.highest[best]) ? index : best), -1);
   const kind = memory.levels.findIndex((levels) => yOf(area, levels[line]) <= top);
   return { program: index, line, words: kind < 0 ? "" : memory.kinds[kind] };
