@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
@@ -20,13 +19,12 @@ import thunder_zero as tz
 from tests.harness.errors import fails
 from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, traced
-from thunder_zero.schedule.names import launch_label, wait_label
-from thunder_zero.schedule.ops import Gather, Launch, Wait, ends
+from thunder_zero.schedule.ops import Gather, Launch, ends
 from thunder_zero.tools import Device, Link, cli
 from thunder_zero.tools.forecast.rehearsal import Rehearsal
-from thunder_zero.tools.table.table import Table, table_of
+from thunder_zero.tools.table.table import Table
 from thunder_zero.tools.views.page.data import Data, data_of
-from thunder_zero.tools.views.page.measured import by_profile, by_times
+from thunder_zero.tools.views.page.measured import by_times
 from thunder_zero.tools.views.page.report import page_of
 
 DEVICE = Device("slow", {"float32": 1e9}, 1e10, 1 << 30, intra_node=Link(1e8, 1e-6), inter_node=Link(5e7, 1e-6))
@@ -154,8 +152,7 @@ def test_bars_last_as_long_as_forecast_and_do_not_overlap(stage: int) -> None:
     for bars in by_lane.values():
         assert all(before["end"] <= after["start"] for before, after in pairwise(bars))
     assert max(bar["end"] for bar in all_bars) == pytest.approx(time.seconds)
-    kinds = {lane.split()[0] for lane in data["lanes"]} - {"compute"}
-    assert kinds == ({"reduce"} if stage == 0 else {"gather", "reduce"})
+    assert data["lanes"] == ["compute", *(["gathers"] if stage else []), "reductions"]
     for unit, first, last in data["runs"]:
         assert data["units"][unit] in {row.unit for row in table.rows[first : last + 1] if row.end > row.start}
 
@@ -171,7 +168,7 @@ def test_a_peak_that_does_not_fit_is_marked() -> None:
 
 def test_each_wire_of_hybrid_sharding_has_its_own_lanes() -> None:
     lanes = data_of("forecast", make_table(3, replicas=2))["lanes"]
-    assert lanes == ["compute", "gather shard", "reduce shard", "reduce replicate"]
+    assert lanes == ["compute", "gathers, shard", "reductions, shard", "reductions, replicate"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -181,17 +178,14 @@ def test_the_memory_curve_is_the_forecast_of_each_line(stage: int) -> None:
     memory = data_of("forecast", table)["memory"]
     lines = table.rows
     first = next(index for index, row in enumerate(lines) if row.alive is not None)  # behind the digests
-    alive: Counter[str] = Counter()
-    changes = list(memory["changes"])
-    tensors = rows_of(memory["tensors"])
+    levels = [[memory["reserve"]] * len(lines), *memory["levels"]]
+    tensors, peak = rows_of(memory["tensors"]), memory["peak"]
     for index, kinds in enumerate(table.memory.alive, first):
-        while changes and changes[0][0] <= index:
-            _, kind, step = changes.pop(0)
-            alive[memory["kinds"][kind]] += step
-        assert +alive == {str(kind): nbytes for kind, nbytes in kinds.items()}
+        alive = zip(memory["kinds"], (above[index] - below[index] for below, above in pairwise(levels)), strict=True)
+        expected = table.memory.by_kind if index == peak["line"] else kinds
+        assert {kind: nbytes for kind, nbytes in alive if nbytes} == dict(expected)
         live = [row for row in tensors if row["made"] <= index and (row["freed"] is None or row["freed"] > index)]
         assert sum(row["bytes"] for row in live) == lines[index].alive
-    peak = memory["peak"]
     assert sum(peak["by_kind"].values()) == peak["bytes"] == table.memory.peak
     assert sum(tensors[index]["bytes"] for index in peak["tensors"]) == table.memory.peak
     assert lines[peak["line"]].code.splitlines()[0] == table.memory.peak_line.code.splitlines()[0]
@@ -282,38 +276,6 @@ def test_measured_times_are_shown_beside_the_forecast() -> None:
     assert [program["name"] for program in page["programs"]] == ["ZeRO-3", "measured times"]
     assert "those of measure_times" in page["programs"][1]["note"]
     assert len(page["differences"]) == 1
-
-
-def make_profile(table: Table, steps: int, gap: float) -> list[dict[str, Any]]:
-    """Return events of the forecast's waits and launches. Each takes ``gap`` seconds after the compute before it."""
-    timeline, now, events = time_of(table).timeline, 5.0, []
-    for _ in range(steps):
-        for op, cost in zip(timeline.ops, time_of(table).costs, strict=True):
-            now += cost.seconds
-            if isinstance(op, Launch | Wait):
-                launch = op.launch if isinstance(op, Wait) else op
-                label = (wait_label if isinstance(op, Wait) else launch_label)(launch.kind, launch.params)
-                events.append({"name": label, "ph": "X", "ts": now * 1e6, "dur": gap * 1e6, "cat": "user_annotation"})
-                now += gap
-    return events
-
-
-def test_a_profile_puts_launches_and_waits_where_they_ran(tmp_path: Path) -> None:
-    table = make_table(with_training=False)
-    profile = [{"name": "other", "ph": "X", "ts": 1.0}, *make_profile(table, 2, 0.001)]
-    time = by_profile(time_of(table), profile)
-    profiled = data_of("profile", table_of(table.traces, time=time))
-    labelled_ops = sum(isinstance(op, Launch | Wait) for op in table.traces.timeline.ops)
-    assert profiled["figures"]["step_seconds"] == pytest.approx(time_of(table).compute_seconds + 0.001 * labelled_ops)
-    waits = sum(isinstance(op, Wait) for op in table.traces.timeline.ops)
-    assert profiled["figures"]["exposed_seconds"] == pytest.approx(0.001 * waits)
-    assert all(collective["wire_seconds"] > 0 for collective in profiled["collectives"])
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps({"traceEvents": profile}))
-    shown = page_of(trace_model(), DEVICE, path)["programs"][1]
-    assert (shown["name"], shown["figures"]["step_seconds"]) == ("profile", profiled["figures"]["step_seconds"])
-    path.write_text(json.dumps({"traceEvents": profile[:4]}))
-    fails(lambda: page_of(trace_model(), DEVICE, path), "ValueError", "the profile has no whole step of this program")
 
 
 MODEL = """

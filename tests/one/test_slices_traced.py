@@ -22,12 +22,11 @@ import thunder_zero as tz
 from tests.harness.errors import refused
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
-from thunder_zero.schedule.names import label_of
-from thunder_zero.schedule.ops import Compute, Gather, Launch, Reduce, Wait, ends, starts_collective
+from thunder_zero.schedule.ops import Compute, Gather, Reduce, ends, starts_collective
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Lane
 from thunder_zero.tools.time.costs import ring
-from thunder_zero.tools.views.page.measured import by_profile, by_times
+from thunder_zero.tools.views.page.measured import by_times
 from thunder_zero.tools.views.page.report import page_of
 
 DOCS_PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallel.md"
@@ -129,7 +128,7 @@ def test_timelines_pages_explanations_and_differences_show_slices(tmp_path: Path
     names = Counter(event["name"] for event in events)
     assert (names["all_reduce over tensor"], names["wait for all_reduce over tensor"]) == (2, 2)
     page = page_of(traces, WIRES_ONLY)
-    assert page["programs"][0]["lanes"] == ["compute", "tensor", "gather shard", "reduce shard"]
+    assert page["programs"][0]["lanes"] == ["compute", "tensor parallelism", "gathers", "reductions"]
     exposed: Counter[str] = Counter()
     for collective in page["programs"][0]["collectives"]:
         exposed[collective["kind"]] += collective["exposed_seconds"]
@@ -181,23 +180,6 @@ def test_measured_times_include_waits_for_slices() -> None:
         measured = by_times(estimate, tz.schedule.Times(*times, speed))
         assert measured.compute_seconds == pytest.approx(slower * estimate.compute_seconds)
         assert measured.exposed_on[Lane.TENSOR] == pytest.approx(slower * estimate.exposed_on[Lane.TENSOR])
-
-
-def test_a_profile_includes_waits_for_slices() -> None:
-    estimate, waits = make_forecast()
-    events, now, gap = [], 1.0, 1e-3
-    for index, (op, cost) in enumerate(zip(estimate.timeline.ops, estimate.costs, strict=True)):
-        now += 2 * (cost.seconds + waits[index])
-        if isinstance(op, Launch | Wait):
-            events.append({"name": label_of(op, estimate.timeline), "ts": now * 1e6, "dur": gap * 1e6})
-            now += gap
-    measured = by_profile(estimate, events)
-    launching = gap * sum(isinstance(op, Launch) for op in estimate.timeline.ops)
-    assert measured.compute_seconds - launching == pytest.approx(2 * estimate.compute_seconds)
-    assert measured.exposed_on[Lane.TENSOR] == pytest.approx(2 * estimate.exposed_on[Lane.TENSOR])
-    rings = [span for span in measured.spans if span.lane is Lane.TENSOR]
-    ops = [estimate.timeline.ops[span.op] for span in rings]
-    assert [str(op.work) for op in ops if isinstance(op, Compute) and starts_collective(op)] == ["all_reduce"] * 2
 
 
 @pytest.mark.slow

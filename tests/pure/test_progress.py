@@ -15,10 +15,10 @@ def test_steps_are_lines_or_a_bar_on_a_terminal(
         monkeypatch.delenv(name, raising=False)
     if is_terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
-    with show_steps("plan", 2) as steps:
-        steps.tell("looks")
-        steps.advance()
-        steps.tell("leaps")
+    with show_steps("plan", 2) as show:
+        show("looks")
+        show(ended=1)
+        show("leaps")
     out, err = capsys.readouterr()
     assert out == ""
     if is_terminal:

@@ -41,7 +41,7 @@ from thunder_zero.tools.plan.training_plan import (
     meshes,
     reason_of,
 )
-from thunder_zero.tools.printing.progress import Steps, show_steps
+from thunder_zero.tools.printing.progress import show_steps
 
 PRECISION = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -121,10 +121,10 @@ def plan_training(
     subjects = {size: by_batch[batch] for size, batch in batches.items()}
     if max(sizes) > 1 and slicing is None:
         raise ValueError(f"tp is {tp!r}, and nothing says how to slice {subjects[sizes[0]].name}; give tp_plan=")
-    with show_steps("tz.tools.plan_training", rows) as steps:
+    with show_steps("tz.tools.plan_training", rows) as show:
         asked = Policy(2, mixed_precision=precision, gather_format=gather_format, reduce_format=reduce_format)
         asked = replace(asked, frozen_format=frozen_format)
-        return _Comparison(subjects, world_size, described, memory, asked, steps, slicing or {}).plan(
+        return _Comparison(subjects, world_size, described, memory, asked, show, slicing or {}).plan(
             stages, sizes, global_batch, _slicing_code(model, tp_plan)
         )
 
@@ -188,7 +188,7 @@ class _Comparison:
     device: Device
     memory_bytes: int
     asked: Policy  # a policy with the user's precision and formats
-    steps: Steps
+    show: Callable[..., None]  # of ``show_steps``
     slicing: Slicing
     programs: dict[int, SubjectPrograms] = field(default_factory=dict)  # number of tensor-parallel ranks: programs
 
@@ -233,7 +233,7 @@ class _Comparison:
         if slices not in self.programs:
             shards = meshes(3, self.world_size, self.device.devices_per_node, slices)[0].shards
             self.programs[slices] = SubjectPrograms(
-                self.subjects[slices], self.asked, shards, self.device, self.steps.tell, slices, self.slicing
+                self.subjects[slices], self.asked, shards, self.device, self.show, slices, self.slicing
             )
         return self.programs[slices]
 
@@ -255,9 +255,9 @@ class _Comparison:
                 if needed <= self.memory_bytes or len(levels) == 1:
                     break
                 levels = levels[1:]
-            self.steps.tell(f"simulates a step of {STAGES[stage].name} on {mesh}")
+            self.show(f"simulates a step of {STAGES[stage].name} on {mesh}")
             rows.append(self._row(policy, mesh, step, traced, needed, TRAFFIC * trained_bytes(plan)))
-            self.steps.advance()
+            self.show(ended=1)
         return rows[::-1]
 
     def _row(self, policy: Policy, mesh: MeshShape, step: WholeStep, traced: int, needed: int, traffic: int) -> PlanRow:

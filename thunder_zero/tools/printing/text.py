@@ -100,19 +100,15 @@ def _fold(statement: ast.stmt, widths: Sequence[int]) -> list[str]:
     best = fill(_pieces(code, widths), widths, INDENT)
     if len(best) <= WHOLE_LINES:
         return best
-    least = OPERATOR_ITEMS if _calls_operator(statement) else 1
+    least = OPERATOR_ITEMS if any(map(_is_operator, ast.walk(statement))) else 1
     for items in range(MOST_ITEMS, least - 1, -1):
         lines = fill(_pieces(_shortened(code, items), widths), widths, INDENT)
         best = lines if len(lines) < len(best) else best
     return best
 
 
-def _calls_operator(statement: ast.AST) -> bool:
-    """Return whether a statement calls ``aten.mm`` or a method, such as ``x.view``."""
-    return isinstance(statement, ast.Assign | ast.Expr) and any(map(_is_operator, ast.walk(statement.value)))
-
-
 def _is_operator(node: ast.AST) -> bool:
+    """Return whether code calls ``aten.mm`` or a method, such as ``x.view``."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
 
 

@@ -68,19 +68,17 @@ class Estimate:
         device: the device that runs the operations.
         costs: the cost of each operation.
         model_seconds: time of the model's FLOPs at the device's peak, without recomputation.
-        measured: the measured times of operations, or () for a forecast.
     """
 
     timeline: Timeline
     device: Device
     costs: tuple[Cost, ...]
     model_seconds: float
-    measured: tuple[Span, ...] = ()
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """The spans of computations, of rings, and of waits that take time."""
-        return self.measured or simulate(self.timeline, self.costs, self.device)
+        return simulate(self.timeline, self.costs, self.device)
 
     @cached_property
     def seconds(self) -> float:
@@ -143,12 +141,11 @@ class Estimate:
         tensor_seconds = self.exposed_on.get(Lane.TENSOR, 0.0)
         slices = f"{duration(tensor_seconds)} of it for slices; " if tensor_seconds else ""
         wires = ", ".join(f"{lane} {duration(seconds)}" for lane, seconds in self.wire_seconds.items()) or "none"
-        is_bound = not (self.measured or self.device.is_measured)
         expected = " to ".join(duration(self.seconds / share) for share in reversed(REACHED))
         return folded(
             f"step {duration(self.seconds)} on {self.device.name}: compute {duration(self.compute_seconds)}, exposed "
             f"communication {duration(self.exposed_seconds)} ({slices}wires: {wires}), MFU {self.mfu:.1%}"
-            + (f"; a bound, expect {expected}" if is_bound else "")
+            + (f"; a bound, expect {expected}" if not self.device.is_measured else "")
         )
 
 

@@ -9,8 +9,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from itertools import groupby, zip_longest
 from textwrap import wrap
@@ -42,6 +41,7 @@ COLUMNS: dict[str, Callable[[int], str]] = {
     "recomputed": str,
     "its FLOP": count,  # of the recomputed matrix products, attention and convolutions
 }
+LAUNCHES = {"gather": "gathers", "reduce": "reduces", TENSOR: "slices"}
 Pair = tuple[dict[str, int], dict[str, int]]
 
 
@@ -132,52 +132,42 @@ def _described(param: Param | None, plan: Plan) -> str:
 
 def _by_unit(table: Table) -> dict[str | None, dict[str, int]]:
     """Return a mapping from units to figures. The key None has the totals."""
-    recomputed = _recomputed_ops(run(table.traces.lifted))
-    return {unit: _figures(table, recomputed, unit) for unit in (*table.traces.plan.units, None)}
-
-
-def _figures(table: Table, recomputed: Sequence[tuple[Compute, str]], unit: str | None) -> dict[str, int]:
-    launches, sent = Counter[str](), Counter[str]()
+    timeline, units = table.traces.timeline, (*table.traces.plan.units, None)
+    figures = {unit: dict.fromkeys((*COLUMNS, "slices", "sent by slices"), 0) for unit in units}
     for row in table.rows:
-        if row.sent is not None and (unit is None or (row.unit == unit and row.kind != TENSOR)):
-            launches[row.kind] += 1
-            sent[row.kind] += row.sent
-    recomputed_in_unit = [op for op, unit_of_op in recomputed if unit in (None, unit_of_op)]
-    return {
-        "gathers": launches["gather"],
-        "reduces": launches["reduce"],
-        "sent": sent.total(),
-        "gathered": max(gathered_bytes(table.traces.timeline, unit), default=0),
-        "recomputed": len(recomputed_in_unit),
-        "its FLOP": sum(op.flops for op in recomputed_in_unit),
-        "slices": launches[TENSOR],
-        "sent by slices": sent[TENSOR],
-    }
+        if row.sent is None:
+            continue
+        for unit in (None,) if row.kind == TENSOR else (row.unit, None):
+            figures[unit][LAUNCHES[row.kind]] += 1
+            figures[unit]["sent"] += row.sent
+        figures[None]["sent by slices"] += row.sent if row.kind == TENSOR else 0
+    for op, recomputed_for in _recomputed_ops(run(table.traces.lifted)):
+        for unit in (recomputed_for, None):
+            figures[unit]["recomputed"] += 1
+            figures[unit]["its FLOP"] += op.flops
+    for unit in units:
+        figures[unit]["gathered"] = max(gathered_bytes(timeline, unit), default=0)
+    return figures
 
 
-def _recomputed_ops(timeline: Timeline) -> list[tuple[Compute, str]]:
-    """Return (operation, unit) pairs. The operation recomputes a forward value in the unit's backward.
+def _recomputed_ops(timeline: Timeline) -> Iterator[tuple[Compute, str]]:
+    """Yield (operation, unit) pairs. The operation recomputes a forward value in the unit's backward.
 
     Operations that read only parameters are left out. ``timeline`` must be scheduled, but not fused: fusers merge
     operations.
     """
     ends = backward_ends(timeline).items()
-    return [
-        # the next unit whose gradients are complete
-        (op, next((unit for unit, end in ends if end >= index), ROOT))
-        for index, op in enumerate(timeline.ops)
-        if isinstance(op, Compute) and timeline.recomputes(op)
-    ]
+    for index, op in enumerate(timeline.ops):
+        if isinstance(op, Compute) and timeline.recomputes(op):
+            yield op, next((unit for unit, end in ends if end >= index), ROOT)  # its gradients are complete next
 
 
 def _lines(difference: Difference, max_groups: int) -> Iterator[str]:
     yield from wrap(_title(*difference.tables), WIDTH, subsequent_indent="  ")
-    groups = [(pair, list(names)) for pair, names in groupby(difference.units, key=lambda unit: difference.units[unit])]
-    shown = groups[:max_groups]
-    cells = [*(_cells(pair) for pair, _ in shown), _cells(difference.total)]
-    room_for_names = WIDTH - sum(max(map(len, column)) + 2 for column in zip(COLUMNS, *cells, strict=True))
-    names = [*(_names(units, room_for_names) for _, units in shown), "all"]
-    rows = [(name, *row) for name, row in zip(names, cells, strict=True)]
+    groups = list(alike(difference))
+    rows = [*groups[:max_groups], ("all", *_cells(difference.total))]
+    room = WIDTH - sum(max(map(len, column)) + 2 for column in zip(COLUMNS, *(row[1:] for row in rows), strict=True))
+    rows = [(name if len(name) <= room else f"…{name[1 - room :]}", *cells) for name, *cells in rows]
     lines = text_of_table(table_of(("unit", *COLUMNS), rows, ("unit",)), WIDTH).splitlines()
     if len(groups) > max_groups:
         lines.insert(-1, f"... {len(groups) - max_groups} more: table() has them")
@@ -214,15 +204,14 @@ def _changed(first: Policy, second: Policy) -> Iterator[str]:
             yield f"{name} {change}" if len(change) <= SHORT else name
 
 
-def _names(units: Sequence[str], width: int) -> str:
-    """Return the label of a line that neighbouring units share, such as ``blocks.0 .. 3, each``."""
-    if len(units) > 1:
-        parents = {unit.rpartition(".")[0] for unit in units}
-        last = units[-1].rpartition(".")[2] if len(parents) == 1 else units[-1]
-        name = f"{units[0] or 'root'} .. {last or 'root'}, each"
-    else:
-        name = "root unit" if units[0] == ROOT else units[0]
-    return name if len(name) <= width else f"…{name[1 - width :]}"
+def alike(difference: Difference) -> Iterator[tuple[str, ...]]:
+    """Yield rows of neighbouring units with equal figures: their label, such as ``blocks.0 .. 3, each``, and cells."""
+    for pair, group in groupby(difference.units, key=lambda unit: difference.units[unit]):
+        units = list(group)
+        is_of_one_parent = len({unit.rpartition(".")[0] for unit in units}) == 1
+        last = units[-1].rpartition(".")[2] if is_of_one_parent else units[-1]
+        several = f"{units[0] or 'root'} .. {last or 'root'}, each"
+        yield several if units[1:] else units[0] or "root unit", *_cells(pair)
 
 
 def _cells(pair: Pair) -> tuple[str, ...]:

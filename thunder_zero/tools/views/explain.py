@@ -104,8 +104,8 @@ class Explanation:
     @property
     def exposed_seconds(self) -> float | None:
         """Seconds that compute waits for the buckets of the parameter in a step; None without a device."""
-        rows = [row for rows in (*self.gathers, self.gradient) for row in _of_collectives(rows, self.step)]
-        return sum(row.exposed for row in rows) if self.step.time else None
+        times = [_times(rows, self.step) for rows in (*self.gathers, self.gradient)]
+        return sum(exposed for _, exposed in times) if self.step.time else None
 
     def __repr__(self) -> str:
         return summed_up(self, f"{_name(self.param)}; {place_of(self.step.traces.plan)}; {_totals(self)}")
@@ -133,8 +133,7 @@ def _gather(step: Table, rows: Sequence[Row], launch: Row) -> dict[str, Row]:
     free = later[kinds.index("free")] if "free" in kinds else None
     until = kinds.index("wait") if "wait" in kinds else None
     reads = [row for row in later[:until] if row.kind in COMPUTES and not row.gradients]
-    first, last = (reads[0], reads[-1]) if reads else (None, None)
-    uses = {"first use": first, "last use": last if last is not first else None}
+    uses = {"first use": reads[0] if reads else None, "last use": reads[-1] if reads[1:] else None}
     return _with_codes(step, {"gather": launch, "wait": wait, **uses, "free": free})
 
 
@@ -166,10 +165,11 @@ def _end(step: Table, launch: Row) -> Row:
     return step.of(step.ends[step.traces.timeline.ops[launch.op or 0].writes[0]])
 
 
-def _of_collectives(rows: Mapping[str, Row], step: Table) -> list[Row]:
-    """Return the launches of a gather or a gradient, and the waits for them."""
+def _times(rows: Mapping[str, Row], step: Table) -> tuple[float, float]:
+    """Return the seconds of a gather or a gradient on wires, and the seconds that compute waits for them."""
     launches = [row for row in rows.values() if row.kind in ("gather", "reduce")]
-    return [*launches, *(_end(step, launch) for launch in launches)]
+    all_rows = [*launches, *(_end(step, launch) for launch in launches)]
+    return sum(row.wire_seconds for row in all_rows), sum(row.exposed for row in all_rows)
 
 
 def _lines(explanation: Explanation, max_gathers: int) -> Iterator[str]:
@@ -296,9 +296,8 @@ def _company(launch: Row, explanation: Explanation) -> str:
 def _time(rows: Mapping[str, Row], explanation: Explanation) -> Iterator[str]:
     if explanation.step.time is None:
         return
-    collectives = _of_collectives(rows, explanation.step)
-    wire, exposed = sum(row.wire_seconds for row in collectives), sum(row.exposed for row in collectives)
-    subject = "its bucket" if collectives[0].params[1:] else "it"
+    wire, exposed = _times(rows, explanation.step)
+    subject = "its bucket" if (rows.get("gather") or rows["reduce"]).params[1:] else "it"
     waits = f"compute waits {duration(exposed)} for {subject}" if exposed else "hidden behind compute"
     yield from _part("  time", f"{duration(wire)} on the wire of {explanation.step.time.device.name}, {waits}")
 

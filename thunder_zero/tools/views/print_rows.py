@@ -24,7 +24,6 @@ from thunder_zero.plan.params import Plan
 from thunder_zero.tools.printing.text import fill, fold, place_of
 from thunder_zero.tools.printing.words import WIDTH, clip
 from thunder_zero.tools.table.rows import Row, label_of
-from thunder_zero.tools.views.selection import total
 
 NARROWEST, WIDEST = 80, 140
 KIND, PARAMETERS, BYTES = 7, 25, 8  # columns
@@ -52,20 +51,19 @@ def print_rows(rows: Sequence[Row | int], plan: Plan, phase: str, console: Conso
     syntax = Syntax("", "python", theme="ansi_dark", background_color="default")
     _print_title(plan, phase, columns, console)
     if not rows:
-        _print(console, Text("# this phase does not use this unit", QUIET))
+        write(console, "# this phase does not use this unit", QUIET)
     origin, gathered = "", 0
     for row in rows:
         if isinstance(row, int):
-            _print(console, Text(f"# ... {row} lines", QUIET))
+            write(console, f"# ... {row} lines", QUIET)
             continue
         if row.origin not in ("", origin):
             origin = row.origin
-            _print(console, Text(clip(f"# {origin}", width), f"{QUIET} italic"))
+            write(console, clip(f"# {origin}", width), f"{QUIET} italic")
         for text in _lines(row, plan, syntax, columns, width, changed=row.gathered != gathered):
-            _print(console, text)
+            write(console, text)
         if row.is_peak:
-            peak = size(row.highest or 0)
-            _print(console, Text(f"# the peak of the step: {peak} alive in the line above", "bold red"))
+            write(console, f"# the peak of the step: {size(row.highest or 0)} alive in the line above", "bold red")
         gathered = row.gathered
     console.print()
 
@@ -82,17 +80,30 @@ def _print_title(plan: Plan, phase: str, columns: Widths, console: Console) -> N
     code_width, params_width, has_alive = columns
     title = Text(f"# {phase}, {place_of(plan)}", "bold")
     if len(title) > code_width:
-        _print(console, title)
+        write(console, title)
         title = Text("#", "bold")
     title.pad_right(code_width - len(title))
     title.append(f" {'does':{KIND}} {'parameters':{params_width}} {'sent':>{BYTES}} {'gathered':>{BYTES}}")
     title.append(f" {'alive':>{BYTES}}" if has_alive else "")
-    _print(console, title)
+    write(console, title)
 
 
 def print_total(rows: Sequence[Row | int], console: Console) -> None:
-    """Print a summary of the rows of one or both phases."""
-    _print(console, Text(total(rows), "bold"))
+    """Print the number of collectives, the bytes that this rank sends, and the most gathered bytes.
+
+    Collectives of tensor parallelism and deferred gradients each get a further line.
+    """
+    shown = [row for row in rows if isinstance(row, Row)]
+    gathers, reduces = (sum(row.kind == kind for row in shown) for kind in ("gather", "reduce"))
+    sent, slices = sum(row.sent or 0 for row in shown), [row.sent for row in shown if row.kind == TENSOR and row.sent]
+    count, peak = gathers + reduces, max((row.gathered for row in shown), default=0)
+    collectives = f"{count} collective{'s' * (count != 1)} ({gathers} gather, {reduces} reduce)"
+    write(console, f"{collectives}, {sent:,} B sent by this rank, {peak:,} B gathered at most", "bold")
+    if slices:
+        of_slices = f"and {len(slices)} of torch's tensor parallelism, which send {sum(slices):,} of these bytes"
+        write(console, of_slices, "bold")
+    if deferred := sum(row.deferred for row in shown):
+        write(console, f"{deferred:,} B of full gradients are held for a later backward", "bold")
 
 
 def _lines(row: Row, plan: Plan, syntax: Syntax, columns: Widths, whole: int, *, changed: bool) -> Iterator[Text]:
@@ -122,6 +133,8 @@ def _lines(row: Row, plan: Plan, syntax: Syntax, columns: Widths, whole: int, *,
         yield text
 
 
-def _print(console: Console, text: Text) -> None:
-    text.rstrip()
-    console.print(text, soft_wrap=True, highlight=False)
+def write(console: Console, words: str | Text, style: str = "") -> None:
+    """Print words as they are. Spaces at the end of a styled text are left out."""
+    if isinstance(words, Text):
+        words.rstrip()
+    console.print(words, style=style, soft_wrap=True, highlight=False, markup=False)

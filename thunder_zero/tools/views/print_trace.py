@@ -17,7 +17,7 @@ from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
 from thunder_zero.tools.forecast.memory import require_forecast_of
 from thunder_zero.tools.table.rows import PHASES, Row
 from thunder_zero.tools.table.table import Table, step_table, table_of
-from thunder_zero.tools.views.print_rows import QUIET, print_rows, print_total
+from thunder_zero.tools.views.print_rows import QUIET, print_rows, print_total, write
 from thunder_zero.tools.views.selection import format_timeline, select
 from thunder_zero.tools.views.shown_code import shown
 from thunder_zero.traces.compiled import Traces
@@ -91,13 +91,12 @@ def print_trace(
         require_forecast_of(traces, memory)
     table, printed = table_of(traces, memory) if memory else step_table(traces), list[Row | int]()
     if table.no_memory:
-        console.print(f"# {table.no_memory}\n", highlight=False, markup=False, soft_wrap=True)
-    legend = HOW_TO_READ + HOW_TO_READ_SLICES * traces.plan.mesh.is_sliced
-    console.print(legend, style=QUIET, highlight=False, soft_wrap=True)
+        write(console, f"# {table.no_memory}\n")
+    write(console, HOW_TO_READ + HOW_TO_READ_SLICES * traces.plan.mesh.is_sliced, QUIET)
     for name in PHASES[phase]:
         printed += _print_phase(name, table, console, unit=unit, only=only, every_line=every_line)
     for line in outside_of_the_peak(memory) if memory else ():
-        console.print(f"# {line}", highlight=False, markup=False, soft_wrap=True)
+        write(console, f"# {line}")
     print_total(printed, console)
 
 
@@ -135,23 +134,17 @@ def rows_of(table: Table, phase: str) -> tuple[Row, ...]:
 
 
 def _print_phase(
-    phase: str,
-    table: Table,
-    console: Console,
-    *,
-    unit: str | None,
-    only: str | None,
-    every_line: bool,
+    phase: str, table: Table, console: Console, *, unit: str | None, only: str | None, every_line: bool
 ) -> Sequence[Row | int]:
     """Print a phase and return the printed rows."""
     all_rows, traces, forecast = (rows_of if every_line else shown_rows)(table, phase), table.traces, table.memory
     if not all_rows:
-        console.print("# no backward: nothing here needs a gradient\n", highlight=False)
+        write(console, "# no backward: nothing here needs a gradient\n")
         return ()
     chosen = select(all_rows, traces.plan, unit, only)
     print_rows(chosen, traces.plan, phase if traces.facts.synced else f"{phase} under no_sync", console)
     if forecast is not None and (phase, forecast.peak_line.phase) == ("forward", "loss"):
-        console.print(f"# the peak of the step: {size(forecast.peak)} alive in the loss\n", highlight=False)
+        write(console, f"# the peak of the step: {size(forecast.peak)} alive in the loss\n")
     return chosen
 
 

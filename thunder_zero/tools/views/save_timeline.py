@@ -123,11 +123,9 @@ def _aligned(events: Sequence[Event], forecast: Estimate) -> list[Event]:
     launched = [span for span in forecast.spans if span.lane is not Lane.COMPUTE]
     names = {label_of(timeline.ops[span.op], timeline): span.start * MICRO for span in reversed(launched)}
     timed = [event for event in events if isinstance(event.get("ts"), int | float)]
-    first_launch = min(
-        (event for event in timed if event.get("name") in names), key=lambda event: event["ts"], default=None
-    )
-    start = min((event["ts"] for event in timed), default=0.0)
-    offset = -start if first_launch is None else names[first_launch["name"]] - first_launch["ts"]
+    launches = [event for event in timed if event.get("name") in names]
+    first: Event = min(launches or timed, key=lambda event: event["ts"], default={"ts": 0.0})
+    offset = names.get(first.get("name", ""), 0.0) - first["ts"]
     return [
         event | {"ts": event["ts"] + offset} if isinstance(event.get("ts"), int | float) else event for event in events
     ]

@@ -1,4 +1,4 @@
-"""Selects rows to print, adds them up, and formats timelines as text. Without Thunder.
+"""Selects rows to print, and formats timelines as text. Without Thunder.
 
 ::
 
@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from thunder_zero.plan.mesh import TENSOR
@@ -66,26 +66,6 @@ def select(rows: Sequence[Row], plan: Plan, unit: str | None, only: str | None) 
         gap = between if len(between) < 2 else [len(between)]  # a gap of one line would save nothing
         shown += [*gap, rows[index]]
     return tuple(shown)
-
-
-def total(rows: Iterable[Row | int]) -> str:
-    """Return a line with the number of collectives, the bytes that this rank sends, and the most gathered bytes.
-
-    Collectives of tensor parallelism and deferred gradients each get a further line.
-    """
-    shown = [row for row in rows if isinstance(row, Row)]
-    gathers, reduces = (sum(row.kind == kind for row in shown) for kind in ("gather", "reduce"))
-    sent, slices = sum(row.sent or 0 for row in shown), [row.sent for row in shown if row.kind == TENSOR and row.sent]
-    slices_text = f"\nand {len(slices)} of torch's tensor parallelism, which send {sum(slices):,} of these bytes"
-    peak = max((row.gathered for row in shown), default=0)
-    count = gathers + reduces
-    deferred = sum(row.deferred for row in shown)
-    return (
-        f"{count} collective{'s' * (count != 1)} ({gathers} gather, {reduces} reduce), "
-        f"{sent:,} B sent by this rank, {peak:,} B gathered at most"
-        + slices_text * bool(slices)
-        + (f"\n{deferred:,} B of full gradients are held for a later backward" if deferred else "")
-    )
 
 
 def _of_unit(rows: Sequence[Row], plan: Plan, unit: str) -> list[int]:

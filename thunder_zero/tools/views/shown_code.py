@@ -18,7 +18,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -38,44 +37,8 @@ from thunder.executors.pythonex import clear_mutable_collection
 NAME = re.compile(r"(?<![.'\w])[A-Za-z_]\w*\b(?!=)")  # the name of a value, not of a keyword argument
 METHODS = frozenset(dir(Tensor))
 HIDDEN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, clear_mutable_collection.id, "zero_enter")
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A view: the operator's name, its arguments after the first, and the shape of the result."""
-
-    name: str
-    args: str
-    shape: tuple[Any, ...]
-
-    def apply(self, code: str) -> str:
-        """Return the code that applies this view to an expression."""
-        args = ", ".join(part for part in (code, self.args) if part)
-        return f"{code}.{self.name}({self.args})" if self.name in METHODS else f"aten.{self.name}({args})"
-
-
-@dataclass(frozen=True, slots=True)
-class _Chain:
-    """A chain of views: ``steps`` are applied to ``root`` in order."""
-
-    root: TensorProxy
-    steps: tuple[_Step, ...] = ()
-
-    def then(self, step: _Step) -> _Chain:
-        """Return the chain with a further view. Earlier views that the further view undoes are removed."""
-        steps = self.steps
-        if steps and steps[-1].name == step.name == "reshape":
-            steps = steps[:-1]
-        elif steps and step.name in ("t", "transpose") and (steps[-1].name, steps[-1].args) == (step.name, step.args):
-            return _Chain(self.root, steps[:-1])
-        is_same = step.name == "reshape" and step.shape == (steps[-1].shape if steps else _shape(self.root))
-        return _Chain(self.root, steps if is_same else (*steps, step))
-
-    def apply(self, code: str) -> str:
-        """Return the code of the chain's last view, from the code of the root."""
-        for step in self.steps:
-            code = step.apply(code)
-        return code
+View = tuple[str, str, tuple[Any, ...]]  # the operator's name, its arguments after the first, the shape of the result
+Chain = tuple[TensorProxy, tuple[View, ...]]  # a value, and views of it that are applied in order
 
 
 def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[tuple[int, str, int | None]]:
@@ -83,7 +46,7 @@ def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[tuple
 
     ``freed`` has the gathered parameters that the ``del`` line at a position frees."""
     chains, inside, appended = _views(trace)
-    folded = {name: chains[name].apply(chains[name].root.name) for name in inside}
+    folded = {name: _code(chains[name]) for name in inside}
     hidden = {*inside, *appended.values()}
     position_of = {
         proxy.name: position for position, bsym in enumerate(trace.bound_symbols) for proxy in bsym.flat_proxy_outs
@@ -99,16 +62,15 @@ def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[tuple
                 continue
             name, _, call = short(_python(bsym)).rpartition(" = ")
             if _stands_inside(bsym):
-                chain = chains.get(name) or _Chain(bsym.flat_proxy_args[0], (_step(bsym),))
-                call = chain.apply(chain.root.name)
+                call = _code(chains.get(name) or (bsym.flat_proxy_args[0], (_view(bsym),)))
             call = NAME.sub(lambda match: folded.get(match[0], match[0]), call)
             view = appended.get(name)
             if view is not None:
-                name, call = view, chains[view].apply(call)
+                name, call = view, _code(chains[view], call)
             yield position, f"{name} = {call}" if name else call, position_of.get(view or "")
 
 
-def _views(trace: TraceCtx) -> tuple[dict[str, _Chain], set[str], dict[str, str]]:
+def _views(trace: TraceCtx) -> tuple[dict[str, Chain], set[str], dict[str, str]]:
     """Return the chains of views by name, and two groups of views that are printed in an operator's line.
 
     The first group has the views that only one operator reads, which are printed inside its line. The second maps an
@@ -116,35 +78,26 @@ def _views(trace: TraceCtx) -> tuple[dict[str, _Chain], set[str], dict[str, str]
     """
     reads: Counter[str] = Counter()
     read_by_others: set[str] = set()  # values that lines without an operator read
-    writer: dict[str, BoundSymbol] = {}
+    made: set[str] = set()  # the only values of operators, except views
     for bsym in trace.bound_symbols:
         if bsym.sym.id is not prims.PrimIDs.DEL:
             names = {proxy.name for proxy in bsym.flat_proxy_args}
             reads.update(names)
             read_by_others.update(() if operator_of(bsym) else names)
-            writer.update((proxy.name, bsym) for proxy in bsym.flat_proxy_outs)
-    chains: dict[str, _Chain] = {}
+            if operator_of(bsym) and isinstance(bsym.output, TensorProxy) and not _stands_inside(bsym):
+                made.add(bsym.output.name)
+    chains: dict[str, Chain] = {}
     folded: set[str] = set()
     appended: dict[str, str] = {}
     for bsym in trace.bound_symbols:
         if isinstance(bsym.output, TensorProxy) and operator_of(bsym) is not None and _stands_inside(bsym):
             base, name = bsym.flat_proxy_args[0], bsym.output.name
-            chain = chains[name] = (chains[base.name] if base.name in folded else _Chain(base)).then(_step(bsym))
+            root, _ = chains[name] = _then(chains[base.name] if base.name in folded else (base, ()), _view(bsym))
             if reads[name] == 1 and name not in read_by_others:
                 folded.add(name)
-            elif reads[chain.root.name] == 1 and _makes_one_value(writer.get(chain.root.name)):
-                appended[chain.root.name] = name
+            elif reads[root.name] == 1 and root.name in made:
+                appended[root.name] = name
     return chains, folded, appended
-
-
-def _makes_one_value(bsym: BoundSymbol | None) -> bool:
-    """Return whether a line calls an operator that returns a single value, which is not a view."""
-    return (
-        bsym is not None
-        and operator_of(bsym) is not None
-        and isinstance(bsym.output, TensorProxy)
-        and not _stands_inside(bsym)
-    )
 
 
 def _stands_inside(bsym: BoundSymbol) -> bool:
@@ -152,12 +105,29 @@ def _stands_inside(bsym: BoundSymbol) -> bool:
     return makes_view(bsym) and not is_collective(operator_of(bsym))
 
 
-def _step(bsym: BoundSymbol) -> _Step:
+def _view(bsym: BoundSymbol) -> View:
     name = bsym.sym.name.removeprefix("_unsafe_")
-    args = ", ".join(
-        [*map(prettyprint, bsym.args[1:]), *(f"{key}={prettyprint(value)}" for key, value in bsym.kwargs.items())]
-    )
-    return _Step(name, args, _shape(bsym.output) if isinstance(bsym.output, TensorProxy) else ())
+    further = [*map(prettyprint, bsym.args[1:]), *(f"{key}={prettyprint(arg)}" for key, arg in bsym.kwargs.items())]
+    return name, ", ".join(further), _shape(bsym.output) if isinstance(bsym.output, TensorProxy) else ()
+
+
+def _then(chain: Chain, view: View) -> Chain:
+    """Return the chain with a further view. Earlier views that the further view undoes are removed."""
+    (root, views), (name, args, shape) = chain, view
+    if name in ("t", "transpose") and views and views[-1][:2] == (name, args):
+        return root, views[:-1]
+    views = views[:-1] if name == "reshape" and views and views[-1][0] == name else views
+    before = views[-1][2] if views else _shape(root)
+    return root, views if name == "reshape" and shape == before else (*views, view)
+
+
+def _code(chain: Chain, code: str = "") -> str:
+    """Return the code of the chain's last view, applied to ``code`` (default: the chain's value)."""
+    code = code or chain[0].name
+    for name, args, _ in chain[1]:
+        inside = ", ".join(filter(None, (code, args)))
+        code = f"{code}.{name}({args})" if name in METHODS else f"aten.{name}({inside})"
+    return code
 
 
 def _shape(proxy: TensorProxy) -> tuple[Any, ...]:

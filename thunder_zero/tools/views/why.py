@@ -3,7 +3,7 @@
 ::
 
     optimizer.step()    data, forward, loss, backward    optimizer.step()    data, ...
-                    begin()   the model's clock runs                      end(); begin()
+                        |----- a step: the model's clock runs -----------|
 
 In: a script with its arguments, on every rank. Torch's hooks around each optimizer's step mark the end of a step. Out:
 on rank 0 a page for each model that an optimizer steps. A page has the programs, and a step's forecast and measured
@@ -17,14 +17,14 @@ import os
 import runpy
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import process_time
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -39,8 +39,7 @@ from thunder_zero.plan.policy import STAGES
 from thunder_zero.sharded.optimizers import parameters_of
 from thunder_zero.sharded.sharded_model import owner_of
 from thunder_zero.sharded.state import State
-from thunder_zero.sharded.waits import Moment, Waited
-from thunder_zero.tools.compiled_programs import Programs, programs
+from thunder_zero.tools.compiled_programs import programs
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import DEVICES, device_of
 from thunder_zero.tools.forecast.memory import memory
@@ -60,57 +59,42 @@ CAUSES = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Followed:
     """A model with measured steps. A step ends when the model's first optimizer steps."""
 
-    model: ref[ZeroModule]
-    state: State
-    optimizer: ref[Optimizer]
-    # the figures of each measured step: seconds of STEP, its PARTS and the process's CPU, the number of FORWARDS, and
-    # the most bytes of CUDA tensors, or of the process's resident memory (0 if unknown)
-    steps: list[Mapping[str, float]] = field(default_factory=list)
+    model: ZeroModule
+    optimizer: Optimizer
+    # for each measured step: seconds of STEP, its PARTS and the process's CPU, the number of FORWARDS, and the most
+    # bytes of CUDA tensors, or of the process's resident memory (0 if unknown)
+    steps: list[Mapping[str, float]]
     # the seconds of each step's waits, keyed by (True for a gather, path of the bucket's first parameter)
-    waits: list[Mapping[tuple[bool, str], float]] = field(default_factory=list)
-    programs: Programs = field(default_factory=Programs)  # the compiled programs of the model
-    # two lists of each graph's traces, one for programs that reduce gradients and one for ``no_sync``
-    traces: Sequence[Sequence[Traces]] = ((), ())
-    at_rest: int = 0  # bytes of the optimizer's states
-    # an exit stack. Closing the stack, at the end of a step, stops the model's clock.
-    open: ExitStack = field(default_factory=ExitStack)
-    begun: tuple[Moment, list[Waited], float, int] | None = None  # the time, waits, CPU seconds and forwards so far
-    stepping: Moment | None = None
+    waits: list[Mapping[tuple[bool, str], float]]
 
-    def end(self) -> None:
-        """End a step. Record the model's programs and the bytes of the optimizer."""
-        now, device = self.state.clock.now(), self.state.device
-        self.open.close()
-        if self.begun is not None and self.stepping is not None:
-            begun, waited, core, forwards = self.begun
+    def marks(self) -> Generator[None]:
+        """Measure steps. The caller goes on when the optimizer begins to step, and when it has stepped."""
+        state = self.model.state
+        yield  # the first step compiles
+        while True:
+            if state.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(state.device)
+            with suppress(OSError):
+                CLEAR.write_text("5")
+            with state.clock.running() as waited:
+                core, forwards, begun = process_time(), state.training_forwards, state.clock.now()
+                yield
+                stepping = state.clock.now()
+                yield
+                ended = state.clock.now()
             waits = defaultdict[tuple[bool, str], float](float)
             for wait in waited:
                 waits[wait.gather, wait.path] += wait.called.until(wait.returned)
-            seconds, optimizer, all_waits = begun.until(now), self.stepping.until(now), sum(waits.values())
+            seconds, optimizer, all_waits = begun.until(ended), stepping.until(ended), sum(waits.values())
             figures = {STEP: seconds, WAITS: all_waits, OPTIMIZER: optimizer, CORE: process_time() - core}
             figures[COMPUTE] = seconds - optimizer - all_waits
-            figures |= {FORWARDS: self.state.training_forwards - forwards, PEAK: _peak(device)}
+            figures |= {FORWARDS: state.training_forwards - forwards, PEAK: _peak(state.device)}
             self.steps.append(figures)
             self.waits.append(waits)
-        model, stepped = self.model(), self.optimizer()
-        if model is not None and stepped is not None:
-            self.programs = programs(model)
-            self.traces = [list(_traces(model, synced)) for synced in (True, False)]
-            self.at_rest = sum(_nbytes(value) for values in stepped.state.values() for value in values.values())
-
-    def begin(self) -> None:
-        """Begin the next step."""
-        if self.state.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.state.device)
-        with suppress(OSError):
-            CLEAR.write_text("5")
-        waits = self.open.enter_context(self.state.clock.running())
-        core, forwards = process_time(), self.state.training_forwards
-        self.begun = self.state.clock.now(), waits, core, forwards
 
 
 def _traces(model: ZeroModule, synced: bool) -> Iterator[Traces]:
@@ -134,42 +118,38 @@ def _peak(device: torch.device) -> int:
 @contextmanager
 def following(steps: int, show: Callable[[Followed], None]) -> Iterator[None]:
     """Measure each model that an optimizer steps. Call ``show`` after ``steps`` steps or at the end of the block."""
-    followed_models: dict[State, Followed] = {}
+    models: dict[State, tuple[Followed, Generator[None]]] = {}
     shown: WeakSet[State] = WeakSet()
 
-    def stepped_by(optimizer: Optimizer) -> Followed | None:
+    def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Go on with the model of the optimizer, before and after each of its steps."""
         owner = next(filter(None, map(owner_of, parameters_of(optimizer))), None)
-        if owner is None or owner[0] in shown:
-            return None
-        if owner[0] not in followed_models:
-            models = (item for item in gc.get_objects() if issubclass(type(item), ZeroModule))
-            model = next(model for model in models if model.state is owner[0])
-            followed_models[owner[0]] = Followed(ref(model), owner[0], ref(optimizer))
-        followed = followed_models[owner[0]]
-        return followed if followed.optimizer() is optimizer else None
+        if owner is None or (state := owner[0]) in shown:
+            return
+        if state not in models:
+            every = (item for item in gc.get_objects() if issubclass(type(item), ZeroModule))
+            followed = Followed(next(model for model in every if model.state is state), optimizer, [], [])
+            models[state] = followed, followed.marks()
+        followed, marks = models[state]
+        if followed.optimizer is optimizer:
+            next(marks)
+        if len(followed.steps) == steps:
+            shown.add(state)
+            end(state)
 
-    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (followed := stepped_by(optimizer)) is not None:
-            followed.stepping = followed.state.clock.now()
+    def end(state: State) -> None:
+        followed, marks = models.pop(state)
+        marks.close()
+        show(followed)
 
-    def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (followed := stepped_by(optimizer)) is not None:
-            followed.end()
-            if len(followed.steps) == steps:
-                shown.add(followed.state)
-                show(followed_models.pop(followed.state))
-            else:
-                followed.begin()
-
-    hooks = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)
+    hooks = register_optimizer_step_pre_hook(stepped), register_optimizer_step_post_hook(stepped)
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-    for followed in followed_models.values():
-        followed.open.close()
-        show(followed)
+    for state in list(models):
+        end(state)
 
 
 def why(script: Path, arguments: Sequence[str], *, steps: int, device: str | None) -> None:
@@ -209,8 +189,9 @@ def _device_here() -> Device | None:
 
 def _page(followed: Followed, resident_before: int, device: Device | None) -> str:
     """Return the page of a model. ``resident_before`` is the process's resident memory before the script, in bytes."""
-    plan, steps, (synced, deferred) = followed.state.plan, followed.steps, followed.traces
-    name = f"{followed.state.name}: {STAGES[plan.policy.stage].name}, {plan.mesh}"
+    state, steps = followed.model.state, followed.steps
+    synced, deferred = (list(_traces(followed.model, synced)) for synced in (True, False))
+    name = f"{state.name}: {STAGES[state.plan.policy.stage].name}, {state.plan.mesh}"
     if not steps or not synced:
         return f"why: {name}: no step was measured, as the first compiles; let the script take three or more"
     measured = {figure: median(step[figure] for step in steps) for figure in steps[0]}
@@ -229,7 +210,7 @@ def _page(followed: Followed, resident_before: int, device: Device | None) -> st
     forwards = f" of {more + 1} forwards each" * (more > 0)
     title = f"{name}, median of {len(steps)} step{'s' * (len(steps) > 1)}{forwards}"
     table = text_of_table(table_of(("", "forecast", "measured"), rows), WIDTH)
-    listed = f"programs\n{followed.programs}" if followed.programs else ""
+    listed = f"programs\n{compiled!r}" if (compiled := programs(followed.model)) else ""
     largest = _largest(forecast, measured, followed.waits)
     return "\n".join(filter(None, (title, table, folded(no_forecast), largest, listed)))
 
@@ -256,11 +237,12 @@ def _memory(followed: Followed, traces: Sequence[Traces], peak: int, resident_be
 
     On a CPU, the measured peak leaves out the memory before the script and the memory of compilations.
     """
-    on_cpu = followed.state.device.type == "cpu"
+    on_cpu = followed.model.state.device.type == "cpu"
     if peak and on_cpu:
-        peak = max(peak - resident_before - sum(program["nbytes"] for program in followed.programs), 0)
+        peak = max(peak - resident_before - sum(program["nbytes"] for program in programs(followed.model)), 0)
     try:
-        forecast = size(memory(traces[0]).peak + followed.at_rest) if len(traces) == 1 else "several graphs"
+        states = sum(_nbytes(item) for kept in followed.optimizer.state.values() for item in kept.values())
+        forecast = size(memory(traces[0]).peak + states) if len(traces) == 1 else "several graphs"
     except NoForecast:
         forecast = "unknown"
     return forecast, f"{size(peak)}{', the process' * on_cpu}" if peak else "unknown"

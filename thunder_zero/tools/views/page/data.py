@@ -22,13 +22,14 @@ from thunder_zero.tools.printing.text import place_of
 from thunder_zero.tools.printing.words import short
 from thunder_zero.tools.table.rows import CODES, COMPUTES, label, label_of
 from thunder_zero.tools.table.table import Table
-from thunder_zero.tools.views.diff import COLUMNS, difference_of, require_one_module
+from thunder_zero.tools.views.diff import COLUMNS, alike, difference_of, require_one_module
 from thunder_zero.tools.views.explain import explanation_of
 from thunder_zero.tools.views.reasons import why_launch
 
 Data = dict[str, Any]
 DIGITS = 10  # seconds are rounded to a tenth of a nanosecond
 ARROW = "\N{RIGHTWARDS ARROW}"
+LANES = (Lane.COMPUTE, TENSOR, "gather", "reduce")
 WAITING = {"gather": "gathers", "reduce": "reductions", TENSOR: "tensor parallelism"}
 WORDS = {
     "step_seconds": "time of a step",
@@ -50,37 +51,29 @@ def data_of(name: str, table: Table, note: str = "") -> Data:
     plan, memory, time = table.traces.plan, table.memory, table.time
     assert time is not None, "a page has times"
     units, bars, collectives = {unit: index for index, unit in enumerate(plan.units)}, _bars(table), _collectives(table)
-    used = {bar["lane"] for bar in bars}
-    launches = (f"{kind} {lane}" for kind in ("gather", "reduce") for lane in (Lane.SHARD, Lane.REPLICATE, Lane.TENSOR))
-    lanes = [str(Lane.COMPUTE), *(lane for lane in (str(Lane.TENSOR), *launches) if lane in used)]
+    used = dict.fromkeys([(str(Lane.COMPUTE), ""), *(bar["lane"] for bar in bars)])
+    lanes = sorted(used, key=lambda lane: LANES.index(lane[0]))
     for bar in bars:
         bar |= {"lane": lanes.index(bar["lane"]), "waits": int(bar["waits"])}
         bar |= {moment: round(bar[moment], DIGITS) for moment in ("start", "end")}
+    wires = {wire for _, wire in lanes if wire}
+    names = [", ".join([WAITING.get(kind, kind), *([wire] if wire and wires - {wire} else [])]) for kind, wire in lanes]
     no_memory = table.no_memory and f"There is no forecast of memory: {table.no_memory}."
     data = {
         "name": name,
         "place": place_of(plan),
         "stage": STAGES[plan.policy.stage].name,
-        "world_size": plan.mesh.shard.size,
-        "slices": plan.mesh.tensor.size,
         "device": time.device.name,
         "note": " ".join(filter(None, [note, no_memory])),
         "figures": _figures(table),
         "left_out": [] if memory is None else outside_of_the_peak(memory)[1:],
         "units": list(units),
-        "parameters": [
-            {
-                "path": param.path,
-                "unit": units[param.unit],
-                "elements": prod(param.shape),
-                "explained": str(explanation_of(table, param)),
-            }
-            for param in plan.params
-        ],
-        "phases": _phases(table),
-        "lines": _lines(table, units),
+        "parameters": [{"path": param.path, "explained": str(explanation_of(table, param))} for param in plan.params],
+        "phases": list(_phases(table)),
+        "lines": _lines(table, units, collectives),
+        "rows": list(_rows(table)),
         "runs": list(_runs(table, units)),
-        "lanes": lanes,
+        "lanes": names,
         "bars": _columns(bars),
         "collectives": collectives,
         "memory": None if memory is None else _memory(table, memory, time.device.memory_bytes),
@@ -167,6 +160,8 @@ def differences(programs: Sequence[Data], tables: Sequence[Table]) -> list[Data]
     """
     if len(programs) < 2:
         return []
+    for table in tables[1:]:
+        require_one_module(tables[0].traces, table.traces)
     figures = [program["figures"] for program in programs]
     names = [name for name in WORDS if name != "slices" or any(values[name] for values in figures)]
     rows = [[WORDS[name], *(_text(name, values[name]) for values in figures)] for name in names]
@@ -175,21 +170,11 @@ def differences(programs: Sequence[Data], tables: Sequence[Table]) -> list[Data]
         {
             "title": f"{programs[0]['name']} {ARROW} {other['name']}, by unit",
             "heads": ["unit", *COLUMNS],
-            "rows": list(_by_unit(tables[0], table)),
+            "rows": [[cell.replace("->", ARROW) for cell in row] for row in alike(difference_of(tables[0], table))],
         }
         for other, table in zip(programs, tables, strict=True)
         if table.traces is not tables[0].traces
     ]
-
-
-def _by_unit(first: Table, second: Table) -> Iterator[list[str]]:
-    require_one_module(first.traces, second.traces)
-    units = difference_of(first, second).units
-    for pair, group in groupby(units, key=lambda unit: units[unit]):
-        names = [name or "root unit" for name in group]
-        cells = ([text(figures[name]) for figures in pair] for name, text in COLUMNS.items())
-        changes = (old if old == new else f"{old} {ARROW} {new}" for old, new in cells)
-        yield [f"{names[0]} .. {names[-1]}, each" if names[1:] else names[0], *changes]
 
 
 def _bars(table: Table) -> list[Data]:
@@ -197,7 +182,7 @@ def _bars(table: Table) -> list[Data]:
     bars: list[Data] = []
     for line, span in table.spans:
         row = table.rows[line]
-        lane = str(span.lane) if span.lane in (Lane.COMPUTE, Lane.TENSOR) else f"{row.kind} {span.lane}"
+        lane = (str(span.lane), "") if span.lane in (Lane.COMPUTE, Lane.TENSOR) else (row.kind, str(span.lane))
         bar = {"lane": lane, "line": line, "start": span.start, "end": span.end, "waits": span.waits is not None}
         if bars and bar | {"start": bars[-1]["end"]} == bars[-1] | {"start": span.start, "end": span.end}:
             bars[-1]["end"] = span.end
@@ -215,27 +200,29 @@ def _runs(table: Table, units: Mapping[str, int]) -> Iterator[list[int]]:
         yield [units[unit], lines[0], lines[-1]]
 
 
-def _phases(table: Table) -> list[Data]:
-    phases: dict[str, Data] = {}
-    for index, row in enumerate(table.rows):
-        phase = phases.setdefault(row.phase, {"name": row.phase, "first": index, "start": row.start})
-        phase |= {"last": index, "end": row.end}
-    return list(phases.values())
+def _phases(table: Table) -> Iterator[Data]:
+    for name, group in groupby(table.rows, key=lambda row: row.phase):
+        rows = list(group)
+        yield {"name": name, "start": rows[0].start, "end": rows[-1].end}
 
 
-def _lines(table: Table, units: Mapping[str, int]) -> Data:
+def _lines(table: Table, units: Mapping[str, int], collectives: Sequence[Data]) -> Data:
     plan = table.traces.plan
     params = {param.path: index for index, param in enumerate(plan.params)}
+    order = {param.path: -prod(param.shape) for param in plan.params}
+    of_line = {one[end]: index for index, one in enumerate(collectives) for end in ("launch", "wait")}
+    phases = list(dict.fromkeys(row.phase for row in table.rows))
     origins: dict[str, int] = {"": 0}
     rows = [
         {
-            "phase": row.phase,
+            "phase": phases.index(row.phase),
             "code": short(row.code),
             "origin": origins.setdefault(row.origin, len(origins)),
             "kind": row.kind if row.kind and row.kind not in CODES.values() else None,
             "unit": units.get(row.unit, -1),
-            "ops": [] if row.op is None else [row.op],
-            "params": [params[path] for path in row.params],
+            "op": row.op,
+            "collective": of_line.get(index),
+            "params": [params[path] for path in sorted(row.params, key=order.__getitem__)],
             "label": label_of(row, plan),
             "sent": row.sent,
             "start": round(row.start or 0.0, DIGITS),
@@ -243,9 +230,21 @@ def _lines(table: Table, units: Mapping[str, int]) -> Data:
             "alive": row.alive,
             "highest": row.highest,
         }
-        for row in table.rows
+        for index, row in enumerate(table.rows)
     ]
     return {**_columns(rows), "origins": list(origins)}
+
+
+def _rows(table: Table) -> Iterator[int | str]:
+    """Yield the numbers of all lines, with phases and the user's lines between them."""
+    phase = origin = ""
+    for line, row in enumerate(table.rows):
+        if row.phase != phase:
+            yield row.phase
+        if row.origin not in ("", origin):
+            yield f"# {row.origin}"
+        phase, origin = row.phase, row.origin or origin
+        yield line
 
 
 def _collectives(table: Table) -> list[Data]:
@@ -291,30 +290,29 @@ def _collectives(table: Table) -> list[Data]:
 
 
 def _memory(table: Table, memory: Memory, capacity: int) -> Data:
-    """Return the curve (changes of bytes, keyed by kind), the tensors with their lines, and the peak."""
+    """Return the curve (bytes alive after each line, up to each kind), the tensors, largest first, and the peak."""
     line_of = {(row.phase, row.position): number for number, row in enumerate(table.rows)}
     places = [line_of[line.phase, line.position] for line in memory.lines]
-    kinds = [kind for kind in Holds if any(storage.kind is kind for storage in memory.storages)]
-    changes = {place: Counter(table.rows[place].allocated) for place in places}
-    for storage in memory.storages:
-        changes[places[0]][str(storage.kind)] += storage.nbytes if storage.line < 0 else 0
-    for place in places:
-        changes[place].subtract(table.rows[place].freed)
-    tensors = {id(storage): index for index, storage in enumerate(memory.storages)}
+    peak = places[memory.lines.index(memory.peak_line)]
+    lines = [*({} for _ in range(places[0])), *memory.alive]  # the digests come before all lines with memory
+    lines[peak] = memory.by_kind
+    used = {storage.kind for storage in memory.storages}
+    kinds = [kind for kind in Holds if kind in used]
+    levels, below = [], [memory.reserve] * len(table.rows)
+    for kind in kinds:
+        below = [level + alive.get(kind, 0) for level, alive in zip(below, lines, strict=True)]
+        levels.append(below)
+    tensors = sorted(memory.storages, key=lambda storage: -storage.nbytes)
+    number = {id(storage): index for index, storage in enumerate(tensors)}
     return {
         "kinds": [str(kind) for kind in kinds],
-        "changes": [
-            [place, number, changes[place][kind]]
-            for place in places
-            for number, kind in enumerate(kinds)
-            if changes[place][kind]
-        ],
-        "tensors": _columns([_tensor(storage, kinds, places) for storage in memory.storages]),
+        "levels": levels,
+        "tensors": _columns([_tensor(storage, kinds, places) for storage in tensors]),
         "peak": {
             "bytes": memory.peak,
-            "line": places[memory.lines.index(memory.peak_line)],
+            "line": peak,
             "by_kind": {str(kind): nbytes for kind, nbytes in memory.by_kind.items()},
-            "tensors": [tensors[id(storage)] for storage in memory.at_peak],
+            "tensors": [number[id(storage)] for storage in memory.at_peak],
         },
         "reserve": memory.reserve,
         "capacity": capacity,

@@ -24,82 +24,51 @@ const moment = (seconds) => (whole >= 1 ? `${seconds.toFixed(6)} s` : `${(second
 const share = (part) => `${Math.floor(part * 100)}%`;
 const nameOfColour = (unit) => `u${unit <= 0 ? -1 : (unit - 1) % 8}`;
 const unitColour = (unit) => `var(--${nameOfColour(unit)})`;
+const em = () => parseFloat(getComputedStyle(document.documentElement).fontSize);
 const KINDS = {
   "parameters at rest": "#5f7fa8", "buffers of the module": "#8ea3bd", "optimizer state": "#a9bad0", "inputs": "#c5ccd5",
   "gathered parameters": "#46aaa3", "saved for backward": "#e6b04f", "full gradients": "#d2605f",
   "reduced gradients": "#e5a2a0", "deferred gradients": "#bd82ad", "buffers of collectives": "#9783d0",
   "outputs and loss": "#9fb45f", "workspaces": "#8b8b8b", "temporaries": "#c4bcae",
 };
-const NAMES = { gather: "gathers", reduce: "reductions", tensor: "of slices" };
-const title = (lane, program) => {
-  const [kind, wire] = lane.split(" ");
-  if (!wire) return NAMES[lane] ?? lane;
-  const both = new Set(program.lanes.map((lane) => lane.split(" ")[1])).size > 2;
-  return `${NAMES[kind]}${both ? `, ${wire}` : ""}`;
-};
-
-// Inverse tables of the columns of each program.
-for (const program of page.programs) {
-  const { lines, memory } = program;
-  program.count = lines.code.length;
-  program.collectiveOf = new Map();
-  program.collectives.forEach((collective, index) => [collective.launch, collective.wait].forEach((line) => program.collectiveOf.set(line, index)));
-  program.rows = [];
-  let phase = "", origin = 0;
-  for (let line = 0; line < program.count; line++) {
-    if (lines.phase[line] !== phase) program.rows.push({ text: lines.phase[line], phase: true });
-    if (lines.origin[line] && lines.origin[line] !== origin) program.rows.push({ text: `# ${lines.origins[lines.origin[line]]}` });
-    phase = lines.phase[line];
-    origin = lines.origin[line] || origin;
-    program.rows.push({ line });
-  }
-  program.rowOf = new Map(program.rows.map((row, index) => [row.line, index]));
-  program.highest = Math.max(0, ...(memory ? [memory.peak.bytes, program.figures.optimizer_step_bytes ?? 0] : []));
-  if (memory) {
-    program.alive = memory.kinds.map(() => new Float64Array(program.count));
-    for (const [line, kind, bytes] of memory.changes) program.alive[kind][line] += bytes;
-    for (const alive of program.alive) for (let line = 1; line < program.count; line++) alive[line] += alive[line - 1];
-  }
-}
 
 // The state: the selected program, line and parameter, and the visible range of seconds.
 const whole = Math.max(...page.programs.map((program) => program.figures.step_seconds)) || 1;
 const view = { start: 0, end: whole };
-const chosen = { program: 0, line: -1, parameter: -1 };
+const chosen = { program: -1, line: -1, parameter: -1 };
 const current = () => page.programs[chosen.program];
+const phaseOf = (program, line) => program.phases[program.lines.phase[line]].name;
+const collectiveOf = (program, line) => program.collectives[program.lines.collective[line]];
 
 function choose(program, line, { parameter, zoom = false } = {}) {
+  const isOther = program !== chosen.program;
   Object.assign(chosen, { program, line });
-  const { lines, collectiveOf, collectives } = current();
-  const parameters = line < 0 ? [] : lines.params[line];
-  chosen.parameter = parameter ?? (parameters.includes(chosen.parameter) ? chosen.parameter : largest(parameters));
+  const { lines } = current(), parameters = line < 0 ? [] : lines.params[line];
+  chosen.parameter = parameter ?? (parameters.includes(chosen.parameter) ? chosen.parameter : parameters[0] ?? -1);
   if (zoom && line >= 0) zoomTo(line);
   else if (line >= 0 && (lines.end[line] < view.start || lines.start[line] > view.end)) pan(lines.end[line] - (view.start + view.end) / 2);
-  showWhich();
+  if (isOther) showProgram();
   showChosen();
   showTrace(true);
   markTable();
   draw();
   if (line < 0) return;
-  const place = lines.ops[line].length ? `op=${lines.ops[line][0]}` : `line=${line}`;
+  const place = lines.op[line] === null ? `line=${line}` : `op=${lines.op[line]}`;
   const link = `#${program ? `program=${program}&` : ""}${place}`;
   if (link !== location.hash) history[zoom ? "pushState" : "replaceState"](null, "", link); // Back returns to the last jump
-  const collective = collectives[collectiveOf.get(line)];
-  $("said").textContent = `${place}, ${lines.kind[line] ?? lines.phase[line]} ${lines.label[line]}: ${lines.code[line]}${collective?.why_exposed ? `; compute waits: ${collective.why_exposed}` : ""}`;
+  $("said").textContent = `${place}, ${lines.kind[line] ?? phaseOf(current(), line)} ${lines.label[line]}: ${lines.code[line]}`;
 }
-
-const largest = (parameters) => parameters.reduce((most, item) => (most < 0 || current().parameters[item].elements > current().parameters[most].elements ? item : most), -1);
-// Scroll the selected line or its panel into view, after a selection outside the picture.
-function reveal() {
-  const place = $(innerWidth > 60 * parseFloat(getComputedStyle(document.documentElement).fontSize) ? "step-title" : "chosen-title"), { top } = place.getBoundingClientRect();
+// Zoom to a line, and scroll it or its panel into view, after a selection outside the picture.
+function goTo(program, line, parameter) {
+  choose(program, line, { parameter, zoom: true });
+  const place = $(innerWidth > 60 * em() ? "step-title" : "chosen-title"), { top } = place.getBoundingClientRect();
   if (top < 0 || top > innerHeight / 2) place.scrollIntoView();
 }
-
 function openLink() {
   const link = new URLSearchParams(location.hash.slice(1));
-  const program = Math.min(Number(link.get("program") ?? 0), page.programs.length - 1) || 0;
-  const line = link.has("op") ? page.programs[program].lines.ops.findIndex((ops) => ops.includes(Number(link.get("op")))) : link.has("line") ? Number(link.get("line")) : undefined;
-  if (line >= 0 && line < page.programs[program].count) { choose(program, line, { zoom: true }); reveal(); }
+  const program = Math.min(Number(link.get("program") ?? 0), page.programs.length - 1) || 0, { lines } = page.programs[program];
+  const line = link.has("op") ? lines.op.indexOf(Number(link.get("op"))) : Number(link.get("line") ?? -1);
+  if (line in lines.code) goTo(program, line);
 }
 
 // The lanes and the memory.
@@ -113,80 +82,73 @@ function zoomBy(factor, center = (view.start + view.end) / 2) {
 function show(from, length) {
   const start = Math.max(0, Math.min(whole - length, from));
   Object.assign(view, { start, end: start + length });
-  $("tip").hidden = true;
   drawSoon();
 }
 const pan = (seconds) => show(view.start + seconds, view.end - view.start);
+const fit = () => show(0, whole);
 function zoomTo(line) {
-  const { lines, collectiveOf, collectives } = current(), collective = collectives[collectiveOf.get(line)];
-  const start = collective ? collective.launched : lines.start[line], end = collective ? lines.end[collective.wait] : lines.end[line];
+  const { lines } = current(), collective = collectiveOf(current(), line);
+  const start = collective ? collective.launched : lines.start[line], end = lines.end[collective ? collective.wait : line];
   const length = Math.min(whole, Math.max((end - start) * 3, whole / 40));
   show((start + end - length) / 2, length);
 }
 const x = (seconds) => gutter + ((seconds - view.start) / (view.end - view.start)) * (width - gutter);
 const secondsAt = (place) => view.start + ((place - gutter) / (width - gutter)) * (view.end - view.start);
+const isSeen = (start, end) => end >= view.start && start <= view.end;
 
 function layOut() {
-  const style = getComputedStyle(document.documentElement), em = parseFloat(style.fontSize);
-  text = 0.75 * em;
+  const style = getComputedStyle(document.documentElement), several = page.programs.length > 1;
+  text = 0.75 * em();
   width = canvas.clientWidth;
-  gutter = Math.min(7.2 * em, width * 0.2);
+  gutter = Math.min(7.2 * em(), width * 0.2);
   for (const name of ["ink", "quiet", "panel", "line", "chosen", "shade", "warn", ...[-1, 0, 1, 2, 3, 4, 5, 6, 7].map((unit) => `u${unit}`)])
     colours[name] = style.getPropertyValue(`--${name}`).trim();
-  let y = 1.4 * em;
+  let y = 1.4 * em();
   areas = page.programs.map((program) => {
-    const top = y, lanes = [];
-    y += page.programs.length > 1 ? 1.4 * em : 0;
-    const phases = y, units = (y += 1.2 * em);
-    y += 1.35 * em;
-    program.lanes.forEach(() => { lanes.push(y); y += 1.75 * em; });
-    const memory = y + 0.3 * em, height = program.memory ? (page.programs.length > 1 ? 8.5 : 11) * em : 0;
-    y = memory + height + 1.1 * em;
-    return { top, phases, units, lanes, lane: 1.55 * em, memory, height, bottom: memory + height };
+    const top = y, phases = y + (several ? 1.4 : 0) * em(), units = phases + 1.2 * em(), lane = 1.55 * em();
+    const lanes = program.lanes.map((_, index) => units + (1.35 + 1.75 * index) * em());
+    const memory = lanes.at(-1) + 2.05 * em(), height = program.memory ? (several ? 8.5 : 11) * em() : 0;
+    y = memory + height + 1.1 * em();
+    return { top, phases, units, lanes, lane, memory, height, bottom: memory + height };
   });
   const ratio = devicePixelRatio || 1;
   canvas.style.height = `${y}px`;
   canvas.width = Math.round(width * ratio);
   canvas.height = Math.round(y * ratio);
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  for (const name of ["quiet", "warn"]) colours[`${name} hatch`] = hatch(colours[name]);
 }
-
-const hatches = {};
 function hatch(colour) {
-  if (hatches[colour]) return hatches[colour];
   const tile = make("canvas", { width: 8, height: 8 }), brush = tile.getContext("2d");
   brush.strokeStyle = colour;
   brush.lineWidth = 1.6;
   for (const shift of [-8, 0, 8]) { brush.moveTo(shift, 8); brush.lineTo(shift + 8, 0); }
   brush.stroke();
-  return (hatches[colour] = pen.createPattern(tile, "repeat"));
+  return pen.createPattern(tile, "repeat");
 }
-const widths = new Map(); // measuring text is slow
-function widthOf(words, weight = 400) {
-  const font = `${weight} ${text}px system-ui, sans-serif`, key = font + words;
-  pen.font = font;
-  if (!widths.has(key)) widths.set(key, pen.measureText(words).width);
-  return widths.get(key);
-}
-function write(words, left, y, { colour = colours.ink, align = "left", bold = false, room = Infinity } = {}) {
-  const weight = bold ? 600 : 400, full = widthOf(words, weight);
+function write(words, left, y, { colour = colours.ink, align = "left", bold = false } = {}) {
+  pen.font = `${bold ? 600 : 400} ${text}px system-ui, sans-serif`;
   pen.fillStyle = colour;
   pen.textAlign = align;
   pen.textBaseline = "middle";
-  if (full > room) words = `${words.slice(0, Math.max(0, Math.floor((words.length * room) / full) - 1))}…`;
-  if (words.length > (room === Infinity ? 0 : 1) || /^\d$/.test(words)) pen.fillText(words, left, y);
+  pen.fillText(words, left, y);
 }
-function shortened(words, room, unit = words) {
-  if (widthOf(words) <= room || (unit !== words && room > 7 * text)) return words;
-  const last = unit.split(".").at(-1);
-  return widthOf(last) <= room ? last : "";
+// Call the function with a clipped pen: from the gutter on, or between two places.
+function clipped(paint, left = gutter, room = width - left) {
+  pen.save();
+  pen.beginPath();
+  pen.rect(left, 0, room, canvas.clientHeight);
+  pen.clip();
+  paint();
+  pen.restore();
 }
-function rectangle(start, end, y, height, fill) {
-  const left = Math.max(gutter, x(start)), right = Math.min(width, Math.max(x(end), left + 0.7));
-  if (right <= gutter || left >= width) return null;
+// Fill the time from start to end, at least a pixel, with words if there is room for them.
+function bar(start, end, y, height, fill, words = "") {
+  const left = Math.max(gutter, x(start)), room = Math.max(Math.min(width, x(end)) - left, 0.7);
   pen.fillStyle = fill;
-  pen.fillRect(left, y, right - left, height);
-  return { left, right };
+  pen.fillRect(left, y, room, height);
+  if (room > 1.2 * text && words) clipped(() => write(words, left + 3, y + height / 2, { colour: "#14181d" }), left, room - 2);
+  return room;
 }
 
 let waits = false; // draw once for all moves within a frame
@@ -195,180 +157,158 @@ function drawSoon() {
   waits = true;
 }
 function draw() {
-  if (!areas.length) return;
   pen.clearRect(0, 0, canvas.width, canvas.height);
   drawAxis();
   page.programs.forEach((program, index) => {
-    const area = areas[index];
-    if (page.programs.length > 1) write(program.name, 0, area.top + 0.8 * text, { bold: true, colour: index === chosen.program ? colours.chosen : colours.ink });
-    drawPhases(program, area);
-    drawLanes(program, area);
-    if (program.memory) drawMemory(program, area);
-    if (index === chosen.program && chosen.line >= 0) drawChosen(program, area);
+    const area = areas[index], isChosen = index === chosen.program;
+    if (page.programs.length > 1) write(program.name, 0, area.top + 0.8 * text, { bold: true, colour: isChosen ? colours.chosen : colours.ink });
+    clipped(() => {
+      write("units", 0, area.units + 0.75 * text, { colour: colours.quiet });
+      program.lanes.forEach((lane, number) => write(lane, 0, area.lanes[number] + area.lane / 2));
+      if (program.memory) write("memory", 0, area.memory + 2 * text);
+    }, 0, gutter - 4);
+    if (program.memory) drawScale(program, area);
+    clipped(() => {
+      drawPhases(program, area);
+      drawLanes(program, area);
+      if (program.memory) drawMemory(program, area);
+      if (isChosen && chosen.line >= 0) drawChosen(program, area);
+    });
   });
 }
 function drawAxis() {
   const rough = (view.end - view.start) / Math.max(3, (width - gutter) / 110), power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((times) => times * power).find((candidate) => candidate >= rough);
+  const [unit, scale] = view.end >= 1 ? ["s", 1] : view.end >= 1e-3 ? ["ms", 1e3] : ["us", 1e6];
   for (let tick = Math.ceil(view.start / step) * step; tick <= view.end; tick += step) {
     pen.fillStyle = colours.line;
     pen.fillRect(x(tick), text * 1.4, 1, canvas.clientHeight);
-    const [unit, scale] = view.end >= 1 ? ["s", 1] : view.end >= 1e-3 ? ["ms", 1e3] : ["us", 1e6];
-    write(`${(tick * scale).toFixed(Math.max(0, -Math.floor(Math.log10(step * scale * 1.001))))} ${unit}`, x(tick), text * 0.7, { colour: colours.quiet, align: x(tick) > width - 3 * text ? "right" : x(tick) < gutter + 2 * text ? "left" : "center" });
+    const align = x(tick) > width - 3 * text ? "right" : x(tick) < gutter + 2 * text ? "left" : "center";
+    write(`${(tick * scale).toFixed(Math.max(0, -Math.floor(Math.log10(step * scale * 1.001))))} ${unit}`, x(tick), text * 0.7, { colour: colours.quiet, align });
   }
 }
-function drawPhases(program, area) {
-  for (const phase of program.phases) {
-    const left = x(phase.start), right = Math.min(x(phase.end), width);
-    if (left >= gutter && left <= width) { pen.fillStyle = colours.ink; pen.fillRect(left, area.phases, 1.5, area.bottom - area.phases); }
-    if (right - gutter > 2 * text && width - left > 2 * text && right - left > 3 * text) write(phase.name, Math.max(left, gutter) + 4, area.phases + 0.8 * text, { bold: true, room: right - Math.max(left, gutter) - 6 });
+function drawPhases({ phases, runs, lines, units }, area) {
+  for (const { name, start, end } of phases) {
+    const left = Math.max(x(start), gutter), room = Math.min(x(end), width) - left;
+    pen.fillStyle = colours.ink;
+    pen.fillRect(x(start), area.phases, 1.5, area.bottom - area.phases);
+    if (room > 3 * text) clipped(() => write(name, left + 4, area.phases + 0.8 * text, { bold: true }), left, room);
   }
-  write("units", 0, area.units + 0.75 * text, { colour: colours.quiet });
-  for (const [unit, first, last] of program.runs) {
-    const box = rectangle(program.lines.start[first], program.lines.end[last], area.units, 1.5 * text, colours[nameOfColour(unit)]);
-    if (box && box.right - box.left > 1.2 * text) write(shortened(program.units[unit] || "root", box.right - box.left - 4), box.left + 2, area.units + 0.8 * text, { colour: "#14181d", room: box.right - box.left - 4 });
-  }
+  for (const [unit, first, last] of runs)
+    if (isSeen(lines.start[first], lines.end[last])) bar(lines.start[first], lines.end[last], area.units, 1.5 * text, colours[nameOfColour(unit)], units[unit].split(".").at(-1));
 }
-function drawLanes(program, area) {
-  const { bars, lines } = program, last = program.lanes.map(() => -9);
-  program.lanes.forEach((lane, index) => write(title(lane, program), 0, area.lanes[index] + area.lane / 2, { room: gutter - 6 }));
-  for (let index = 0; index < bars.line.length; index++) {
-    if (bars.end[index] < view.start || bars.start[index] > view.end) continue;
-    const lane = bars.lane[index], y = area.lanes[lane], right = x(bars.end[index]), wide = right - x(bars.start[index]);
-    if (wide < 1 && Math.floor(right) === last[lane]) continue;
-    last[lane] = Math.floor(right);
-    const unit = lines.unit[bars.line[index]], colour = colours[nameOfColour(unit)];
-    if (bars.waits[index]) rectangle(bars.start[index], bars.end[index], area.lanes[0], area.lanes.at(-1) + area.lane - area.lanes[0], colours.shade);
-    const seen = rectangle(bars.start[index], bars.end[index], y, area.lane, bars.waits[index] ? hatch(colours.warn) : colour);
-    if (seen && seen.right - seen.left > 6) { pen.strokeStyle = colours.panel; pen.lineWidth = 1; pen.strokeRect(seen.left, y, seen.right - seen.left, area.lane); }
-    if (!seen || seen.right - seen.left < (bars.waits[index] ? 3.4 : 1.2) * text) continue;
-    const named = lines.label[bars.line[index]] || program.units[unit] || lines.phase[bars.line[index]];
-    const words = bars.waits[index] ? "waits" : shortened(named, seen.right - seen.left - 7, program.units[unit] || "root");
-    if (bars.waits[index]) rectangle(secondsAt(seen.left + 3), secondsAt(seen.left + 3 + Math.min(2.7 * text, seen.right - seen.left - 6)), y + 0.3 * text, area.lane - 0.6 * text, colours.panel);
-    write(words, seen.left + 4, y + area.lane / 2, { colour: bars.waits[index] ? colours.warn : "#14181d", room: seen.right - seen.left - 7 });
-  }
-}
-const mostBytes = () => Math.max(...page.programs.map((program) => program.highest)) * 1.06 || 1;
-const bytesOf = ({ memory, alive }, kind, line) => (line < 0 ? 0 : line === memory.peak.line ? memory.peak.by_kind[memory.kinds[kind]] ?? 0 : alive[kind][line]);
-function seenLines(program) {
-  const columns = Math.max(1, Math.floor(width - gutter)), seen = new Int32Array(columns).fill(-1), { end, highest } = program.lines;
-  for (let line = 0, before = 0; line < program.count; before = end[line++]) {
-    const from = Math.max(0, Math.floor(x(before) - gutter)), to = Math.min(columns - 1, Math.floor(x(end[line]) - gutter));
-    for (let column = from; column <= to; column++) if (seen[column] < 0 || highest[line] > highest[seen[column]]) seen[column] = line;
-  }
-  return seen;
-}
-function drawMemory(program, area) {
-  const { memory, lines } = program, most = mostBytes();
-  const seen = (program.seen = seenLines(program)), base = new Float64Array(seen.length).fill(memory.reserve);
-  const y = (bytes) => area.bottom - (bytes / most) * area.height;
-  for (const share of [0, 0.5, 1]) {
-    pen.fillStyle = colours.line;
-    pen.fillRect(gutter, y(most * share), width - gutter, 1);
-    write(size(Math.round(most * share)), gutter - 6, y(most * share) + (share === 1 ? 0.5 : share ? 0 : -0.3) * text, { colour: colours.quiet, align: "right" });
-  }
-  write("memory", 0, area.memory + text * 2, { room: gutter - 6 });
-  memory.kinds.forEach((kind, number) => {
-    pen.beginPath();
-    pen.moveTo(gutter, y(base[0]));
-    for (let column = 0; column < seen.length; column++) pen.lineTo(gutter + column, y(base[column]));
-    for (let column = seen.length - 1; column >= 0; column--) pen.lineTo(gutter + column, y((base[column] += bytesOf(program, number, seen[column]))));
-    pen.fillStyle = KINDS[kind];
-    pen.fill();
+function drawLanes({ bars, lines, units }, area) {
+  const last = area.lanes.map(() => -9);
+  bars.line.forEach((line, index) => {
+    const start = bars.start[index], end = bars.end[index], lane = bars.lane[index], y = area.lanes[lane], right = Math.floor(x(end));
+    if (!isSeen(start, end) || (x(end) - x(start) < 1 && right === last[lane])) return;
+    last[lane] = right;
+    if (bars.waits[index]) {
+      bar(start, end, area.lanes[0], area.lanes.at(-1) + area.lane - area.lanes[0], colours.shade);
+      bar(start, end, y, area.lane, colours["warn hatch"]);
+      if (x(end) - x(start) > 4 * text) plate("waits", Math.max(gutter, x(start)) + 3, y + 0.25 * text, colours.warn);
+      return;
+    }
+    const unit = units[lines.unit[line]] ?? "", isWide = x(end) - x(start) > 7 * text;
+    const room = bar(start, end, y, area.lane, colours[nameOfColour(lines.unit[line])], isWide ? lines.label[line] || unit || "root" : unit.split(".").at(-1));
+    pen.strokeStyle = colours.panel;
+    pen.lineWidth = 1;
+    if (room > 6) pen.strokeRect(x(start), y, x(end) - x(start), area.lane);
   });
-  pen.fillStyle = hatch(colours.quiet);
-  seen.forEach((line, column) => line >= 0 && lines.highest[line] > base[column] && pen.fillRect(gutter + column, y(lines.highest[line]), 1, y(base[column]) - y(lines.highest[line])));
+}
+const most = page.most_bytes * 1.06 || 1;
+const yOf = (area, bytes) => area.bottom - (bytes / most) * area.height;
+function drawScale(program, area) {
+  for (const part of [0, 0.5, 1]) {
+    const y = yOf(area, most * part);
+    pen.fillStyle = colours.line;
+    pen.fillRect(gutter, y, width - gutter, 1);
+    write(size(Math.round(most * part)), gutter - 6, y + (part === 1 ? 0.5 : part ? 0 : -0.3) * text, { colour: colours.quiet, align: "right" });
+  }
+}
+function drawMemory({ memory, lines, device }, area) {
+  const seen = [...lines.end.keys()].filter((line) => isSeen(lines.end[line - 1] ?? 0, lines.end[line]));
+  const places = seen.map((line) => [x(lines.end[line - 1] ?? 0), x(lines.end[line])]); // of a line's steps
+  const band = (lower, upper, fill) => {
+    pen.beginPath();
+    seen.forEach((line, index) => places[index].forEach((place) => pen.lineTo(place, yOf(area, upper(line)))));
+    for (let index = seen.length - 1; index >= 0; index--) for (const side of [1, 0]) pen.lineTo(places[index][side], yOf(area, lower(seen[index])));
+    pen.fillStyle = fill;
+    pen.fill();
+  };
+  const level = (kind) => (line) => (kind < 0 ? memory.reserve : memory.levels[kind][line]);
+  const top = level(memory.kinds.length - 1), highest = (line) => lines.highest[line] ?? top(line);
+  memory.kinds.forEach((kind, number) => band(level(number - 1), level(number), KINDS[kind]));
+  band(top, highest, colours["quiet hatch"]);
   pen.strokeStyle = colours.ink;
   pen.lineWidth = 1;
   pen.beginPath();
-  seen.forEach((line, column) => line >= 0 && lines.highest[line] !== null && pen.lineTo(gutter + column, y(lines.highest[line])));
+  seen.forEach((line, index) => places[index].forEach((place) => pen.lineTo(place, yOf(area, highest(line)))));
   pen.stroke();
   if (memory.capacity < most) {
-    pen.setLineDash([8, 4]);
-    pen.strokeRect(gutter, y(memory.capacity), width - gutter, 0);
-    pen.setLineDash([]);
-    writeOn(`${program.device} has ${size(memory.capacity)}`, gutter + 4, y(memory.capacity) - 1.2 * text, colours.ink);
+    dashed(gutter, yOf(area, memory.capacity), width - gutter, 0, colours.ink);
+    plate(`${device} has ${size(memory.capacity)}`, gutter + 4, yOf(area, memory.capacity) - 1.4 * text, colours.ink);
   }
-  const peak = x(lines.end[memory.peak.line]);
-  if (peak < gutter || peak > width) return;
-  pen.setLineDash([4, 3]);
-  pen.strokeStyle = colours.warn;
-  pen.lineWidth = 1.5;
-  pen.strokeRect(peak, area.phases + 1.5 * text, 0, area.bottom - area.phases - 1.5 * text);
-  pen.setLineDash([]);
+  const peak = x(lines.end[memory.peak.line]), y = yOf(area, memory.peak.bytes), words = `peak ${size(memory.peak.bytes)}`;
+  dashed(peak, area.phases + 1.5 * text, 0, area.bottom - area.phases - 1.5 * text, colours.warn);
   pen.fillStyle = colours.warn;
   pen.beginPath();
-  pen.arc(peak, y(memory.peak.bytes), 4, 0, 7);
+  pen.arc(peak, y, 4, 0, 7);
   pen.fill();
-  const words = `peak ${size(memory.peak.bytes)}`;
-  const wide = widthOf(words, 600) + 8, left = peak + wide + 8 > width ? peak - wide - 6 : peak + 6;
-  writeOn(words, left, y(memory.peak.bytes) - 0.2 * text, colours.warn);
+  plate(words, peak > width - 12 * text ? peak - 10 * text : peak + 6, y - 0.2 * text, colours.warn);
 }
-// Bold words on a plate, so that the curve does not run through them.
-function writeOn(words, left, top, colour) {
+function dashed(left, top, wide, high, colour) {
+  pen.setLineDash([6, 4]);
+  pen.strokeStyle = colour;
+  pen.strokeRect(left, top, wide, high);
+  pen.setLineDash([]);
+}
+// Bold words on a plate, so that lines do not run through them.
+function plate(words, left, top, colour) {
+  pen.font = `600 ${text}px system-ui, sans-serif`;
   pen.fillStyle = colours.panel;
-  pen.fillRect(left, top, widthOf(words, 600) + 8, 1.4 * text);
+  pen.fillRect(left, top, pen.measureText(words).width + 8, 1.4 * text);
   write(words, left + 4, top + 0.75 * text, { colour, bold: true });
 }
 function drawChosen(program, area) {
-  const collective = program.collectives[program.collectiveOf.get(chosen.line)], related = collective ? [collective.launch, collective.wait] : [chosen.line];
-  const frame = (bar, colour, thick) => {
-    const left = Math.max(gutter, x(program.bars.start[bar])), right = Math.min(width, x(program.bars.end[bar]));
-    if (right < gutter || left > width) return;
+  const { bars, lines } = program, collective = collectiveOf(program, chosen.line), related = collective ? [collective.launch, collective.wait] : [chosen.line];
+  const frame = (isFramed, colour, thick) => bars.line.forEach((line, index) => {
+    if (!isFramed(line) || !isSeen(bars.start[index], bars.end[index])) return;
     pen.strokeStyle = colour;
     pen.lineWidth = thick;
-    pen.strokeRect(left, area.lanes[program.bars.lane[bar]], Math.max(1, right - left), area.lane);
-  };
-  program.bars.line.forEach((line, bar) => chosen.parameter >= 0 && program.lines.params[line].includes(chosen.parameter) && frame(bar, colours.ink, 1.5));
-  program.bars.line.forEach((line, bar) => related.includes(line) && frame(bar, colours.chosen, 3));
-  const left = x(program.lines.end[chosen.line]);
-  if (left < gutter || left > width) return;
+    pen.strokeRect(x(bars.start[index]), area.lanes[bars.lane[index]], Math.max(1, x(bars.end[index]) - x(bars.start[index])), area.lane);
+  });
+  frame((line) => lines.params[line].includes(chosen.parameter), colours.ink, 1.5);
+  frame((line) => related.includes(line), colours.chosen, 3);
+  const left = x(lines.end[chosen.line]);
   pen.fillStyle = colours.chosen;
   pen.fillRect(left - 1, area.units, 2, area.bottom - area.units);
-  pen.beginPath();
-  pen.moveTo(left - 5, area.units - 5);
-  pen.lineTo(left + 5, area.units - 5);
-  pen.lineTo(left, area.units + 2);
-  pen.fill();
+  write("▼", left, area.units - 2, { colour: colours.chosen, align: "center" });
 }
 function hit(event) {
   const box = canvas.getBoundingClientRect(), left = event.clientX - box.left, top = event.clientY - box.top;
+  const time = secondsAt(left), near = secondsAt(3) - secondsAt(0);
   const index = areas.findIndex((area) => top >= area.top && top <= area.bottom), area = areas[index], program = page.programs[index];
   if (index < 0 || left < gutter) return null;
-  const lane = area.lanes.findIndex((y) => top >= y && top <= y + area.lane), { bars } = program;
+  const { bars, lines, memory } = program, lane = area.lanes.findIndex((y) => top >= y && top <= y + area.lane);
   if (lane >= 0) {
-    let best = -1, nearest = 3;
-    for (let bar = 0; bar < bars.line.length; bar++) {
-      if (bars.lane[bar] !== lane) continue;
-      const away = Math.max(x(bars.start[bar]) - left, left - x(bars.end[bar]), 0);
-      if (away < nearest) [best, nearest] = [bar, away];
-    }
-    return best < 0 ? null : { program: index, line: bars.line[best], bar: best };
+    const found = bars.line.findIndex((_, bar) => bars.lane[bar] === lane && bars.start[bar] - near <= time && time <= bars.end[bar] + near);
+    return found < 0 ? null : { program: index, line: bars.line[found], words: `${bars.waits[found] ? "compute waits" : program.lanes[lane]} ${duration(bars.end[found] - bars.start[found])}` };
   }
   if (top >= area.units && top < area.lanes[0]) {
-    const run = program.runs.find(([, first, last]) => secondsAt(left) >= program.lines.start[first] && secondsAt(left) <= program.lines.end[last]);
-    return run ? { program: index, line: run[1] } : null;
+    const run = program.runs.find(([, first, last]) => time >= lines.start[first] && time <= lines.end[last]);
+    return run ? { program: index, line: run[1], words: "" } : null;
   }
-  const line = top >= area.memory && program.seen ? program.seen[Math.floor(left - gutter)] ?? -1 : -1;
-  return line < 0 ? null : { program: index, line, bytes: ((area.bottom - top) / area.height) * mostBytes() };
+  if (!memory || top < area.memory) return null;
+  const line = lines.end.reduce((best, end, index) => (end >= time - near && (lines.end[index - 1] ?? 0) <= time + near && !(lines.highest[index] <= lines.highest[best]) ? index : best), -1);
+  const kind = memory.levels.findIndex((levels) => yOf(area, levels[line]) <= top);
+  return { program: index, line, words: kind < 0 ? "" : memory.kinds[kind] };
 }
 function tell(event) {
-  const target = hit(event), tip = $("tip");
-  tip.hidden = !target;
-  if (!target) return;
-  const program = page.programs[target.program], { lines, bars } = program, line = target.line;
-  const parts = [`${lines.kind[line] ?? lines.phase[line]} ${lines.label[line] || program.units[lines.unit[line]] || ""}`.trim()];
-  if (target.bar !== undefined) parts.push(`${bars.waits[target.bar] ? "compute waits" : title(program.lanes[bars.lane[target.bar]], program)} ${duration(bars.end[target.bar] - bars.start[target.bar])}`);
-  if (target.bytes !== undefined) {
-    let below = program.memory.reserve;
-    const kind = program.memory.kinds.findIndex((_, number) => (below += bytesOf(program, number, line)) > target.bytes);
-    if (kind >= 0) parts.push(`${program.memory.kinds[kind]} ${size(bytesOf(program, kind, line))}`);
-  }
-  if (lines.highest[line] !== null) parts.push(lines.highest[line] > lines.alive[line] ? `${size(lines.highest[line])} while it runs, ${size(lines.alive[line])} after it` : `${size(lines.alive[line])} alive`);
-  tip.textContent = parts.join("\n");
-  tip.style.left = `${Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8)}px`;
-  tip.style.top = `${event.clientY + 14}px`;
+  const target = hit(event), program = page.programs[target?.program ?? 0], { lines, units } = program, line = target?.line;
+  canvas.title = !target ? "" : [`${lines.kind[line] ?? phaseOf(program, line)} ${lines.label[line] || units[lines.unit[line]] || ""}`, target.words, bytesAt(lines, line)].filter(Boolean).join("\n");
 }
+const bytesAt = (lines, line) => (lines.alive[line] === null ? "" : `${size(lines.alive[line])} after it, ${size(lines.highest[line])} at most while it runs`);
 let drag = null;
 canvas.addEventListener("pointerdown", (event) => { drag = { x: event.clientX, moved: 0 }; canvas.setPointerCapture(event.pointerId); });
 canvas.addEventListener("pointermove", (event) => {
@@ -382,7 +322,6 @@ canvas.addEventListener("pointerup", (event) => {
   drag = null;
   if (target) choose(target.program, target.line);
 });
-canvas.addEventListener("pointerleave", () => { $("tip").hidden = true; });
 canvas.addEventListener("wheel", (event) => {
   const length = view.end - view.start;
   if (event.deltaY > 0 && length >= whole && !event.shiftKey) return; // fully zoomed out: let the page scroll
@@ -390,52 +329,38 @@ canvas.addEventListener("wheel", (event) => {
   if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan(((event.deltaX || event.deltaY) / width) * length);
   else zoomBy(1.002 ** event.deltaY, secondsAt(event.clientX - canvas.getBoundingClientRect().left));
 }, { passive: false });
-function step(by) {
-  const line = chosen.line < 0 ? 0 : Math.max(0, Math.min(current().count - 1, chosen.line + by));
-  choose(chosen.program, line);
-}
+const step = (by) => choose(chosen.program, chosen.line < 0 ? 0 : Math.max(0, Math.min(current().lines.code.length - 1, chosen.line + by)));
 const KEYS = {
   "+": () => zoomBy(0.6), "=": () => zoomBy(0.6), "-": () => zoomBy(1 / 0.6), "0": fit, Home: fit,
   ArrowLeft: () => pan(-(view.end - view.start) / 6), ArrowRight: () => pan((view.end - view.start) / 6),
   ArrowDown: () => step(1), ArrowUp: () => step(-1), PageDown: () => step(20), PageUp: () => step(-20),
   Enter: () => chosen.line >= 0 && choose(chosen.program, chosen.line, { zoom: true }), Escape: () => choose(chosen.program, -1),
 };
-function fit() { show(0, whole); }
-for (const target of [canvas, $("trace")])
-  target.addEventListener("keydown", (event) => {
-    if (!KEYS[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
-    event.preventDefault();
-    KEYS[event.key]();
-  });
 addEventListener("keydown", (event) => {
-  if (!"+=-0".includes(event.key) && event.key !== "Escape") return;
-  if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || event.target.closest("input, select")) return;
+  const everywhere = ["+", "=", "-", "0", "Escape"].includes(event.key) && !event.target.closest("input, select");
+  if (!KEYS[event.key] || event.ctrlKey || event.metaKey || event.altKey || !(everywhere || event.target.closest("#lanes, #trace"))) return;
+  event.preventDefault();
   KEYS[event.key]();
 });
 $("in").onclick = KEYS["+"];
 $("out").onclick = KEYS["-"];
 $("fit").onclick = fit;
 
-// The lines.
-const trace = $("trace"), rows = $("rows");
-let rowHeight = 20;
+// The lines, with the phases and the user's lines between them.
+const trace = $("trace");
 function showTrace(scroll = false) {
-  const program = current(), { lines } = program, collective = program.collectives[program.collectiveOf.get(chosen.line)];
-  rowHeight = 1.4 * parseFloat(getComputedStyle(document.documentElement).fontSize);
-  rows.style.height = `${program.rows.length * rowHeight}px`;
-  if (scroll && chosen.line >= 0) {
-    const top = program.rowOf.get(chosen.line) * rowHeight;
-    if (top < trace.scrollTop || top > trace.scrollTop + trace.clientHeight - 2 * rowHeight) trace.scrollTop = top - trace.clientHeight / 3;
-  }
-  const first = Math.max(0, Math.floor(trace.scrollTop / rowHeight) - 4), count = Math.ceil(trace.clientHeight / rowHeight) + 8;
-  rows.replaceChildren(...program.rows.slice(first, first + count).map((row, index) => {
-    const style = `top: ${(first + index) * rowHeight}px;`;
-    if (row.line === undefined) return make("div", { className: `row text ${row.phase ? "phase" : ""}`, style, title: row.text }, row.text);
-    const line = row.line, isPeak = program.memory?.peak.line === line, isChosen = line === chosen.line;
-    const related = (collective && (line === collective.launch || line === collective.wait)) || (chosen.parameter >= 0 && lines.params[line].includes(chosen.parameter));
+  const program = current(), { lines, rows } = program, collective = collectiveOf(program, chosen.line), height = 1.4 * em();
+  $("rows").style.height = `${rows.length * height}px`;
+  const top = rows.indexOf(chosen.line) * height;
+  if (scroll && chosen.line >= 0 && (top < trace.scrollTop || top > trace.scrollTop + trace.clientHeight - 2 * height)) trace.scrollTop = top - trace.clientHeight / 3;
+  const first = Math.max(0, Math.floor(trace.scrollTop / height) - 4), count = Math.ceil(trace.clientHeight / height) + 8;
+  $("rows").replaceChildren(...rows.slice(first, first + count).map((line, index) => {
+    const style = `top: ${(first + index) * height}px;`;
+    if (typeof line === "string") return make("div", { className: `row text ${line.startsWith("#") ? "" : "phase"}`, style, title: line }, line);
+    const isPeak = program.memory?.peak.line === line, isChosen = line === chosen.line;
+    const related = (collective && (line === collective.launch || line === collective.wait)) || lines.params[line].includes(chosen.parameter);
     return make("div", { className: `row ${isChosen ? "is" : related ? "of" : ""}`, id: `line-${line}`, role: "option", ariaSelected: String(isChosen), title: lines.code[line], style: `${style} border-color: ${unitColour(lines.unit[line])}`, onclick: () => choose(chosen.program, line) },
-      make("span", {}, String(lines.ops[line][0] ?? "")), make("span", {}, lines.code[line]), make("span", {}, lines.kind[line] ?? ""), make("span", {}, lines.label[line]),
-      make("span", {}, lines.sent[line] === null ? "" : size(lines.sent[line])),
+      ...[lines.op[line] ?? "", lines.code[line], lines.kind[line] ?? "", lines.label[line], lines.sent[line] === null ? "" : size(lines.sent[line])].map((cell) => make("span", {}, String(cell))),
       make("span", { className: isPeak ? "peak" : "" }, isPeak ? "▲ peak" : lines.alive[line] === null ? "" : size(lines.alive[line])));
   }));
   trace.setAttribute("aria-activedescendant", chosen.line < 0 ? "" : `line-${chosen.line}`);
@@ -443,44 +368,39 @@ function showTrace(scroll = false) {
 trace.addEventListener("scroll", () => showTrace());
 
 // The selection.
-const place = ({ lines }, line) => (lines.ops[line].length ? `op ${lines.ops[line][0]}` : lines.phase[line]);
-const jump = (words, line) => make("button", { className: "link", type: "button", onclick: () => { choose(chosen.program, line, { zoom: true }); reveal(); } }, words);
+const place = (program, line) => (program.lines.op[line] === null ? phaseOf(program, line) : `op ${program.lines.op[line]}`);
+const jump = (words, line) => make("button", { className: "link", type: "button", onclick: () => goTo(chosen.program, line) }, words);
 const swatch = (colour) => make("span", { className: "swatch", style: `background: ${colour}` });
+const item = (bytes, ...words) => make("li", {}, make("b", {}, bytes === null ? "" : size(bytes)), make("span", {}, ...words));
 function facts(pairs) {
-  return make("dl", {}, ...pairs.filter(([, value]) => value !== null && value !== "").flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, ...[value].flat())]));
-}
-function tensorsAt(program, line) {
-  const { tensors, peak } = program.memory, alive = [];
-  if (line === peak.line) return peak.tensors;
-  tensors.made.forEach((first, index) => { if (first <= line && (tensors.freed[index] === null || tensors.freed[index] > line)) alive.push(index); });
-  return alive.sort((first, second) => tensors.bytes[second] - tensors.bytes[first]);
+  return make("dl", {}, ...pairs.filter(([, value]) => value !== "").flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, ...[value].flat())]));
 }
 function tensorList(program, line, most) {
-  const { tensors, kinds } = program.memory, alive = tensorsAt(program, line);
-  const items = alive.slice(0, most).map((index) => make("li", {}, make("b", {}, size(tensors.bytes[index])), make("span", {}, swatch(KINDS[kinds[tensors.kind[index]]]), `${kinds[tensors.kind[index]]}: `, tensors.made[index] < 0 ? tensors.name[index] : jump(tensors.name[index] || place(program, tensors.made[index]), tensors.made[index]))));
-  if (alive.length > most) items.push(make("li", {}, make("b", {}), make("span", {}, `and ${alive.length - most} smaller tensors`)));
-  return make("ul", {}, ...items);
+  const { tensors, kinds, peak } = program.memory, isAlive = (index) => tensors.made[index] <= line && (tensors.freed[index] ?? Infinity) > line;
+  const alive = line === peak.line ? peak.tensors : [...tensors.bytes.keys()].filter(isAlive);
+  return make("ul", {}, ...alive.slice(0, most).map((index) => {
+    const kind = kinds[tensors.kind[index]], made = tensors.made[index];
+    return item(tensors.bytes[index], swatch(KINDS[kind]), `${kind}: `, made < 0 ? tensors.name[index] : jump(tensors.name[index] || place(program, made), made));
+  }), alive.length > most ? item(null, `and ${alive.length - most} smaller tensors`) : "");
 }
 function showChosen() {
   const program = current(), { lines } = program, line = chosen.line, panel = $("chosen");
   if (line < 0) return panel.replaceChildren(make("p", { className: "note" }, "Select a line, a bar, a moment of the memory curve or a collective: all of them show it."));
-  const collective = program.collectives[program.collectiveOf.get(line)], waited = lines.start[line] < lines.end[line] && ["wait", "tensor"].includes(lines.kind[line]);
-  const origin = lines.origins[lines.origin[line]];
+  const collective = collectiveOf(program, line), waited = ["wait", "tensor"].includes(lines.kind[line]), parameters = lines.params[line];
   panel.replaceChildren(
     make("div", { className: "says" }, lines.code[line]),
     facts([
-      ["place", [`${lines.phase[line]}, `, make("a", { href: location.pathname.split("/").pop() + location.hash }, lines.ops[line].length ? `op ${lines.ops[line].join(", ")}` : `line ${line}`)]],
-      ["does", [lines.kind[line] ?? lines.phase[line], lines.label[line] ? ` ${lines.label[line]}` : ""].join("")],
+      ["place", [`${phaseOf(program, line)}, `, make("a", { href: location.pathname.split("/").pop() + location.hash }, lines.op[line] === null ? `line ${line}` : `op ${lines.op[line]}`)]],
+      ["does", `${lines.kind[line] ?? phaseOf(program, line)} ${lines.label[line]}`],
       ["unit", lines.unit[line] < 0 ? "" : [swatch(unitColour(lines.unit[line])), program.units[lines.unit[line]] || "root unit"]],
-      ["from", origin],
+      ["from", lines.origins[lines.origin[line]]],
       ["time", lines.start[line] === lines.end[line] ? `at ${moment(lines.end[line])}; takes no time of its own` : `${moment(lines.start[line])} to ${moment(lines.end[line])}: ${waited ? "compute waits " : ""}${duration(lines.end[line] - lines.start[line])}`],
       ...(collective ? [["on the wire", `${duration(collective.wire_seconds)}, ${size(collective.sent_bytes)} sent by this rank`],
         ["hidden", collective.exposed_seconds ? `${share(collective.hidden_share)}: compute waits ${duration(collective.exposed_seconds)}: ${collective.why_exposed}` : "all of it"],
         ["why there", collective.why], ["links", [jump("launch", collective.launch), " · ", jump("wait", collective.wait)]]] : []),
-      ["alive", lines.alive[line] === null ? "" : `${size(lines.alive[line])} after it, ${size(lines.highest[line])} at most while it runs`],
+      ["alive", bytesAt(lines, line)],
     ]),
   );
-  const parameters = lines.params[line];
   if (parameters.length) {
     const pick = make("select", { ariaLabel: "Parameter", onchange: () => choose(chosen.program, line, { parameter: Number(pick.value) }) },
       ...parameters.map((parameter) => make("option", { value: parameter, selected: parameter === chosen.parameter }, program.parameters[parameter].path)));
@@ -492,84 +412,67 @@ function showChosen() {
 
 // The collectives.
 const COLUMNS = [
-  ["unit", (collective) => collective.unit || "root unit", "text"], ["kind", (collective) => `${collective.kind}, ${collective.backward ? "backward" : "forward"}`, "text"],
-  ["parameters", (collective) => collective.label, "text"], ["sent", (collective) => collective.sent_bytes, size], ["launch", (collective) => collective.launched, duration],
-  ["wait", (collective) => collective.waited, duration], ["on the wire", (collective) => collective.wire_seconds, duration],
-  ["compute waits", (collective) => collective.exposed_seconds, duration], ["hidden", (collective) => collective.hidden_share, share],
-  ["why it stands there; why compute waits", (collective) => collective.why + (collective.why_exposed ? `. Compute waits: ${collective.why_exposed}` : ""), "text"],
+  ["unit", (one) => one.unit || "root unit"], ["kind", (one) => `${one.kind}, ${one.backward ? "backward" : "forward"}`], ["parameters", (one) => one.label],
+  ["sent", (one) => one.sent_bytes, size], ["launch", (one) => one.launched, duration], ["wait", (one) => one.waited, duration],
+  ["on the wire", (one) => one.wire_seconds, duration], ["compute waits", (one) => one.exposed_seconds, duration], ["hidden", (one) => one.hidden_share, share],
+  ["why it stands there; why compute waits", (one) => one.why + (one.why_exposed ? `. Compute waits: ${one.why_exposed}` : "")],
 ];
-const order = { column: -1, down: false };
-$("table").tHead.rows[0].append(...COLUMNS.map(([name, , how], column) => make("th", { scope: "col", className: how === "text" ? "text" : "" },
-  make("button", { type: "button", onclick: () => { Object.assign(order, { down: order.column === column ? !order.down : how !== "text", column }); showTable(); } }, name))));
+const order = { column: -1, down: false }, table = $("table"), heads = table.tHead.rows[0].cells;
+table.tHead.rows[0].append(...COLUMNS.map(([name, , format], column) => make("th", { scope: "col", className: format ? "" : "text" },
+  make("button", { type: "button", onclick: () => { Object.assign(order, { down: order.column === column ? !order.down : Boolean(format), column }); showTable(); } }, name))));
 function showTable() {
-  const program = current(), words = $("filter").value.toLowerCase();
-  let rows = program.collectives.map((collective, index) => [collective, index]).filter(([collective]) => (!$("of").value || collective.kind === $("of").value) && (!$("waiting").checked || collective.exposed_seconds)
-    && (!words || COLUMNS.some(([, value, how]) => how === "text" && String(value(collective)).toLowerCase().includes(words))));
-  if (order.column >= 0) {
-    const [, value] = COLUMNS[order.column], way = order.down ? -1 : 1;
-    rows = rows.sort(([first], [second]) => way * (value(first) > value(second) ? 1 : value(first) < value(second) ? -1 : 0));
-  }
-  [...$("table").tHead.rows[0].cells].forEach((cell, column) => {
-    cell.ariaSort = column === order.column ? (order.down ? "descending" : "ascending") : "none";
-    cell.firstChild.textContent = COLUMNS[column][0] + (column === order.column ? (order.down ? " ▼" : " ▲") : "");
+  const { collectives, units } = current(), words = $("filter").value.toLowerCase(), [, value] = COLUMNS[order.column] ?? [];
+  const rows = collectives.filter((one) => (!$("waiting").checked || one.exposed_seconds) && COLUMNS.some(([, cell, format]) => !format && cell(one).toLowerCase().includes(words)));
+  if (value) rows.sort((first, second) => (order.down ? -1 : 1) * (value(first) > value(second) ? 1 : value(first) < value(second) ? -1 : 0));
+  [...heads].forEach((head, column) => {
+    head.ariaSort = column === order.column ? (order.down ? "descending" : "ascending") : "none";
   });
-  $("count").textContent = `${rows.length} of ${program.collectives.length}`;
-  $("table").tBodies[0].replaceChildren(...rows.map(([collective, index]) => make("tr", { place: index, onclick: () => choose(chosen.program, collective.launch, { zoom: true }) },
-    ...COLUMNS.map(([name, value, how]) => make("td", { className: `${how === "text" ? "text" : ""} ${name === "compute waits" && collective.exposed_seconds ? "peak" : ""}` },
-      name === "unit" ? swatch(unitColour(program.units.indexOf(collective.unit))) : "", how === "text" ? value(collective) : how(value(collective)))))));
+  $("count").textContent = `${rows.length} of ${collectives.length}`;
+  table.tBodies[0].replaceChildren(...rows.map((one) => make("tr", { one, onclick: () => choose(chosen.program, one.launch, { zoom: true }) },
+    ...COLUMNS.map(([name, cell, format]) => make("td", { className: format ? (name === "compute waits" && one.exposed_seconds ? "peak" : "") : "text" },
+      name === "unit" ? swatch(unitColour(units.indexOf(one.unit))) : "",
+      format ? format(cell(one)) : name === "parameters" ? make("button", { className: "link", type: "button" }, one.label) : cell(one))))));
   markTable();
 }
 function markTable() {
-  const now = current().collectiveOf.get(chosen.line), all = [...$("table").tBodies[0].rows], has = all.some((row) => row.place === now);
-  all.forEach((row, number) => Object.assign(row, { className: row.place === now ? "is" : "", tabIndex: (has ? row.place === now : !number) ? 0 : -1, ariaSelected: String(row.place === now) }));
+  const now = collectiveOf(current(), chosen.line);
+  for (const row of table.tBodies[0].rows) Object.assign(row, { className: row.one === now ? "is" : "", ariaSelected: String(row.one === now) });
 }
-for (const [id, event] of [["filter", "input"], ["of", "change"], ["waiting", "change"]]) $(id).addEventListener(event, showTable);
-$("table").tBodies[0].addEventListener("keydown", (event) => {
-  const row = event.target.closest("tr"), next = { ArrowDown: row.nextElementSibling, ArrowUp: row.previousElementSibling }[event.key];
-  if (!next && event.key !== "Enter") return;
-  event.preventDefault();
-  if (next) next.focus();
-  else row.click();
-});
+for (const id of ["filter", "waiting"]) $(id).addEventListener("input", showTable);
 
 // The overview.
-function showGlance() {
-  const program = current(), { memory, lines } = program;
+function showProgram() {
+  const program = current(), { memory } = program;
+  $("which").replaceChildren(...(page.programs.length < 2 ? [] : page.programs.map((one, index) => make("button", { type: "button", ariaPressed: String(one === program), onclick: () => choose(index, -1) }, one.name))));
   if (memory) {
-    const most = Object.entries(memory.peak.by_kind), line = memory.peak.line;
+    const kinds = Object.entries(memory.peak.by_kind), line = memory.peak.line;
     $("peak").replaceChildren(
-      make("p", { className: "note" }, `${size(memory.peak.bytes)} in ${lines.phase[line]}, at `, jump(place(program, line), line), program.left_out.length ? `; left out: ${program.left_out.map((reason) => reason.replace("left out: ", "")).join("; ")}` : ""),
-      make("div", { className: "stack", role: "img", ariaLabel: "Shares of the kinds" }, ...most.map(([kind, bytes]) => make("i", { title: kind, style: `flex: ${bytes} 0 0; background: ${KINDS[kind]}` }))),
-      make("ul", {}, ...most.map(([kind, bytes]) => make("li", {}, make("b", {}, size(bytes)), make("span", {}, swatch(KINDS[kind]), kind)))),
+      make("p", { className: "note" }, `${size(memory.peak.bytes)} in ${phaseOf(program, line)}, at `, jump(place(program, line), line), program.left_out.length ? `; left out: ${program.left_out.map((reason) => reason.replace("left out: ", "")).join("; ")}` : ""),
+      make("div", { className: "stack", role: "img", ariaLabel: "Shares of the kinds" }, ...kinds.map(([kind, bytes]) => make("i", { title: kind, style: `flex: ${bytes} 0 0; background: ${KINDS[kind]}` }))),
+      make("ul", {}, ...kinds.map(([kind, bytes]) => item(bytes, swatch(KINDS[kind]), kind))),
       make("p", { className: "note" }, "The largest tensors:"), tensorList(program, line, 4));
     $("kinds").replaceChildren(...memory.kinds.map((kind) => make("li", {}, swatch(KINDS[kind]), kind)), make("li", {}, make("span", { className: "swatch within" }), "only while a line runs"));
   } else $("peak").replaceChildren(make("p", {}, program.note));
   document.querySelectorAll("#exposed > div").forEach((part, index) => { part.hidden = index !== chosen.program; });
-}
-function showWhich() {
-  $("which").replaceChildren(...(page.programs.length < 2 ? [] : page.programs.map((program, index) => make("button", { type: "button", ariaPressed: String(index === chosen.program), onclick: () => choose(index, -1) }, program.name))));
-  if (chosen.glance === chosen.program) return;
-  chosen.glance = chosen.program;
-  showGlance();
   showTable();
 }
-$("names").append(...[...page.programs[0].units.filter(Boolean), ...page.programs[0].parameters.map((parameter) => parameter.path)].map((value) => make("option", { value })));
+$("names").append(...[...page.programs[0].units.filter(Boolean), ...page.programs[0].parameters.map(({ path }) => path)].map((value) => make("option", { value })));
 $("find").addEventListener("input", () => $("find").setCustomValidity(""));
 $("find").addEventListener("change", () => {
-  const program = current(), words = $("find").value.trim().toLowerCase(), paths = program.parameters.map((parameter) => parameter.path.toLowerCase());
-  const unit = program.units.findIndex((name) => name && name.toLowerCase() === words);
+  const { lines, units, parameters } = current(), words = $("find").value.trim().toLowerCase(), paths = parameters.map(({ path }) => path.toLowerCase());
+  const unit = units.findIndex((name) => name && name.toLowerCase() === words);
   const parameter = unit >= 0 ? -1 : paths.includes(words) ? paths.indexOf(words) : paths.findIndex((path) => path.includes(words));
-  const line = words ? program.lines.params.findIndex((parameters, index) => (parameter >= 0 ? parameters.includes(parameter) : unit >= 0 && program.lines.unit[index] === unit)) : -1;
-  if (line >= 0) { choose(chosen.program, line, { parameter: parameter < 0 ? undefined : parameter, zoom: true }); reveal(); }
+  const line = !words ? -1 : unit >= 0 ? lines.params.findIndex((all, index) => all.length && lines.unit[index] === unit) : lines.params.findIndex((all) => all.includes(parameter));
+  if (line >= 0) goTo(chosen.program, line, parameter < 0 ? undefined : parameter);
   $("find").setCustomValidity(line >= 0 || !words ? "" : "No line moves or computes with a parameter or unit of this name.");
   $("find").reportValidity();
 });
 
-const again = () => { Object.keys(hatches).forEach((key) => delete hatches[key]); layOut(); draw(); showTrace(); };
+const again = () => { layOut(); draw(); showTrace(); };
 new ResizeObserver(again).observe(canvas.parentElement);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
 addEventListener("hashchange", openLink);
-document.querySelectorAll(".all").forEach((button) => { button.onclick = () => { $("waiting").checked = true; $("of").value = ""; showTable(); $("table").scrollIntoView(); }; });
+document.querySelectorAll(".all").forEach((button) => { button.onclick = () => { $("waiting").checked = true; showTable(); table.scrollIntoView(); }; });
 layOut();
 choose(0, -1);
 openLink();

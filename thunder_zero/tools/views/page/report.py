@@ -29,24 +29,17 @@ from thunder_zero.tools.models.named import MODELS
 from thunder_zero.tools.plan.plan_training import PRECISION
 from thunder_zero.tools.plan.subject import subject_of
 from thunder_zero.tools.printing.words import count
-from thunder_zero.tools.table.table import Table, step_table, table_of
-from thunder_zero.tools.time.estimate import estimate
+from thunder_zero.tools.table.table import step_table, table_of
 from thunder_zero.tools.views.page.data import Data, data_of, differences, top_of
-from thunder_zero.tools.views.page.measured import by_profile, by_times
-from thunder_zero.tools.views.save_timeline import events_of
+from thunder_zero.tools.views.page.measured import by_times
 from thunder_zero.traces.compiled import Traces
 
 if TYPE_CHECKING:
     from thunder.core.module import ThunderModule
 
-Measured = Times | str | PathLike[str]
 BY_TIMES = (
     "Compute between the waits of gathers, and the speed of gathers, are those of measure_times; lines between two "
     "waits share the time as in the forecast, and what was not measured is scaled like the rest."
-)
-BY_PROFILE = (
-    "Launches and waits are where the profile has them, as the host saw them: a collective is drawn from its launch to "
-    "the end of its wait. Lines between them share the time as in the forecast."
 )
 
 
@@ -55,7 +48,7 @@ def report(
     path: str | PathLike[str],
     *,
     device: Device | str,
-    measured: Measured | None = None,
+    measured: Times | None = None,
     beside: Traces | None = None,
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
@@ -74,8 +67,7 @@ def report(
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
         path: the file to write.
         device: the device of the forecast, as for :func:`thunder_zero.tools.estimate`.
-        measured: times to show beside the forecast: the result of :func:`thunder_zero.tools.measure_times`, or a file
-            from ``torch.profiler.profile.export_chrome_trace``.
+        measured: times to show beside the forecast: the result of :func:`thunder_zero.tools.measure_times`.
         beside: other traces of the module to show on the page, such as traces of another stage.
         loss, optimizer: as for :func:`thunder_zero.tools.memory` (default: the step has no loss and no optimizer).
         title: the title of the page, such as the model's name (default: the model's class, if a model is given).
@@ -87,7 +79,7 @@ def report(
 def page_of(
     model_or_traces: ThunderModule | Traces,
     device: Device | str,
-    measured: Measured | None = None,
+    measured: Times | None = None,
     beside: Traces | None = None,
     *,
     loss: Loss | None = None,
@@ -99,17 +91,17 @@ def page_of(
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     if beside is not None and not isinstance(beside, Traces):
         raise TypeError(f"beside is of type {type(beside).__name__}; give what trace or traces_of returns")
+    if measured is not None and not isinstance(measured, Times):
+        raise TypeError(f"measured is of type {type(measured).__name__}; give what measure_times returns")
     first, *others = (
         step_table(each, device=device, loss=loss, optimizer=optimizer) for each in (traces, beside) if each is not None
     )
     name, tables = STAGES[traces.plan.policy.stage].name, [first]
     programs = [data_of(name, first)]
     if measured is not None:
-        tables.append(_measured(first, measured))
-        is_times = isinstance(measured, Times)
-        programs.append(
-            data_of("measured times" if is_times else "profile", tables[-1], BY_TIMES if is_times else BY_PROFILE)
-        )
+        assert first.time is not None
+        tables.append(table_of(first.traces, first.memory, by_times(first.time, measured)))
+        programs.append(data_of("measured times", tables[-1], BY_TIMES))
     for table in others:
         other = STAGES[table.traces.plan.policy.stage].name
         tables.append(table)
@@ -122,17 +114,9 @@ def page_of(
         "facts": [f"{count(parameters)} parameters", f"compute in {', '.join(dtypes)}", f"on {device.name}"],
         "top": top_of(programs, device.memory_bytes),
         "programs": programs,
+        "most_bytes": max((row.highest or 0 for table in tables for row in table.rows), default=0),
         "differences": differences(programs, tables),
     }
-
-
-def _measured(forecast: Table, measured: Measured) -> Table:
-    """Return the table with the measured times."""
-    assert forecast.time is not None
-    if isinstance(measured, Times):
-        return table_of(forecast.traces, forecast.memory, by_times(forecast.time, measured))
-    time = estimate(forecast.traces, forecast.time.device)  # launches in a profile do not delimit the loss
-    return table_of(forecast.traces, forecast.memory, by_profile(time, events_of(Path(measured))))
 
 
 def report_of(
