@@ -88,7 +88,6 @@ def build_values() -> Mapping[str, tuple[Any, ...]]:
         "MODELS": (tz.tools.MODELS,),
         "MemoryLine": memory.lines,
         "NamedModel": tuple(tz.tools.MODELS.values()),
-        "Prices": (tz.tools.Prices(),),
         "Row": table.all,
         "Storage": memory.storages,
         "Table": (table,),
