@@ -199,10 +199,10 @@ class OneSize(Search):
 @pytest.mark.parametrize("start", [tz.ZERO3, tz.Policy(bucket_bytes=0, in_flight_bytes=0)], ids=["buckets", "none"])
 def test_a_search_is_no_worse_than_all_schedules(start: tz.Policy, make: Callable[[], nn.Module]) -> None:
     source, recorder = recorded(start, make)
-    search = OneSize(recorder, start, source.schedule)
+    search = OneSize(recorder, start, lambda policy: source.schedule(policy).timeline)
     options = product(CHOICES, repeat=len(search.units))
     choices = [with_choices(dict(zip(search.units, one, strict=True)), search.sized[0]) for one in options]
-    every = [Candidate(recorder, source.schedule(policy)) for policy in choices]
+    every = [Candidate(recorder, source.schedule(policy).timeline) for policy in choices]
     least, most = min(one.peak for one in every), max(one.peak for one in every)
     for step in range(11):
         budget = least + (most - least) * step // 10
@@ -218,7 +218,7 @@ def test_a_search_is_no_worse_than_all_schedules(start: tz.Policy, make: Callabl
 def test_a_schedule_of_the_same_lines_has_the_memory_of_its_traces() -> None:
     source, recorder = recorded()
     for policy in (ASKED, tz.Policy(keep_unsharded=UNITS[:1], recompute_units=UNITS[1:]), tz.Policy(bucket_bytes=0)):
-        timeline = source.schedule(policy)
+        timeline = source.schedule(policy).timeline
         assert timeline == traced(net, SHORT, policy).timeline
         assert Candidate(recorder, timeline).peak == peak(policy)
 
@@ -226,7 +226,9 @@ def test_a_schedule_of_the_same_lines_has_the_memory_of_its_traces() -> None:
 def test_a_candidate_has_figures_for_each_unit() -> None:
     source, recorder = recorded()
     policy = tz.Policy(reshard_after_forward=True, prefetch=0, in_flight_bytes=0)
-    plain, kept = (Candidate(recorder, source.schedule(one)) for one in (policy, replace(policy, keep_unsharded=UNITS)))
+    plain, kept = (
+        Candidate(recorder, source.schedule(one).timeline) for one in (policy, replace(policy, keep_unsharded=UNITS))
+    )
     assert plain.units == UNITS
     left = [sum(part.left for part in plain.parts[:count]) for count in range(len(plain.parts))]
     assert max(before + part.peak for before, part in zip(left, plain.parts, strict=True)) == plain.peak
@@ -240,7 +242,7 @@ def test_a_candidate_has_figures_for_each_unit() -> None:
 def test_the_trade_off_counts_units_that_the_schedule_chose() -> None:
     source, recorder = recorded()
     policies = (ASKED, replace(ASKED, keep_unsharded=UNITS[:1]))
-    named_none, named_first = (Candidate(recorder, source.schedule(policy)) for policy in policies)
+    named_none, named_first = (Candidate(recorder, source.schedule(policy).timeline) for policy in policies)
     assert named_none.kept == set(UNITS[2:])  # none is named
     assert named_first.kept == {UNITS[0], UNITS[2]}
     out = StringIO()

@@ -129,7 +129,7 @@ def fit(
 
             def schedule(policy: Policy) -> Timeline:
                 tell(f"evaluates schedule {len(search.evaluated) + 1}")
-                return source.schedule(policy, missing=missing)
+                return source.schedule(policy, missing=missing).timeline
 
             search = Search(recorder, _by_unit(asked), schedule, flops_per_byte, reserve)
             best = _searched(recorder, search, most)

@@ -23,10 +23,8 @@ from thunder_zero.tools.models.named import NamedModel
 from thunder_zero.tools.plan.overhead import (
     OVERHEAD,
     OVERHEAD_OF_CPU,
-    STATE,
     TRAFFIC,
     overhead_bytes,
-    trained_bytes,
 )
 from thunder_zero.tools.plan.programs import SubjectPrograms
 from thunder_zero.tools.plan.repeat import WholeStep
@@ -243,10 +241,6 @@ class _Comparison:
         programs = self._programs(slices)
         # From most shards to fewest, since a level that does not fit on a mesh does not fit on one of fewer shards.
         for mesh in reversed(meshes(stage, self.world_size, self.device.devices_per_node, slices)):
-            plan = programs.plan(programs.policy(stage, "none"), mesh)
-            resident = sum(param.full_bytes for param in plan.params if param.resident)
-            if STATE * trained_bytes(plan) + resident > self.memory_bytes:  # at rest, recompute does not matter
-                levels = levels[-1:]
             while True:
                 policy = programs.policy(stage, levels[0])
                 step, traced = programs.evaluate(policy, mesh)
@@ -256,13 +250,13 @@ class _Comparison:
                     break
                 levels = levels[1:]
             self.steps.tell(f"simulates a step of {STAGES[stage].name} on {mesh}")
-            rows.append(self._row(policy, mesh, step, traced, needed, TRAFFIC * trained_bytes(plan)))
+            rows.append(self._row(policy, mesh, step, traced, needed))
             self.steps.advance()
         return rows[::-1]
 
-    def _row(self, policy: Policy, mesh: MeshShape, step: WholeStep, traced: int, needed: int, traffic: int) -> PlanRow:
+    def _row(self, policy: Policy, mesh: MeshShape, step: WholeStep, traced: int, needed: int) -> PlanRow:
         estimate, speed = step.estimate, self.device.memory_bytes_per_second
-        loss, optimizer = self._programs(mesh.slices).loss_bytes / speed, traffic / speed
+        loss, optimizer = self._programs(mesh.slices).loss_bytes / speed, TRAFFIC * step.trained / speed
         seconds = estimate.seconds + loss + optimizer
         return PlanRow(
             stage=policy.stage,

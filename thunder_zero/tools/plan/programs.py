@@ -18,7 +18,8 @@ from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.dry_run import ProgramSource, fake_mesh
 from thunder_zero.tools.forecast.around import loss_traffic
 from thunder_zero.tools.forecast.fold import Fold
-from thunder_zero.tools.forecast.memory import recorder_of
+from thunder_zero.tools.forecast.for_loss import for_loss
+from thunder_zero.tools.forecast.recorder import Recorder
 from thunder_zero.tools.plan.repeat import NotPeriodic, WholeStep, whole_step
 from thunder_zero.tools.plan.slicing import Slicing, sliced_copy
 from thunder_zero.tools.plan.subject import Subject
@@ -92,11 +93,10 @@ class SubjectPrograms:
         raise AssertionError("a model that is traced whole repeats nothing")
 
     def _evaluate(self, policy: Policy, mesh: MeshShape, traced: int) -> WholeStep:
-        traces = self._compile(policy, mesh, traced)
+        traces = self._schedule(policy, mesh, traced)
         self.tell(f"forecasts the memory of {STAGES[policy.stage].name} on {mesh}, recompute={policy.recompute!r}")
         with uncollected():
-            recorder = recorder_of(traces, self.subject.loss, adamw, "nccl")
-            fold = Fold(recorder, recorder.traces.timeline).run()
+            fold = Fold(Recorder(traces, "nccl", self.subject.loss, FusedAdamW), traces.timeline).run()
         units = self.subject.alike.units(traced) if self.subject.alike else ()
         return whole_step(fold, self.device, units, self.subject.blocks - traced)
 
@@ -108,11 +108,11 @@ class SubjectPrograms:
     def returns_loss(self) -> bool:
         """Return whether forward returns a single number, such as a loss."""
         traces = next(iter(self.compiled.values()))
-        flat = traces.forward.output[0]["flat_output"]
+        flat = traces.forward.bound_symbols[-1].args[0]["flat_output"]
         return len(flat) == 1 and tuple(flat[0].shape) == ()
 
-    def _compile(self, policy: Policy, mesh: MeshShape, traced: int) -> Traces:
-        """Return the traces for a mesh.
+    def _schedule(self, policy: Policy, mesh: MeshShape, traced: int) -> Traces:
+        """Return the outlines of the traces for a mesh.
 
         All meshes with replicas share one schedule. So do all meshes without replicas.
         """
@@ -120,11 +120,13 @@ class SubjectPrograms:
         if (policy, has_copies, traced) not in self.compiled:
             with self.subject.with_blocks(traced), uncollected():
                 captured = self._capture(traced)
-                self.tell(f"compiles {STAGES[policy.stage].name}, recompute={policy.recompute!r}")
+                self.tell(f"schedules {STAGES[policy.stage].name}, recompute={policy.recompute!r}")
                 small = MeshShape(1 + has_copies, self.shards, self.slices)
-                self.compiled[policy, has_copies, traced] = captured.under(policy, small.at_rank_0())
+                traces, loss = captured.schedule(policy, small.at_rank_0()), self.subject.loss
+                self.compiled[policy, has_copies, traced] = for_loss(traces, loss) if loss else traces
         traces = self.compiled[policy, has_copies, traced]
-        return _on_mesh(traces, replace(traces.plan, mesh=mesh.at_rank_0()))
+        timeline = replace(traces.timeline, plan=replace(traces.plan, mesh=mesh.at_rank_0()))
+        return replace(traces, timeline=timeline)
 
     def _capture(self, traced: int) -> ProgramSource:
         """Return the module with ``traced`` blocks, captured once for all policies and meshes."""
@@ -149,12 +151,10 @@ class SubjectPrograms:
         return self.captured[traced]
 
 
-def _on_mesh(traces: Traces, plan: Plan) -> Traces:
-    """Return the program with the plan of another mesh."""
-    scheduled = replace(traces.scheduled, timeline=replace(traces.scheduled.timeline, plan=plan))
-    return replace(traces, timeline=replace(traces.timeline, plan=plan), scheduled=scheduled)
+class FusedAdamW(torch.optim.AdamW):
+    """What ``AdamW(fused=True)`` allocates: its state, and no temporaries. Its kernel does not run on meta tensors."""
 
-
-def adamw(params: object) -> torch.optim.Optimizer:
-    """Return an AdamW that, like a fused AdamW, needs no temporaries of the size of all parameters."""
-    return torch.optim.AdamW(params, foreach=False)  # type: ignore[arg-type]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in (param for group in self.param_groups for param in group["params"] if param not in self.state):
+            state = self.state[param] = {name: torch.empty_like(param) for name in ("exp_avg", "exp_avg_sq")}
+            state["step"] = torch.empty((), device=param.device)
