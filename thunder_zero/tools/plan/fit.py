@@ -173,12 +173,9 @@ def _searched(recorder: Recorder, search: Search, memory_bytes: int) -> Candidat
     plan, step = recorder.plan, as_asked.optimizer_step or 0
     recomputed = tuple(unit for unit in plan.units if unit in plan.recomputed)
     requested = replace(search.asked, recompute_units=recomputed)
-    by_units, cheap = (
-        search.candidate(policy).peak
-        for policy in (replace(requested, recompute_units=search.units), replace(requested, recompute="cheap"))
-    )
+    cheap = search.candidate(replace(requested, recompute="cheap")).peak
     least = min(search.least(), search.candidate(requested), key=lambda candidate: candidate.peak)
-    message = refusal(as_asked, least, as_asked.peak - by_units, as_asked.peak - cheap, memory_bytes)
+    message = refusal(as_asked, least, as_asked.peak - cheap, memory_bytes)
     raise DoesNotFit(message, max(least.peak, step))
 
 
