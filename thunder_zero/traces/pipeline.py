@@ -100,7 +100,9 @@ def outlined(lowered: JointTrace, lifted: Timeline, missing: Collection[str] = (
         (),
         Scheduled(lowered, lifted, scheduled),
         fuses,
-        lambda _, missing: outlined(lowered, lifted, missing, fuses=fuses),
+        lambda traces, missing: replace(
+            outlined(lowered, lifted, missing, fuses=fuses), restored=traces.restored, others=traces.others
+        ),
     )
 
 
