@@ -25,8 +25,7 @@ from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.models.decoder import DecoderSizes, Llama
 from thunder_zero.tools.models.named import LLAMA_STYLES, cross_entropy
 from thunder_zero.tools.plan.plan_training import OWN_SLICES, best_of
-from thunder_zero.tools.plan.programs import SubjectPrograms, adamw
-from thunder_zero.tools.plan.slicing import sliced_copy
+from thunder_zero.tools.plan.programs import FusedAdamW, SubjectPrograms, sliced_copy
 from thunder_zero.tools.plan.subject import Subject, of_module, subject_of
 from thunder_zero.tools.plan.training_plan import MeshShape, PlanRow, code_of, reason_of
 
@@ -73,7 +72,7 @@ def assert_exact(programs: SubjectPrograms, policy: tz.Policy, mesh: MeshShape, 
     assert (estimate.sent_bytes, estimate.flops) == (exact.sent_bytes, exact.flops)
     for name in ("seconds", "compute_seconds", "exposed_seconds", "model_seconds"):
         assert getattr(estimate, name) == pytest.approx(getattr(exact, name), rel=1e-9, abs=1e-15)
-    memory = tz.tools.memory(traces, loss=cross_entropy, optimizer=adamw, backend="nccl")
+    memory = tz.tools.memory(traces, loss=cross_entropy, optimizer=FusedAdamW, backend="nccl")
     assert (peaks.at_rest, peaks.peak, peaks.optimizer_step) == (memory.at_rest, memory.peak, memory.optimizer_step)
     return evaluation, exact, memory
 
@@ -186,7 +185,7 @@ def test_a_plan_compares_stages_and_meshes_and_its_code_has_the_policy_chosen(
     progress = [line.split()[1:3] for line in capsys.readouterr().err.splitlines()]
     assert progress[0] == ["0/7", "captures"]
     # Hybrid sharding reduces twice, so stages 1 to 3 have two rows each.
-    times = {"captures": 1, "compiles": 7, "forecasts": 7, "simulates": 7}
+    times = {"captures": 1, "schedules": 7, "forecasts": 7, "simulates": 7}
     assert Counter(step for _, step in progress) == times
     assert [count for count, step in progress if step == "simulates"] == [f"{count}/7" for count in range(7)]
     meshes = [(0, "4"), *((stage, mesh) for stage in (1, 2, 3) for mesh in ("2 x 2", "4"))]

@@ -86,7 +86,6 @@ def build_values() -> Mapping[str, tuple[Any, ...]]:
         "Memory": (memory,),
         "MODELS": (tz.tools.MODELS,),
         "NamedModel": tuple(tz.tools.MODELS.values()),
-        "Prices": (tz.tools.Prices(),),
         "Row": table.rows,
         "Storage": memory.storages,
         "Table": (table,),

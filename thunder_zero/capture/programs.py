@@ -35,7 +35,7 @@ from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.foreign import require_own_lines
 from thunder_zero.traces.function import function_of
 from thunder_zero.traces.kernels import Fakes, with_kernels
-from thunder_zero.traces.symbols import JointTrace, ZeroExecutor
+from thunder_zero.traces.symbols import ZeroExecutor
 
 from thunder.common import transform_to_torch_types
 from thunder.core.trace import TraceCtx
@@ -145,19 +145,12 @@ class GraphPrograms:
             return [joint.trace for joint in pipeline.shard(plain.traced(self.executor, synced=mode.synced))]
 
 
-def lowered_of(
-    joint: aot.Joint, paths: Sequence[str | None], executor: ZeroExecutor, mode: Mode
-) -> tuple[Converted, JointTrace]:
-    with pipeline.thunder_context():
-        converted = convert(joint, paths, backward=mode.differentiates)
-        return converted, pipeline.shard(converted.traced(executor, synced=mode.synced))[-1]
-
-
 def program_of(
     joint: aot.Joint, paths: Sequence[str | None], executor: ZeroExecutor, mode: Mode, *, fuses: bool
 ) -> tuple[Converted, Traces]:
-    converted, lowered = lowered_of(joint, paths, executor, mode)
     with pipeline.thunder_context():
+        converted = convert(joint, paths, backward=mode.differentiates)
+        lowered = pipeline.shard(converted.traced(executor, synced=mode.synced))[-1]
         return converted, pipeline.write_program(pipeline.schedule(lowered), fuses=fuses)
 
 

@@ -24,7 +24,7 @@ from thunder_zero.schedule.timeline import Timeline
 def choose_last_units(timeline: Timeline, schedule: Callable[[Timeline], Timeline]) -> Timeline:
     """Keep as many of forward's last units unsharded as fit into the peak of gathered bytes. ``schedule`` inserts and
     moves gathers, and inserts FREEs."""
-    if timeline.plan.policy.reshard_after_forward:
+    if timeline.plan.policy.reshard_after_forward or not (runs := _runs_from_last(timeline)):
         return timeline
 
     def peak(plan: Plan) -> int:
@@ -33,7 +33,7 @@ def choose_last_units(timeline: Timeline, schedule: Callable[[Timeline], Timelin
     def keeping(count: int) -> Plan:
         return timeline.plan.keeping(frozenset().union(*runs[:count]))
 
-    bound, runs = peak(timeline.plan), _runs_from_last(timeline)
+    bound = peak(timeline.plan)
     return replace(timeline, plan=keeping(largest(lambda count: peak(keeping(count)) <= bound, len(runs))))
 
 

@@ -37,7 +37,6 @@ if TYPE_CHECKING:  # the public names, which are imported when they are first us
     from thunder_zero.tools.measure import measure_times as measure_times
     from thunder_zero.tools.models.named import MODELS as MODELS
     from thunder_zero.tools.models.named import NamedModel as NamedModel
-    from thunder_zero.tools.plan.candidate import Prices as Prices
     from thunder_zero.tools.plan.fit import DoesNotFit as DoesNotFit
     from thunder_zero.tools.plan.fit import fit as fit
     from thunder_zero.tools.plan.plan_training import plan_training as plan_training

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import cached_property
 from inspect import signature
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map_only
 
 from thunder_zero.capture.arguments import Fuser, check_arguments, did_you_mean, require_known
-from thunder_zero.capture.programs import Mode, lowered_of, program_of
+from thunder_zero.capture.convert import Converted, convert
+from thunder_zero.capture.programs import Mode, program_of
 from thunder_zero.capture.refusals import require_unwrapped
 from thunder_zero.comm.group import has_groups
 from thunder_zero.comm.slices import mesh_and_slices, require_in_plan
@@ -36,7 +38,7 @@ from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.dry_capture import export, shape_of
 from thunder_zero.traces.compiled import Traces
-from thunder_zero.traces.pipeline import lifted, rescheduled
+from thunder_zero.traces.pipeline import lifted, outlined, shard, thunder_context
 from thunder_zero.traces.symbols import JointTrace, Runtime, ZeroExecutor
 
 from thunder.core.module import ThunderModule
@@ -154,22 +156,34 @@ class ProgramSource:
         """
         executor = ZeroExecutor(self._plan(policy, mesh or self._mesh), Runtime())
         converted, traces = program_of(self.joint, self.paths, executor, self._mode, fuses=self._fuses)
-        names = [proxy.name for proxy in converted.trace.args]
-        buffer_paths = {names[position]: path for position, path in self._buffers.items()}
-        return replace(traces, others=buffer_paths, restored=self._restored)
+        return self._named(converted, traces)
 
-    def schedule(self, policy: Policy, mesh: Mesh | None = None, *, missing: Collection[str] = ()) -> Timeline:
-        """Return the operations of the traces under another policy, neither proved nor written.
+    def schedule(self, policy: Policy, mesh: Mesh | None = None, *, missing: Collection[str] = ()) -> Traces:
+        """Return the traces under another policy without their lines: their operations are neither proved nor written,
+        and the traces only take arguments and return results. This takes a fraction of the time of :meth:`under`.
 
         ``missing`` names tangents that backward does not take.
         """
         mesh = mesh or self._mesh
         plan, key = self._plan(policy, mesh), (policy.stage, policy.keep_unsharded, mesh)
         if key not in self._lifted:
-            _, lowered = lowered_of(self.joint, self.paths, ZeroExecutor(plan, Runtime()), self._mode)
+            with thunder_context():
+                executor, synced = ZeroExecutor(plan, Runtime()), self._mode.synced
+                lowered = shard(self._converted.traced(executor, synced=synced))[-1]
             self._lifted[key] = lowered, lifted(lowered)
         lowered, timeline = self._lifted[key]
-        return rescheduled(lowered, replace(timeline, plan=plan), missing, fuses=self._fuses)
+        return self._named(self._converted, outlined(lowered, replace(timeline, plan=plan), missing, fuses=self._fuses))
+
+    @cached_property
+    def _converted(self) -> Converted:
+        with thunder_context():
+            return convert(self.joint, self.paths, backward=self._mode.differentiates)
+
+    def _named(self, converted: Converted, traces: Traces) -> Traces:
+        """Return traces with the paths of their buffers."""
+        names = [proxy.name for proxy in converted.trace.args]
+        buffer_paths = {names[position]: path for position, path in self._buffers.items()}
+        return replace(traces, others=buffer_paths, restored=self._restored)
 
     def _plan(self, policy: Policy | int, mesh: Mesh) -> Plan:
         """Return the plan of the module, for the memory of the device, or else of the module's GPU."""

@@ -80,15 +80,30 @@ def lifted(lowered: JointTrace) -> Timeline:
     return lift(lowered) if lowered.facts.synced else passes.defer(lift(lowered))
 
 
-def rescheduled(lowered: JointTrace, lifted: Timeline, missing: Collection[str], *, fuses: bool) -> Timeline:
-    """Return the operations that would run, neither proved nor written. Backward does not take ``missing`` tangents."""
+def outlined(lowered: JointTrace, lifted: Timeline, missing: Collection[str] = (), *, fuses: bool) -> Traces:
+    """Return a program that is neither proved nor written: its traces only take arguments and return results.
+
+    Backward does not take ``missing`` tangents.
+    """
     writer = Writer(lowered)
     with thunder_context():
         scheduled = passes.apply_passes(lifted, (*passes.PASSES, *lifted.plan.policy.passes))
         timeline = _unproved(scheduled, writer, fuses=fuses)
-        if not missing:
-            return timeline
-        return _unproved(_pruned(scheduled, timeline, missing, writer), writer, fuses=fuses)
+        if missing:
+            timeline = _unproved(_pruned(scheduled, timeline, missing, writer), writer, fuses=fuses)
+        ends = timeline.with_ops(op for op in timeline.ops if isinstance(op, Return))
+        forward, backward = writer.forward(ends), writer.backward(ends) if len(ends.ops) > 1 else Written(None, ())
+    return Traces(
+        forward.trace,
+        backward.trace,
+        timeline,
+        (),
+        Scheduled(lowered, lifted, scheduled),
+        fuses,
+        lambda traces, missing: replace(
+            outlined(lowered, lifted, missing, fuses=fuses), restored=traces.restored, others=traces.others
+        ),
+    )
 
 
 def _pruned(scheduled: Timeline, timeline: Timeline, missing: Collection[str], writer: Writer) -> Timeline:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,57 +10,32 @@ from typing import NamedTuple
 
 from thunder_zero.plan.amounts import itemsize
 from thunder_zero.plan.params import ROOT
-from thunder_zero.plan.policy import Policy, is_count
+from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.ops import Compute, Gather, Launch, Op
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.schedule.units import backward_ends
+from thunder_zero.schedule.units import backward_ends, runs
 from thunder_zero.tools.forecast.fold import Fold
 from thunder_zero.tools.forecast.recorder import Recorder
 
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """Prices of work, in bytes on the wire, for :func:`thunder_zero.tools.fit`.
-
-    Attributes:
-        flops_per_byte: FLOPs of recomputed work that cost as much as one byte. The default of 1,000 is about the ratio
-            of FLOP/s to B/s, both for an H100 with NVLink and for a CPU on 1 Gbit/s.
-        launch_bytes: price of a launch, in addition to its bytes. The default of 128 KiB is about a millisecond at
-            1 Gbit/s.
-
-    Raises:
-        ValueError: ``flops_per_byte`` is not a number above 0, or ``launch_bytes`` is below 0.
-    """
-
-    flops_per_byte: float = 1000.0
-    launch_bytes: int = 128 << 10
-
-    def __post_init__(self) -> None:
-        flops = self.flops_per_byte
-        if not isinstance(flops, int | float) or isinstance(flops, bool) or not flops > 0:
-            raise ValueError(f"flops_per_byte is {flops!r}; give a number above 0, such as 1000.0")
-        if not is_count(self.launch_bytes):
-            raise ValueError(f"launch_bytes is {self.launch_bytes!r}; give a number of bytes, 0 or more")
-
-
-USUAL_PRICES = Prices()
+FLOPS_PER_BYTE = 1000.0  # about the ratio of FLOP/s to B/s, both for an H100 with NVLink and for a CPU on 1 Gbit/s
+LAUNCH_BYTES = 128 << 10  # the price of a launch, in addition to its bytes: about a millisecond at 1 Gbit/s
 
 
 class UnitCost(NamedTuple):
-    """The bytes and the cost of a unit's backward, of forward, or of the end of backward."""
+    """The bytes and the cost of a unit in both phases, of the loss, or of the end of backward."""
 
     left: int  # bytes that the unit holds from its forward to its backward
-    peak: int  # the most bytes alive in it, without bytes that earlier units left
+    peak: int  # the most bytes alive in it, without bytes that earlier units hold for backward
     cost: float  # the cost of its work, in bytes on the wire
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule of a program, the prices of work, and bytes to add to the peak."""
+    """A schedule of a program, the price of recomputed work, and bytes to add to the peak."""
 
     recorder: Recorder  # what the program's lines do to memory
     timeline: Timeline  # the operations that would run
-    prices: Prices = USUAL_PRICES
+    flops_per_byte: float = FLOPS_PER_BYTE
     reserve: int = 0
 
     @property
@@ -108,32 +83,38 @@ class Candidate:
 
     @cached_property
     def parts(self) -> tuple[UnitCost, ...]:
-        """The end of backward, each unit's backward in the order of forward, and forward with the loss.
+        """The end of backward, each unit in the order of forward, and the loss.
 
-        The beginning of backward belongs to the last unit.
+        The beginnings of forward and of backward belong to the next unit, the end of forward to the last.
         """
         ops, start, ends = self.timeline.ops, self.timeline.backward_start, backward_ends(self.timeline)
         units, stops = (*ends, ROOT), [*ends.values()]
-        unit_at = {id(op): units[bisect_left(stops, index)] for index, op in enumerate(ops)} | {id(None): units[0]}
+        runs_of_units = [run for run in runs(self.timeline) if run.unit in ends]
+        ran, begins = [run.unit for run in runs_of_units] or [ROOT], [run.first for run in runs_of_units[1:]]
+        unit_at = {id(op): ran[bisect_right(begins, index)] for index, op in enumerate(ops[:start])} | {
+            id(op): units[bisect_left(stops, index)] for index, op in enumerate(ops[start:], start)
+        }
         costs, peaks, left = Counter[str](), Counter[str](), Counter[str]()
         for op in ops[start:]:
             unit = self.timeline.params_of(op)[0].unit if isinstance(op, Gather) else unit_at[id(op)]
             costs[unit] += self._cost(op)  # type: ignore[assignment]
-        unit_of = [unit_at[id(line.op)] if line.phase == "backward" else line.phase for line in self.fold.lines]
-        for unit, line in zip(unit_of, self.fold.lines, strict=True):
+        lines, phases = self.fold.lines, [*(line.phase for line in self.fold.lines), ""]
+        owners = [unit_at.get(id(line.op), units[0] if line.phase == "backward" else line.phase) for line in lines]
+        for unit, line in zip(owners, lines, strict=True):
             peaks[unit] = max(peaks[unit], line.highest)
         for storage in self.fold.allocations:
-            if storage.line >= 0 and unit_of[storage.line] == "forward" and storage.freed_by is not None:
-                left[(*unit_of, ROOT)[storage.freed_by]] += storage.nbytes
+            freed_by = storage.freed_by or 0
+            if phases[storage.line] == "forward" and phases[freed_by] == "backward":
+                left[owners[freed_by]] += storage.nbytes
         parts, earlier = [UnitCost(0, peaks[ROOT], 0.0)], 0
         for unit in self.units:
             parts.append(UnitCost(left[unit], peaks[unit] - earlier, costs[unit]))
             earlier += left[unit]
-        return (*parts, UnitCost(0, max(peaks["forward"], peaks["loss"]) - earlier, 0.0))
+        return (*parts, UnitCost(0, peaks["loss"] - earlier, 0.0))
 
     def _cost(self, op: Op) -> float:
-        launch = self.prices.launch_bytes * isinstance(op, Launch)
-        return self.timeline.traffic(op).sent + launch + self._recomputed_flops(op) / self.prices.flops_per_byte
+        launch = LAUNCH_BYTES * isinstance(op, Launch)
+        return self.timeline.traffic(op).sent + launch + self._recomputed_flops(op) / self.flops_per_byte
 
     def _recomputed_flops(self, op: Op) -> int:
         return flops_to_repeat(op, self.timeline) if isinstance(op, Compute) and self.timeline.recomputes(op) else 0

@@ -26,7 +26,7 @@ from thunder_zero.tools.forecast.for_loss import Loss
 from thunder_zero.tools.forecast.memory import memory_of, recorder_of
 from thunder_zero.tools.forecast.recorder import Recorder
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
-from thunder_zero.tools.plan.candidate import USUAL_PRICES, Candidate, Prices
+from thunder_zero.tools.plan.candidate import FLOPS_PER_BYTE, Candidate
 from thunder_zero.tools.plan.fit_text import print_trade_off, refusal
 from thunder_zero.tools.plan.search import Search
 from thunder_zero.tools.printing.progress import show_status
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
 
 STEPS = 7  # the most rows of the printed table
-CHOSEN = ("keep_unsharded", "recompute_units", "bucket_bytes", "in_flight_bytes")
+CHOSEN = ("reshard_after_forward", "keep_unsharded", "recompute_units", "bucket_bytes", "in_flight_bytes")
 
 
 class DoesNotFit(ValueError):
@@ -69,14 +69,16 @@ def fit(
     mesh: DeviceMesh | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     reserve: int = 0,
-    prices: Prices = USUAL_PRICES,
+    flops_per_byte: float = FLOPS_PER_BYTE,
     **kwargs: Any,
 ) -> Policy:
     """Return the cheapest policy whose forecast peak fits into ``memory_bytes``.
 
-    The search chooses ``Policy.keep_unsharded``, ``Policy.recompute_units``, and the bytes of buckets and in flight.
-    The cost is the bytes that a rank sends, plus launches and recomputed work at ``prices``. The printed table has the
-    costs for other amounts of memory. Under ``torchrun`` every rank calls this function, and rank 0 decides.
+    The search chooses ``Policy.keep_unsharded`` (alone, or with the last units, which ``reshard_after_forward=None``
+    adds), ``Policy.recompute_units``, and the bytes of buckets and in flight.
+    The cost is the bytes that a rank sends, plus 128 KiB for each launch, and a byte for ``flops_per_byte`` FLOPs of
+    recomputed work. The printed table has the costs for other amounts of memory. Under ``torchrun`` every rank calls
+    this function, and rank 0 decides.
 
     >>> policy = tz.tools.fit(module, tokens, memory_bytes="24GiB", world_size=8, optimizer=torch.optim.AdamW)
 
@@ -90,16 +92,14 @@ def fit(
         file: the file to print to (default: the standard output).
         loss, optimizer, backend, reserve: as for :func:`thunder_zero.tools.memory`.
         fuse, replicas, mesh, dp_mesh_dims: as for :func:`thunder_zero.trace`.
-        prices: prices of recomputed work and of launches (default: ``Prices()``).
+        flops_per_byte: FLOPs of recomputed work that cost as much as one byte on the wire (default: 1,000, about the
+            ratio of an H100 with NVLink, and of a CPU on 1 Gbit/s).
 
     Raises:
         DoesNotFit: no policy fits. This is a subclass of ValueError.
-        TypeError: ``module`` is not a plain module.
-        ValueError: ``memory_bytes``, ``world_size`` or ``prices`` is invalid, ``world_size`` or ``replicas`` is given
-            beside ``mesh``, or the module is sliced over another mesh.
         RuntimeError: the module is sliced, and ``mesh`` is not given.
     """
-    _require(module, prices)
+    _require(module, flops_per_byte)
     most = bytes_of("memory_bytes", memory_bytes)
     asked = policy if isinstance(policy, Policy) else Policy(policy)
     if mesh is None and dp_mesh_dims is None:
@@ -129,9 +129,9 @@ def fit(
 
             def schedule(policy: Policy) -> Timeline:
                 tell(f"evaluates schedule {len(search.evaluated) + 1}")
-                return source.schedule(policy, missing=missing)
+                return source.schedule(policy, missing=missing).timeline
 
-            search = Search(recorder, _by_unit(asked), schedule, prices, reserve)
+            search = Search(recorder, _by_unit(asked), schedule, flops_per_byte, reserve)
             best = _searched(recorder, search, most)
             rows = _trade_off(search, best)
         print_trade_off(rows, best, console)
@@ -153,13 +153,13 @@ def _ranks(world_size: int | None) -> int:
     return process_group(None).size()
 
 
-def _require(module: nn.Module, prices: Prices) -> None:
+def _require(module: nn.Module, flops_per_byte: float) -> None:
     if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
         raise TypeError(
             f"fit takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
         )
-    if not isinstance(prices, Prices):
-        raise ValueError(f"prices is {prices!r}; give thunder_zero.tools.Prices, such as Prices(flops_per_byte=1000.0)")
+    if not isinstance(flops_per_byte, int | float) or isinstance(flops_per_byte, bool) or not flops_per_byte > 0:
+        raise ValueError(f"flops_per_byte is {flops_per_byte!r}; give a number above 0, such as 1000.0")
 
 
 def _searched(recorder: Recorder, search: Search, memory_bytes: int) -> Candidate:
@@ -172,13 +172,10 @@ def _searched(recorder: Recorder, search: Search, memory_bytes: int) -> Candidat
             return least
     plan, step = recorder.plan, as_asked.optimizer_step or 0
     recomputed = tuple(unit for unit in plan.units if unit in plan.recomputed)
-    requested = replace(search.sized[0], recompute_units=recomputed)
-    by_units, cheap = (
-        search.candidate(policy).peak
-        for policy in (replace(requested, recompute_units=search.units), replace(requested, recompute="cheap"))
-    )
+    requested = replace(search.asked, recompute_units=recomputed)
+    cheap = search.candidate(replace(requested, recompute="cheap")).peak
     least = min(search.least(), search.candidate(requested), key=lambda candidate: candidate.peak)
-    message = refusal(as_asked, least, as_asked.peak - by_units, as_asked.peak - cheap, memory_bytes)
+    message = refusal(as_asked, least, as_asked.peak - cheap, memory_bytes)
     raise DoesNotFit(message, max(least.peak, step))
 
 

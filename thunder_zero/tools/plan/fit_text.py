@@ -46,10 +46,10 @@ def _figures(candidate: Candidate, least: float) -> tuple[str, ...]:
     return size(candidate.peak), size(candidate.sent), flops, *counts, f"{candidate.cost / (least or 1):.2f}"
 
 
-def refusal(as_asked: Memory, least: Candidate, by_units: int, by_cheap: int, memory_bytes: int) -> str:
+def refusal(as_asked: Memory, least: Candidate, by_cheap: int, memory_bytes: int) -> str:
     """Return a sentence with the missing bytes, the contents of the peak, and possible remedies.
 
-    ``by_units`` is what the requested policy saves if all units are recomputed, ``by_cheap`` with ``"cheap"``.
+    ``by_cheap`` is what the requested policy saves with ``recompute="cheap"``.
     """
     nbytes = max(least.peak, as_asked.optimizer_step or 0)
     step_text = " (in the optimizer's step)" if nbytes == as_asked.optimizer_step else ""
@@ -65,17 +65,13 @@ def refusal(as_asked: Memory, least: Candidate, by_units: int, by_cheap: int, me
     offers = ", ".join(f"{remedy} (about {size(nbytes)} less)" for remedy, nbytes in remedies.items() if nbytes)
     return (
         f"no policy fits into {size(memory_bytes)}: the least that was found takes {size(nbytes)}{step_text}, "
-        f"{size(nbytes - memory_bytes)} more, with {_choices_of(least, by_units)}; "
+        f"{size(nbytes - memory_bytes)} more, with {_choices_of(least)}; "
         f"the peak as asked for, {size(as_asked.peak)}, has {kinds}; what would help: {offers}"
     )
 
 
-def _choices_of(least: Candidate, gain: int) -> str:
-    """Describe the choices that take the least memory, and the effect of recomputing units."""
+def _choices_of(least: Candidate) -> str:
     plan = least.timeline.plan
-    in_flight, recomputed = f"{size(plan.sizes.in_flight_bytes)} in flight", len(plan.recomputed)
-    if not least.units:
-        return in_flight
-    comparison = f"takes {size(abs(gain))} {'less' if gain > 0 else 'more'} than" if gain else "takes as much as"
-    units = f"{recomputed} unit{'s' * (recomputed > 1)} computed again" if recomputed else "no unit computed again"
-    return f'{units} (recompute="units" {comparison} the policy as asked for) and {in_flight}'
+    count, in_flight = len(plan.recomputed), f"{size(plan.sizes.in_flight_bytes)} in flight"
+    again = f"{count or 'no'} unit{'s' * (count > 1)} computed again and "
+    return f"{again if least.units else ''}{in_flight}"

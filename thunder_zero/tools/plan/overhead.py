@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
-from thunder_zero.plan.params import Plan
 from thunder_zero.tools.devices.device import Device
 
 MiB, GiB = 1 << 20, 1 << 30
@@ -34,7 +31,6 @@ OVERHEAD_OF_CPU = (
 )
 
 TRAFFIC = 7  # times a shard's bytes: AdamW reads parameter, gradient and two averages, and writes all but the gradient
-STATE = 3  # times a shard's bytes: parameter and two averages
 
 
 def overhead_bytes(device: Device, copies: int, storages: int, slices: int = 1) -> int:
@@ -47,9 +43,3 @@ def overhead_bytes(device: Device, copies: int, storages: int, slices: int = 1) 
         return PROCESS
     communicators = (1 if copies == 1 else 3) + (slices > 1)
     return CONTEXT + communicators * COMMUNICATOR + SEGMENTS + storages * BLOCK
-
-
-def trained_bytes(plan: Plan) -> int:
-    """Return the bytes of trained parameters that a rank holds between steps."""
-    trained = [param for param in plan.params if param.requires_grad]
-    return sum(prod(plan.shard_shape(param)) * param.dtype.itemsize for param in trained)

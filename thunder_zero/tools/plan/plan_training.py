@@ -7,7 +7,7 @@ the model are compiled, and their figures are extended to all blocks. A row has 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,18 +20,9 @@ from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.tools.devices.device import Device, Lane
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.models.named import NamedModel
-from thunder_zero.tools.plan.overhead import (
-    OVERHEAD,
-    OVERHEAD_OF_CPU,
-    STATE,
-    TRAFFIC,
-    overhead_bytes,
-    trained_bytes,
-)
-from thunder_zero.tools.plan.programs import SubjectPrograms
-from thunder_zero.tools.plan.repeat import WholeStep
-from thunder_zero.tools.plan.slicing import Slicing
-from thunder_zero.tools.plan.subject import Subject, named_model, subject_of
+from thunder_zero.tools.plan.overhead import OVERHEAD, OVERHEAD_OF_CPU, TRAFFIC, overhead_bytes
+from thunder_zero.tools.plan.programs import Slicing, SubjectPrograms
+from thunder_zero.tools.plan.subject import Subject, subject_of
 from thunder_zero.tools.plan.training_plan import (
     AS_FAST,
     MeshShape,
@@ -107,26 +98,63 @@ def plan_training(
     stages = _known_stages(stages)
     described = _with_nodes(device_of(device), devices_per_node)
     memory = described.memory_bytes if memory_bytes is None else bytes_of("memory_bytes", memory_bytes)
-    sizes, slicing = _known_slices(tp), _slicing(model, tp_plan)
-    rows = sum(len(meshes(stage, world_size, described.devices_per_node, size)) for stage in stages for size in sizes)
+    sizes = _known_slices(tp)
+    count = sum(len(meshes(stage, world_size, described.devices_per_node, size)) for stage in stages for size in sizes)
     batches = dict.fromkeys(sizes, micro_batch)
     if global_batch is not None:
         if micro_batch != 1:
             raise ValueError("micro_batch and global_batch are given; leave one out")
         batches = _shares(global_batch, world_size, sizes)
-    by_batch = {
-        batch: subject_of(model, args, kwargs, loss=loss, length=sequence_length, micro_batch=batch)
-        for batch in set(batches.values())
+    subjects = {
+        size: subject_of(model, args, kwargs, loss=loss, length=sequence_length, micro_batch=batch)
+        for size, batch in batches.items()
     }
-    subjects = {size: by_batch[batch] for size, batch in batches.items()}
+    subject = subjects[sizes[0]]
+    slicing = subject.tp_plan if tp_plan is None else tp_plan
     if max(sizes) > 1 and slicing is None:
-        raise ValueError(f"tp is {tp!r}, and nothing says how to slice {subjects[sizes[0]].name}; give tp_plan=")
-    with show_steps("tz.tools.plan_training", rows) as show:
-        asked = Policy(2, mixed_precision=precision, gather_format=gather_format, reduce_format=reduce_format)
-        asked = replace(asked, frozen_format=frozen_format)
-        return _Comparison(subjects, world_size, described, memory, asked, show, slicing or {}).plan(
-            stages, sizes, global_batch, _slicing_code(model, tp_plan)
-        )
+        raise ValueError(f"tp is {tp!r}, and nothing says how to slice {subject.name}; give tp_plan=")
+    asked = Policy(2, mixed_precision=precision, gather_format=gather_format, reduce_format=reduce_format)
+    asked = replace(asked, frozen_format=frozen_format)
+    with show_steps("tz.tools.plan_training", count) as show:
+        programs = {
+            size: SubjectPrograms(
+                subjects[size],
+                asked,
+                meshes(3, world_size, described.devices_per_node, size)[0].shards,
+                described,
+                show,
+                size,
+                slicing or {},
+            )
+            for size in sizes
+        }
+        rows = _rows(programs, stages, world_size, memory, show)
+    chosen, code = best_of(rows), ""
+    if chosen is not None:
+        policy = programs[chosen.mesh.slices].policy(chosen.stage, chosen.recompute)
+        kind = "cpu" if described.is_measured else "cuda"
+        code = code_of(chosen, policy, subject.build, _slicing_code(model, tp_plan), kind)
+    returns_loss = programs[sizes[0]].returns_loss()
+    return TrainingPlan(
+        model=subject.name,
+        parameters=sum(param.numel() for param in subject.module.parameters()),
+        blocks=subject.blocks,
+        world_size=world_size,
+        device=described.name,
+        devices_per_node=described.devices_per_node,
+        memory_bytes=memory,
+        tokens=subject.tokens,
+        global_tokens=None if global_batch is None else subject.tokens * (world_size // sizes[0]),
+        rows=rows,
+        chosen=chosen,
+        reason=reason_of(rows, chosen, memory, subject.batch),
+        code=code,
+        assumed=(
+            *assumed(subject, asked, described, returns_loss=returns_loss),
+            *((OF_SLICES,) if max(sizes) > 1 else ()),
+        ),
+        is_bound=not described.is_measured,
+    )
 
 
 def _known_stages(stages: Sequence[int]) -> tuple[int, ...]:
@@ -142,12 +170,6 @@ def _known_slices(tp: int | Sequence[int]) -> tuple[int, ...]:
     if not sizes or any(not is_count(size) or not size for size in sizes):
         raise ValueError(f"tp is {tp!r}; give a number of ranks, at least 1, or several")
     return tuple(dict.fromkeys(sizes))
-
-
-def _slicing(model: nn.Module | NamedModel | str, tp_plan: Slicing | None) -> Slicing | None:
-    """Return the tensor-parallel plan of a model, or None if it has no plan."""
-    named = named_model(model)
-    return named.tp_plan if tp_plan is None and named is not None else tp_plan
 
 
 def _slicing_code(model: nn.Module | NamedModel | str, tp_plan: Slicing | None) -> str:
@@ -179,112 +201,64 @@ def _with_nodes(device: Device, devices_per_node: int | None) -> Device:
     return replace(device, devices_per_node=devices_per_node)
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    """The arguments and compiled programs that the rows of a table share."""
+def _rows(
+    programs: Mapping[int, SubjectPrograms],
+    stages: Sequence[int],
+    world_size: int,
+    memory_bytes: int,
+    show: Callable[..., None],
+) -> tuple[PlanRow, ...]:
+    """Return a row for each mesh of each stage, with the first recompute level that fits, or the last level.
 
-    subjects: Mapping[int, Subject]  # number of tensor-parallel ranks: subject with its batch
-    world_size: int
-    device: Device
-    memory_bytes: int
-    asked: Policy  # a policy with the user's precision and formats
-    show: Callable[..., None]  # of ``show_steps``
-    slicing: Slicing
-    programs: dict[int, SubjectPrograms] = field(default_factory=dict)  # number of tensor-parallel ranks: programs
+    ``programs`` are keyed by the number of tensor-parallel ranks.
+    """
+    by_stage: dict[tuple[int, int], list[PlanRow]] = {}
+    for size, compared in programs.items():
+        levels: Sequence[str] = RECOMPUTE
+        for stage in sorted(stages, reverse=True):
+            rows, possible = [], levels
+            # From most shards to fewest: a level that does not fit on a mesh does not fit on one of fewer shards. One
+            # that does not fit on all ranks in a stage does not fit in a lower stage.
+            for mesh in reversed(meshes(stage, world_size, compared.device.devices_per_node, size)):
+                tried = (_row(compared, stage, mesh, level, memory_bytes, show) for level in possible)
+                rows.append(next(row for row in tried if row.fits or row.recompute == possible[-1]))
+                possible = possible[possible.index(rows[-1].recompute) :]
+                show(ended=1)
+            levels = levels[levels.index(rows[0].recompute) :]
+            by_stage[stage, size] = rows[::-1]
+    return tuple(row for stage in stages for size in programs for row in by_stage[stage, size])
 
-    def plan(self, stages: Sequence[int], sizes: Sequence[int], global_batch: int | None, slicing: str) -> TrainingPlan:
-        subject = self.subjects[sizes[0]]
-        by_stage: dict[tuple[int, int], list[PlanRow]] = {}
-        for slices in sizes:
-            levels: Sequence[str] = RECOMPUTE
-            for stage in sorted(stages, reverse=True):
-                rows_of_stage = by_stage[stage, slices] = self._rows(stage, slices, levels)
-                # A recompute level that does not fit on all ranks in one stage does not fit in a lower stage.
-                levels = levels[levels.index(rows_of_stage[-1].recompute) :]
-        rows = tuple(row for stage in stages for slices in sizes for row in by_stage[stage, slices])
-        chosen, code = best_of(rows), ""
-        if chosen is not None:
-            policy = self._programs(chosen.mesh.slices).policy(chosen.stage, chosen.recompute)
-            kind = "cpu" if self.device.is_measured else "cuda"
-            code = code_of(chosen, policy, subject.build, slicing, kind)
-        returns_loss = self._programs(sizes[0]).returns_loss()
-        return TrainingPlan(
-            model=subject.name,
-            parameters=sum(param.numel() for param in subject.module.parameters()),
-            blocks=subject.blocks,
-            world_size=self.world_size,
-            device=self.device.name,
-            devices_per_node=self.device.devices_per_node,
-            memory_bytes=self.memory_bytes,
-            tokens=subject.tokens,
-            global_tokens=None if global_batch is None else subject.tokens * (self.world_size // sizes[0]),
-            rows=rows,
-            chosen=chosen,
-            reason=reason_of(rows, chosen, self.memory_bytes, subject.batch),
-            code=code,
-            assumed=(
-                *assumed(subject, self.asked, self.device, returns_loss=returns_loss),
-                *((OF_SLICES,) if max(sizes) > 1 else ()),
-            ),
-            is_bound=not self.device.is_measured,
-        )
 
-    def _programs(self, slices: int) -> SubjectPrograms:
-        if slices not in self.programs:
-            shards = meshes(3, self.world_size, self.device.devices_per_node, slices)[0].shards
-            self.programs[slices] = SubjectPrograms(
-                self.subjects[slices], self.asked, shards, self.device, self.show, slices, self.slicing
-            )
-        return self.programs[slices]
-
-    def _rows(self, stage: int, slices: int, levels: Sequence[str]) -> list[PlanRow]:
-        """Return a row for each mesh of a stage. A row has the first recompute level that fits, or the last level."""
-        rows: list[PlanRow] = []
-        programs = self._programs(slices)
-        # From most shards to fewest, since a level that does not fit on a mesh does not fit on one of fewer shards.
-        for mesh in reversed(meshes(stage, self.world_size, self.device.devices_per_node, slices)):
-            plan = programs.plan(programs.policy(stage, "none"), mesh)
-            resident = sum(param.full_bytes for param in plan.params if param.resident)
-            if STATE * trained_bytes(plan) + resident > self.memory_bytes:  # at rest, recompute does not matter
-                levels = levels[-1:]
-            while True:
-                policy = programs.policy(stage, levels[0])
-                step, traced = programs.evaluate(policy, mesh)
-                overhead = overhead_bytes(self.device, mesh.replicas, step.storages, slices)
-                needed = max(step.peak, step.optimizer_step) + overhead
-                if needed <= self.memory_bytes or len(levels) == 1:
-                    break
-                levels = levels[1:]
-            self.show(f"simulates a step of {STAGES[stage].name} on {mesh}")
-            rows.append(self._row(policy, mesh, step, traced, needed, TRAFFIC * trained_bytes(plan)))
-            self.show(ended=1)
-        return rows[::-1]
-
-    def _row(self, policy: Policy, mesh: MeshShape, step: WholeStep, traced: int, needed: int, traffic: int) -> PlanRow:
-        estimate, speed = step.estimate, self.device.memory_bytes_per_second
-        loss, optimizer = self._programs(mesh.slices).loss_bytes / speed, traffic / speed
-        seconds = estimate.seconds + loss + optimizer
-        return PlanRow(
-            stage=policy.stage,
-            mesh=mesh,
-            recompute=policy.recompute,
-            fits=needed <= self.memory_bytes,
-            needed_bytes=needed,
-            peak_bytes=max(step.peak, step.optimizer_step),
-            at_rest_bytes=step.at_rest,
-            peak_phase=step.phase if step.peak >= step.optimizer_step else "optimizer step",
-            by_kind=dict(step.by_kind),
-            sent_bytes=estimate.sent_bytes,
-            compute_seconds=estimate.compute_seconds,
-            exposed_seconds=estimate.exposed_seconds,
-            tensor_exposed_seconds=estimate.exposed_on.get(Lane.TENSOR, 0.0),
-            loss_seconds=loss,
-            optimizer_seconds=optimizer,
-            seconds=seconds,
-            tokens_per_second=self.subjects[mesh.slices].tokens / seconds / mesh.slices,
-            mfu=estimate.model_seconds / seconds,
-            traced_blocks=traced,
-        )
+def _row(
+    programs: SubjectPrograms, stage: int, mesh: MeshShape, recompute: str, memory_bytes: int, show: Callable[..., None]
+) -> PlanRow:
+    step, traced = programs.evaluate(programs.policy(stage, recompute), mesh)
+    overhead = overhead_bytes(programs.device, mesh.replicas, step.storages, mesh.slices)
+    peak, speed = max(step.peak, step.optimizer_step), programs.device.memory_bytes_per_second
+    show(f"simulates a step of {STAGES[stage].name} on {mesh}")
+    estimate, loss, optimizer = step.estimate, programs.loss_bytes / speed, TRAFFIC * step.trained / speed
+    seconds = estimate.seconds + loss + optimizer
+    return PlanRow(
+        stage=stage,
+        mesh=mesh,
+        recompute=recompute,
+        fits=peak + overhead <= memory_bytes,
+        needed_bytes=peak + overhead,
+        peak_bytes=peak,
+        at_rest_bytes=step.at_rest,
+        peak_phase=step.phase if step.peak >= step.optimizer_step else "optimizer step",
+        by_kind=dict(step.by_kind),
+        sent_bytes=estimate.sent_bytes,
+        compute_seconds=estimate.compute_seconds,
+        exposed_seconds=estimate.exposed_seconds,
+        tensor_exposed_seconds=estimate.exposed_on.get(Lane.TENSOR, 0.0),
+        loss_seconds=loss,
+        optimizer_seconds=optimizer,
+        seconds=seconds,
+        tokens_per_second=programs.subject.tokens / seconds / mesh.slices,
+        mfu=estimate.model_seconds / seconds,
+        traced_blocks=traced,
+    )
 
 
 OWN_SLICES = """styles = tz.tools.MODELS["{}"].tp_plan

@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
+from math import prod
 from typing import NamedTuple
 
 from thunder_zero.schedule.ops import (
     Compute,
-    Free,
     Gather,
     Launch,
     Op,
@@ -37,54 +37,40 @@ from thunder_zero.tools.table.rows import OPTIMIZER_STEP
 from thunder_zero.tools.time.estimate import Estimate, model_seconds, step_time
 
 
-@dataclass(frozen=True, slots=True)
-class Period:
-    """A range of ``length`` positions from ``start`` whose keys equal the keys of the next ``length`` positions."""
-
-    start: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        """The position where additional periods are inserted."""
-        return self.start + self.length
-
-
-def find_period(keys: Sequence[Hashable], marks: Sequence[int]) -> Period | None:
-    """Return the first period that occurs at least twice in a row, or None if no period does.
+def find_period(keys: Sequence[Hashable], marks: Sequence[int]) -> range | None:
+    """Return the first positions whose keys equal the keys of the positions that follow, or None.
 
     ``marks`` are the ascending positions where identical blocks begin. The length of a period is the distance between
     two successive marks.
     """
     periods = (_period_around(keys, first, second - first) for first, second in pairwise(marks))
-    return next((period for period in periods if period is not None), None)
+    return next((period for period in periods if period), None)
 
 
-def _period_around(keys: Sequence[Hashable], position: int, length: int) -> Period | None:
-    """Return the first period of ``length`` in the run of repeating keys around a position, or None."""
+def _period_around(keys: Sequence[Hashable], position: int, length: int) -> range:
+    """Return the first period of ``length`` in the run of repeating keys around a position; empty if there is none."""
     if length <= 0 or keys[position] != keys[position + length]:
-        return None
+        return range(0)
     start = stop = position
     while start and keys[start - 1] == keys[start - 1 + length]:
         start -= 1
     while stop + length < len(keys) and keys[stop] == keys[stop + length]:
         stop += 1
-    return Period(start, length) if stop - start >= length else None
+    return range(start, start + length) if stop - start >= length else range(0)
 
 
 class NotPeriodic(Exception):
     """Raised if the traced blocks do unequal work, so that more blocks must be traced."""
 
 
-def lengthen(keys: Sequence[Hashable], marks: Sequence[int], copies: int) -> tuple[list[int], Period | None]:
+def lengthen(keys: Sequence[Hashable], marks: Sequence[int], copies: int) -> tuple[list[int], range | None]:
     """Return the source of each position of a sequence with ``copies`` more periods, and the period."""
     if not copies:
         return list(range(len(keys))), None
     period = find_period(keys, marks)
     if period is None:
         raise NotPeriodic
-    middle = list(range(period.start, period.end)) * copies
-    return [*range(period.end), *middle, *range(period.end, len(keys))], period
+    return [*range(period.stop), *([*period] * copies), *range(period.stop, len(keys))], period
 
 
 def _marks_of(timeline: Timeline, units: Sequence[str]) -> set[int]:
@@ -112,7 +98,7 @@ class Line(NamedTuple):
     """What a line of a step does, equal for equal work."""
 
     op: str  # the kind of its operation; "" for a further line of one
-    cost: Cost | None
+    cost: Cost  # nothing for a further line of an operation
     seconds: float  # the time of the model's FLOPs at the device's peak
     link: int  # the distance to the launch that a wait ends
     rise: int  # the most live bytes during the line, minus the live bytes before the line
@@ -136,7 +122,7 @@ def _lines(fold: Fold, costs: Mapping[int, tuple[Cost, float]]) -> list[Line]:
     for index, line in enumerate(fold.lines):
         op = line.op if id(line.op) not in seen else None
         seen.add(id(line.op))
-        link, (cost, seconds) = 0, costs.get(id(op), (None, 0.0))
+        link, (cost, seconds) = 0, costs.get(id(op), (Cost(), 0.0))
         if op is not None and starts_collective(op):
             launched[op.writes[0]] = index
         elif op is not None and ends_collective(op) and fold.lines[launched[op.reads[0]]].phase == line.phase:
@@ -159,11 +145,11 @@ def _order(fold: Fold, lines: Sequence[Line], units: Sequence[str], copies: int)
         is_repeated = copies if phase in ("forward", "backward") else 0
         order, period = lengthen(keys, begins, is_repeated)
         if period is not None:
-            _require_balance(keys[period.start : period.end])
+            _require_balance(keys[period.start : period.stop])
         for source in order:
             link = keys[source].link
-            if period is not None and source >= period.end and source - link < period.start:
-                link += copies * period.length  # the launch stays in front of the periods
+            if period is not None and source >= period.stop and source - link < period.start:
+                link += copies * len(period)  # the launch stays in front of the periods
             yield phase_start + source, link
         phase_start += len(in_phase)
 
@@ -186,6 +172,7 @@ class WholeStep:
     phase: str  # the phase of the peak
     by_kind: Mapping[str, int]  # bytes alive after the peak's line, keyed by kind, largest first
     storages: int  # the most storages alive at once
+    trained: int  # bytes of trained parameters that the rank holds between steps
 
 
 STEPPED = (*AT_REST, Holds.REDUCED_GRADIENT)  # kinds of a block's bytes in the optimizer's step
@@ -200,8 +187,7 @@ def whole_step(fold: Fold, device: Device, units: Sequence[str], copies: int) ->
     order = list(_order(fold, lines, units, copies))
     steps = [index for index, line in enumerate(fold.lines) if line.phase == OPTIMIZER_STEP]
     repeated = [item for item in order if item[0] not in steps]
-    estimate = _with_costs(traced, fold, lines, repeated) if copies else traced
-    block = [storage for storage in fold.allocations if copies and storage.name.startswith(f"{units[0]}.")]
+    block = [storage for storage in fold.allocations if _is_in(units, storage.name)]
     alive = Counter[Holds]()
     for storage in fold.allocations:
         if storage.line < 0:
@@ -222,30 +208,58 @@ def whole_step(fold: Fold, device: Device, units: Sequence[str], copies: int) ->
         alive.update({kind: times * nbytes for kind, nbytes in lines[source].kinds})
     stepped = sum(storage.nbytes for storage in block if storage.kind in STEPPED)
     return WholeStep(
-        estimate,
+        _with_costs(traced, fold, lines, repeated),
         at_rest,
         peak,
         optimizer_step=fold.lines[steps[-1]].highest + copies * stepped if steps else 0,
         phase=fold.lines[repeated[peak_index][0]].phase,
         by_kind={str(kind): nbytes for kind, nbytes in alive.most_common() if nbytes},
         storages=most,
+        trained=sum(
+            prod(timeline.plan.shard_shape(param)) * param.dtype.itemsize * (1 + copies * _is_in(units, param.path))
+            for param in timeline.plan.params
+            if param.requires_grad
+        ),
     )
 
 
+def _is_in(units: Sequence[str], name: str) -> bool:
+    """Return whether a parameter, or a storage of one, belongs to the first unit."""
+    return bool(units) and name.startswith(f"{units[0]}.")
+
+
 def _with_costs(traced: Estimate, fold: Fold, lines: Sequence[Line], order: Sequence[tuple[int, int]]) -> Estimate:
-    """Return the estimate of a longer step."""
+    """Return the estimate of a longer step. Lines between those of collectives are one operation."""
     ops: list[Op] = []
     costs: list[Cost] = []
-    for position, (source, link) in enumerate(order):
-        op, cost = fold.lines[source].op, lines[source].cost
-        if op is None or cost is None or isinstance(op, Free):
-            continue
-        is_linked = starts_collective(op) or ends_collective(op)
-        ops.append(_with_handle(op, f"handle {position - link}") if is_linked else op)
-        costs.append(cost)
+    runs: dict[tuple[int, int], Cost] = {}  # sums, keyed by the first and the last line of a run
+    linked = {index: op for index, (_, op, *_) in enumerate(fold.lines) if op is not None and _has_handle(op)}
+    stops = [position for position, (source, _) in enumerate(order) if source in linked]
+    for start, stop in pairwise([-1, *stops, len(order)]):
+        if start + 1 < stop:
+            key = order[start + 1][0], order[stop - 1][0]
+            runs[key] = runs.get(key) or _sum([lines[source].cost for source, _ in order[start + 1 : stop]])
+            ops.append(Compute((), ()))
+            costs.append(runs[key])
+        if stop < len(order):
+            source, link = order[stop]
+            ops.append(_with_handle(linked[source], f"handle {stop - link}"))
+            costs.append(lines[source].cost)
     seconds = sum(lines[source].seconds for source, _ in order)
     timeline = replace(traced.timeline, ops=tuple(ops))
     return replace(traced, timeline=timeline, costs=tuple(costs), model_seconds=seconds)
+
+
+def _sum(costs: Sequence[Cost]) -> Cost:
+    return Cost(
+        flops=sum(cost.flops for cost in costs),
+        traffic_bytes=sum(cost.traffic_bytes for cost in costs),
+        seconds=sum(cost.seconds for cost in costs),
+    )
+
+
+def _has_handle(op: Op) -> bool:
+    return starts_collective(op) or ends_collective(op)
 
 
 def _with_handle(op: Op, handle: str) -> Op:

@@ -1,26 +1,28 @@
 """Searches choices for units so that a step fits into a number of bytes at the least cost.
 
 Each choice is evaluated on a schedule that applies this choice to all units, which gives bytes and a cost for each
-unit. In a unit's backward, all earlier units still hold their bytes for backward. So choices for the units a, b, c, in
+unit. In both phases of a unit, all earlier units hold their bytes for backward. So choices for the units a, b, c, in
 the order of forward, fit if::
 
     a.peak                       <= budget
     a.left + b.peak              <= budget
     a.left + b.left + c.peak     <= budget
 
-If the bytes of the resulting schedule differ from the sum of its parts, the search combines choices again.
+If the bytes of the resulting schedule differ from the sum of its parts, the search combines choices again. No schedule
+keeps further units by itself (``Policy.reshard_after_forward``) until the choices are made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Flag
 from functools import cached_property
 
 from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.forecast.recorder import Recorder
-from thunder_zero.tools.plan.candidate import USUAL_PRICES, Candidate, Prices, UnitCost
+from thunder_zero.tools.plan.candidate import FLOPS_PER_BYTE, Candidate, UnitCost
 
 MOST_PARTIAL = 20_000  # with more partial choices, bytes are rounded up to a thousandth of the budget
 CORRECTIONS = 8  # the most corrected numbers of bytes to choose for
@@ -56,17 +58,15 @@ def _unbeaten(partial: list[Partial], grain: int) -> list[Partial]:
     return unbeaten
 
 
-@dataclass(frozen=True, slots=True)
-class UnitChoice:
-    """A choice for one unit. A ``kept`` unit stays gathered for backward (``Policy.keep_unsharded``). Backward
-    recomputes a ``recomputed`` unit as a whole (``Policy.recompute_units``)."""
+class UnitChoice(Flag):
+    """Choices for one unit: it stays gathered for backward (``Policy.keep_unsharded``), or backward recomputes it as a
+    whole (``Policy.recompute_units``)."""
 
-    kept: bool = False
-    recomputed: bool = False
+    KEPT = 1
+    RECOMPUTED = 2
 
 
-PLAIN, RECOMPUTED = UnitChoice(), UnitChoice(recomputed=True)
-KEPT, KEPT_AND_RECOMPUTED = UnitChoice(kept=True), UnitChoice(kept=True, recomputed=True)
+CHOICES = (UnitChoice.KEPT, UnitChoice.KEPT | UnitChoice.RECOMPUTED, UnitChoice(0), UnitChoice.RECOMPUTED)
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ class Search:
     recorder: Recorder  # what the program's lines do to memory
     asked: Policy  # the requested policy
     schedule: Callable[[Policy], Timeline]  # the program's operations under a policy
-    prices: Prices = USUAL_PRICES  # the prices of recomputed work and of launches
+    flops_per_byte: float = FLOPS_PER_BYTE  # FLOPs of recomputed work that cost as much as one byte
     reserve: int = 0  # bytes to add to every peak
     evaluated: dict[Policy, Candidate] = field(default_factory=dict)  # a mapping from policies to candidates
 
     def candidate(self, policy: Policy) -> Candidate:
         """Return the candidate of a policy. Each policy is evaluated once."""
         if policy not in self.evaluated:
-            self.evaluated[policy] = Candidate(self.recorder, self.schedule(policy), self.prices, self.reserve)
+            self.evaluated[policy] = Candidate(self.recorder, self.schedule(policy), self.flops_per_byte, self.reserve)
         return self.evaluated[policy]
 
     def alike(self, choice: UnitChoice, sized: Policy) -> Candidate:
@@ -92,24 +92,27 @@ class Search:
 
     def best(self, memory_bytes: int) -> Candidate | None:
         """Return the cheapest candidate within ``memory_bytes``. At equal cost, prefer the largest buckets."""
-        return _cheapest(self._best_sized(sized, memory_bytes) for sized in self.sized)
+        best = _cheapest(self._best_sized(sized, memory_bytes) for sized in self.sized)
+        return best and self._relaxed(best, memory_bytes)
+
+    def _relaxed(self, best: Candidate, memory_bytes: int) -> Candidate:
+        """Return the candidate, or a cheaper one within ``memory_bytes`` whose schedule may keep further parameters."""
+        asked = replace(best.policy, reshard_after_forward=self.asked.reshard_after_forward)
+        relaxed = self.candidate(asked)
+        return relaxed if relaxed.peak <= memory_bytes and relaxed.cost <= best.cost else best
 
     def least(self) -> Candidate:
         """Return the candidate with the fewest bytes that the search finds. Units may have different choices.
 
         The bucket sizes are the sizes with the fewest bytes when all units have one choice.
         """
-        best = self.least_alike(self.options)
+        alike = (self.alike(choice, sized) for choice in self.options for sized in self.sized)
+        best = min(alike, key=lambda candidate: candidate.peak)
         step = best.peak // 8
         while step > best.peak // FINEST:
             lower = self._best_sized(best.policy, best.peak - step)
             step, best = (step // 4, best) if lower is None else (step, lower)
         return best
-
-    def least_alike(self, options: Sequence[UnitChoice] = (PLAIN, RECOMPUTED)) -> Candidate:
-        """Return the candidate with the fewest bytes, among those that have one choice for all units."""
-        tried = (self.alike(choice, sized) for choice in options for sized in self.sized)
-        return min(tried, key=lambda candidate: candidate.peak)
 
     @cached_property
     def units(self) -> tuple[str, ...]:
@@ -118,18 +121,26 @@ class Search:
 
     @cached_property
     def sized(self) -> tuple[Policy, ...]:
-        """The requested policy, and copies with fewer bytes in flight: the bytes of two units, of one unit, and 0."""
+        """The requested policy, and copies with fewer bytes in flight: the bytes of two units, of one unit, and 0.
+
+        Their schedules keep no units but those that the search names.
+        """
         plan = self.recorder.traces.lifted.plan
         sizes, largest = plan.sizes, max(plan.unit_bytes.values(), default=0)
         smaller = [(min(sizes.bucket_bytes, in_flight // 2), in_flight) for in_flight in (2 * largest, largest, 0)]
         pairs = [(sizes.bucket_bytes, sizes.in_flight_bytes)]
         pairs += [(bucket, in_flight) for bucket, in_flight in smaller if in_flight < sizes.in_flight_bytes]
-        return tuple(replace(self.asked, bucket_bytes=bucket, in_flight_bytes=size) for bucket, size in pairs)
+        asked = self.asked if self._keeps_all else replace(self.asked, reshard_after_forward=True)
+        return tuple(replace(asked, bucket_bytes=bucket, in_flight_bytes=size) for bucket, size in pairs)
+
+    @property
+    def _keeps_all(self) -> bool:
+        return STAGES[self.asked.stage].kept_unsharded
 
     @property
     def options(self) -> tuple[UnitChoice, ...]:
-        """The choices for a unit, in order of preference. KEPT is omitted if the stage keeps all units gathered."""
-        return (*(() if STAGES[self.asked.stage].kept_unsharded else (KEPT, KEPT_AND_RECOMPUTED)), PLAIN, RECOMPUTED)
+        """The choices for a unit, in order of preference. None names KEPT if the stage keeps all units gathered."""
+        return tuple(choice for choice in CHOICES if not (self._keeps_all and UnitChoice.KEPT in choice))
 
     def _best_sized(self, sized: Policy, most: int) -> Candidate | None:
         """Return the cheapest candidate within ``most`` bytes, judged by the parts of the step; None if none fits.
@@ -138,8 +149,8 @@ class Search:
         and finds the largest ``aim`` for which the step fits.
         """
         alike = [self.alike(choice, sized) for choice in self.options]
-        (*end,), *units, (*forward,) = zip(*(candidate.parts for candidate in alike), strict=True)
-        parts = [[max(end, key=_peak)], *units, [max(forward, key=_peak)]]
+        (*end,), *units, (*loss,) = zip(*(candidate.parts for candidate in alike), strict=True)
+        parts = [[max(end, key=_peak)], *units, [max(loss, key=_peak)]]
         found = [candidate for candidate in alike if candidate.peak <= most]
         aim, low, high = most, 0, 2 * most
         for _ in range(CORRECTIONS):
@@ -172,6 +183,6 @@ def _cheapest(candidates: Iterable[Candidate | None]) -> Candidate | None:
 
 def with_choices(choices: Mapping[str, UnitChoice], sized: Policy) -> Policy:
     """Return a policy with these choices, keyed by unit."""
-    kept = tuple(unit for unit, choice in choices.items() if choice.kept)
-    recomputed = tuple(unit for unit, choice in choices.items() if choice.recomputed)
+    kept = tuple(unit for unit, choice in choices.items() if UnitChoice.KEPT in choice)
+    recomputed = tuple(unit for unit, choice in choices.items() if UnitChoice.RECOMPUTED in choice)
     return replace(sized, keep_unsharded=kept, recompute_units=recomputed)

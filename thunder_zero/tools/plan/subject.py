@@ -12,23 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils._pytree import tree_iter
 
 from thunder_zero.plan.policy import is_count
 from thunder_zero.tools.from_file import module_and_inputs
 from thunder_zero.tools.models.named import MODELS, NamedModel
-
-
-@dataclass(frozen=True, slots=True)
-class AlikeBlocks:
-    """Successive identical blocks of a list. ``path`` is the list's path, ``names`` are the blocks' names in it."""
-
-    path: str
-    names: tuple[str, ...]
-
-    def units(self, count: int) -> tuple[str, ...]:
-        """Return the paths of the first ``count`` blocks."""
-        return tuple(f"{self.path}.{name}" if self.path else name for name in self.names[:count])
 
 
 @dataclass(frozen=True)
@@ -42,24 +31,25 @@ class Subject:
     kwargs: Mapping[str, Any]
     loss: Callable[[Any], Tensor] | None  # a function from the outputs of forward to the loss, or None
     tokens: int  # number of tokens of one rank in a step
-    alike: AlikeBlocks | None  # the identical blocks with the most parameters. None if there are no identical blocks.
+    alike: tuple[str, ...]  # the paths of the identical blocks of a list with the most parameters, if there are any
     batch: int  # number of rows of the inputs, or 1 if the caller cannot choose the number
     build: str  # a line of Python that makes the module, for the plan's code to paste
+    tp_plan: Mapping[str, ParallelStyle] | None = None  # a named model's own plan for ``parallelize_module``
 
     @property
     def blocks(self) -> int:
         """The number of identical blocks."""
-        return len(self.alike.names) if self.alike else 0
+        return len(self.alike)
 
     @contextmanager
     def with_blocks(self, count: int) -> Iterator[nn.Module]:
         """Temporarily remove all but ``count`` of the identical blocks from the module."""
-        if self.alike is None or count >= self.blocks:
+        if count >= len(self.alike):
             yield self.module
             return
-        members = self.module.get_submodule(self.alike.path)._modules
+        members = self.module.get_submodule(self.alike[0].rpartition(".")[0])._modules
         original = dict(members)
-        removed = set(self.alike.names[count:])
+        removed = {path.rpartition(".")[2] for path in self.alike[count:]}
         kept = [(name, block) for name, block in original.items() if name not in removed]
         is_numbered = all(name.isdecimal() for name in original)
         members.clear()
@@ -105,11 +95,6 @@ def subject_of(
     return subject
 
 
-def named_model(model: object) -> NamedModel | None:
-    """Return ``model`` if it is a named model, the named model if it is a key of ``MODELS``, otherwise None."""
-    return MODELS.get(model) if isinstance(model, str) else model if isinstance(model, NamedModel) else None
-
-
 def _name_of(model: NamedModel | str) -> str:
     return model if isinstance(model, str) else model.name
 
@@ -123,7 +108,7 @@ def _of_file(place: str, length: int | None, micro_batch: int, loss: Callable[[A
 
 
 def _by_name(model: NamedModel | str, length: int | None, micro_batch: int) -> Subject:
-    named = named_model(model)
+    named = MODELS.get(model) if isinstance(model, str) else model
     if named is None:
         raise ValueError(f"there is no model {model!r}; choose {', '.join(MODELS)}, or give FILE.py:function")
     length = named.sequence_length if length is None else length
@@ -137,7 +122,8 @@ def _by_name(model: NamedModel | str, length: int | None, micro_batch: int) -> S
         build = f'module = tz.tools.MODELS["{named.name}"].make({length})  # untrained'
     else:
         build = f"module = ...  # yours: {named.name}, of {length} tokens"
-    return replace(of_module(module, (tokens,), loss=named.loss), name=named.name, build=build)
+    subject = of_module(module, (tokens,), loss=named.loss)
+    return replace(subject, name=named.name, build=build, tp_plan=named.tp_plan)
 
 
 def of_module(
@@ -160,9 +146,9 @@ def of_module(
     return Subject(name, module, args, kwargs, loss, tokens, alike_blocks(module), batch, build)
 
 
-def alike_blocks(module: nn.Module) -> AlikeBlocks | None:
-    """Return the successive identical blocks (equal except for values) with the most parameters."""
-    best, best_count = None, 0
+def alike_blocks(module: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the successive identical blocks (equal except for values) with the most parameters."""
+    best, best_count = tuple[str, ...](), 0
     for path, parent in module.named_modules():
         if not isinstance(parent, nn.ModuleList | nn.Sequential):
             continue
@@ -170,7 +156,7 @@ def alike_blocks(module: nn.Module) -> AlikeBlocks | None:
             members = list(run)
             count = sum(param.numel() for _, child in members for param in child.parameters())
             if len(members) > 1 and count > best_count:
-                best, best_count = AlikeBlocks(path, tuple(name for name, _ in members)), count
+                best, best_count = tuple(f"{path}.{name}".lstrip(".") for name, _ in members), count
     return best
 
 
