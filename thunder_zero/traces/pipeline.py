@@ -87,23 +87,19 @@ def outlined(lowered: JointTrace, lifted: Timeline, missing: Collection[str] = (
     """
     writer = Writer(lowered)
     with thunder_context():
-        scheduled = passes.apply_passes(lifted, (*passes.PASSES, *lifted.plan.policy.passes))
-        timeline = _unproved(scheduled, writer, fuses=fuses)
+        ordered = passes.apply_passes(lifted, (*passes.PASSES, *lifted.plan.policy.passes))
+        timeline = _unproved(ordered, writer, fuses=fuses)
         if missing:
-            timeline = _unproved(_pruned(scheduled, timeline, missing, writer), writer, fuses=fuses)
+            timeline = _unproved(_pruned(ordered, timeline, missing, writer), writer, fuses=fuses)
         ends = timeline.with_ops(op for op in timeline.ops if isinstance(op, Return))
         forward, backward = writer.forward(ends), writer.backward(ends) if len(ends.ops) > 1 else Written(None, ())
-    return Traces(
-        forward.trace,
-        backward.trace,
-        timeline,
-        (),
-        Scheduled(lowered, lifted, scheduled),
-        fuses,
-        lambda traces, missing: replace(
-            outlined(lowered, lifted, missing, fuses=fuses), restored=traces.restored, others=traces.others
-        ),
-    )
+
+    def without_tangents(traces: Traces, missing: Collection[str]) -> Traces:
+        other = outlined(lowered, lifted, missing, fuses=fuses)
+        return replace(other, restored=traces.restored, others=traces.others)
+
+    scheduled = Scheduled(lowered, lifted, ordered)
+    return Traces(forward.trace, backward.trace, timeline, (), scheduled, fuses, without_tangents)
 
 
 def _pruned(scheduled: Timeline, timeline: Timeline, missing: Collection[str], writer: Writer) -> Timeline:
