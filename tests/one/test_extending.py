@@ -35,7 +35,7 @@ def test_a_question_to_the_table_is_answered_as_the_page_says(capsys: pytest.Cap
     storages = tz.tools.memory(table.traces).storages
     kept = sum(storage.nbytes for storage in storages if storage.kind is tz.tools.Holds.SAVED and storage.line >= 0)
     assert sum(kept_for_backward(table).values()) == kept > 0
-    assert [row["code"] for row in table.as_dicts()] == [row.code for row in table.rows]
+    assert [row["code"] for row in table.as_dicts()] == [row.code for row in table.lines]
 
 
 @pytest.mark.slow

@@ -126,10 +126,10 @@ def test_each_operation_is_on_its_line_of_the_trace(stage: int) -> None:
         assert row.position == table.traces.lines[index][0]
         assert (row.kind, set(row.params) >= set(op.params)) == (op.kind if op.params or row.kind else "", True)
         assert row.phase == ("backward" if op.backward else "forward")
-    phases = list(dict.fromkeys(row.phase for row in table.rows))
+    phases = list(dict.fromkeys(row.phase for row in table.lines))
     digests = ["digests"] if stage == 1 else []
     assert phases == [*digests, "forward", "loss", "backward", "optimizer step"]
-    spans = [(row.start, row.end) for row in table.rows]
+    spans = [(row.start, row.end) for row in table.lines]
     assert all(before[1] <= after[1] and after[0] <= after[1] for before, after in pairwise(spans))
 
 
@@ -154,7 +154,7 @@ def test_bars_last_as_long_as_forecast_and_do_not_overlap(stage: int) -> None:
     assert max(bar["end"] for bar in all_bars) == pytest.approx(time.seconds)
     assert data["lanes"] == ["compute", *(["gathers"] if stage else []), "reductions"]
     for unit, first, last in data["runs"]:
-        assert data["units"][unit] in {row.unit for row in table.rows[first : last + 1] if row.end > row.start}
+        assert data["units"][unit] in {row.unit for row in table.lines[first : last + 1] if row.end > row.start}
 
 
 def test_a_peak_that_does_not_fit_is_marked() -> None:
@@ -176,7 +176,7 @@ def test_the_memory_curve_is_the_forecast_of_each_line(stage: int) -> None:
     table = make_table(stage)
     assert table.memory is not None
     memory = data_of("forecast", table)["memory"]
-    lines = table.rows
+    lines = table.lines
     first = next(index for index, row in enumerate(lines) if row.alive is not None)  # behind the digests
     levels = [[memory["reserve"]] * len(lines), *memory["levels"]]
     tensors, peak = rows_of(memory["tensors"]), memory["peak"]
@@ -202,7 +202,7 @@ def test_collectives_and_parameters_are_described_as_in_the_trace_and_in_explain
     launches = [op for op in table.traces.timeline.ops if isinstance(op, Launch)]
     assert [item["params"] for item in data["collectives"]] == [len(op.params) for op in launches]
     for item in data["collectives"]:
-        launch, wait = (table.rows[item[name]] for name in ("launch", "wait"))
+        launch, wait = (table.lines[item[name]] for name in ("launch", "wait"))
         op = table.traces.timeline.ops[item["op"]]
         assert (launch.kind, wait.kind, launch.params) == (item["kind"], "wait", op.params)
         assert item["sent_bytes"] == launch.sent
@@ -223,7 +223,7 @@ def test_the_file_loads_nothing_else_and_is_small(tmp_path: Path) -> None:
     (inline,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, flags=re.DOTALL)
     page = page_of(trace_model(), DEVICE, **TRAINING, title="a </script> title")
     assert json.loads(inline) == json.loads(json.dumps(page))
-    bytes_per_line = len(inline) / len(make_table().rows)
+    bytes_per_line = len(inline) / len(make_table().lines)
     assert bytes_per_line < 450, "a GPT of 12 blocks has 2,000 lines and must stay below 1 MB"
 
 

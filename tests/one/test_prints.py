@@ -86,7 +86,7 @@ def build_values() -> Mapping[str, tuple[Any, ...]]:
         "Memory": (memory,),
         "MODELS": (tz.tools.MODELS,),
         "NamedModel": tuple(tz.tools.MODELS.values()),
-        "Row": table.rows,
+        "Row": table.lines,
         "Storage": memory.storages,
         "Table": (table,),
         "TrainingPlan": (plan, plan.rows[0], plan.rows[0].mesh),

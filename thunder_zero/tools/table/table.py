@@ -8,7 +8,7 @@ of a trace, or a whole phase without a trace: the digests of ZeRO-1, the loss, t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -40,7 +40,7 @@ class Table:
 
     Attributes:
         traces: the program.
-        rows: the rows of all lines.
+        lines: the rows of all lines.
         memory: the forecast of memory, if any.
         time: the times of operations, forecast or measured, if any.
         spans: (index of the row, span) pairs of the times, in their order.
@@ -48,34 +48,38 @@ class Table:
     """
 
     traces: Traces
-    rows: tuple[Row, ...]
+    lines: tuple[Row, ...]
     memory: Memory | None = None
     time: Estimate | None = None
     spans: tuple[tuple[int, Span], ...] = ()
     no_memory: str = ""
 
     def __repr__(self) -> str:
-        return summed_up(self, f"{len(self.rows)} rows; {place_of(self.traces.plan)}")
+        return summed_up(self, f"{len(self.lines)} rows; {place_of(self.traces.plan)}")
+
+    def rows(self, where: Callable[[Row], bool] = lambda row: True) -> tuple[Row, ...]:
+        """Return the rows for which ``where`` is true (default: all)."""
+        return tuple(filter(where, self.lines))
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Return the rows as data: ``pandas.DataFrame(table.as_dicts())``."""
-        return list(map(asdict, self.rows))
+        return list(map(asdict, self.lines))
 
     @cached_property
     def place(self) -> dict[int | str, int]:
         """The index of the row of each operation of ``traces.timeline``, and of each phase without a trace."""
-        keys = ((row.phase if row.position < 0 else row.op, index) for index, row in enumerate(self.rows))
+        keys = ((row.phase if row.position < 0 else row.op, index) for index, row in enumerate(self.lines))
         return {key: index for key, index in keys if key is not None}
 
     def of(self, op: int) -> Row:
         """Return the row of an operation of ``traces.timeline``."""
-        return self.rows[self.place[op]]
+        return self.lines[self.place[op]]
 
     @cached_property
     def by_param(self) -> dict[str, list[Row]]:
         """The rows of each parameter, keyed by its path."""
         rows: dict[str, list[Row]] = {param.path: [] for param in self.traces.plan.params}
-        for row in self.rows:
+        for row in self.lines:
             for path in row.params:
                 rows[path].append(row)
         return rows
@@ -109,7 +113,7 @@ def step_table(
     """Return a row for each line of a step, with its meaning, its bytes and, for a device, its times.
 
     >>> table = tz.tools.step_table(traces, device="h100")
-    >>> sum(row.sent or 0 for row in table.rows if row.unit == "blocks.0")
+    >>> sum(row.sent or 0 for row in table.rows(where=lambda row: row.unit == "blocks.0"))
 
     Args:
         loss, optimizer: as for :func:`thunder_zero.tools.memory` (default: the step has no loss and no optimizer).
@@ -138,7 +142,7 @@ def table_of(
     ordered = in_order(rows, {phase: AROUND[phase] for phase in added})
     table = Table(traces, tuple(ordered), memory, time)
     spans = tuple((table.place[places[span.op]], span) for span in time.spans)
-    return replace(table, rows=tuple(_with_times(ordered, spans)), spans=spans)
+    return replace(table, lines=tuple(_with_times(ordered, spans)), spans=spans)
 
 
 def operation_places(traces: Traces, time: Estimate) -> tuple[int | str, ...]:

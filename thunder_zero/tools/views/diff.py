@@ -134,7 +134,7 @@ def _by_unit(table: Table) -> dict[str | None, dict[str, int]]:
     """Return a mapping from units to figures. The key None has the totals."""
     timeline, units = table.traces.timeline, (*table.traces.plan.units, None)
     figures = {unit: dict.fromkeys((*COLUMNS, "slices", "sent by slices"), 0) for unit in units}
-    for row in table.rows:
+    for row in table.lines:
         if row.sent is None:
             continue
         for unit in (None,) if row.kind == TENSOR else (row.unit, None):

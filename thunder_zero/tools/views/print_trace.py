@@ -130,7 +130,7 @@ def shown_rows(table: Table, phase: str) -> tuple[Row, ...]:
 
 def rows_of(table: Table, phase: str) -> tuple[Row, ...]:
     """Return the rows of a phase."""
-    return tuple(row for row in table.rows if row.phase == phase)
+    return table.rows(where=lambda row: row.phase == phase)
 
 
 def _print_phase(

@@ -78,9 +78,9 @@ def _forecast_events(table: Table, forecast: Estimate, pid: int) -> Iterator[Eve
         if span.seconds > 0:
             place = {"ph": "X", "pid": pid, "tid": lanes.index(span.lane), "cat": "forecast"}
             times = {"ts": span.start * MICRO, "dur": span.seconds * MICRO}
-            yield place | _named(span, table.rows[line], forecast) | times
+            yield place | _named(span, table.lines[line], forecast) | times
     previous = None
-    for row in (row for row in table.rows if row.op is not None):
+    for row in (row for row in table.lines if row.op is not None):
         if row.gathered != previous:
             counter: Event = {"ph": "C", "pid": pid, "name": "gathered bytes", "args": {"bytes": row.gathered}}
             yield counter | {"ts": (row.end or 0.0) * MICRO}

@@ -85,7 +85,7 @@ def _figures(table: Table) -> dict[str, float | None]:
     """Return named figures of a step, from ``estimate`` and ``memory``, and counts of bytes and launches."""
     memory, time = table.memory, table.time
     assert time is not None
-    launches = Counter(row.kind for row in table.rows if row.sent is not None)
+    launches = Counter(row.kind for row in table.lines if row.sent is not None)
     return {
         "step_seconds": time.seconds,
         "compute_seconds": time.compute_seconds,
@@ -93,7 +93,7 @@ def _figures(table: Table) -> dict[str, float | None]:
         "peak_bytes": memory.peak if memory else None,
         "at_rest_bytes": memory.at_rest if memory else None,
         "optimizer_step_bytes": memory.optimizer_step if memory else None,
-        "sent_bytes": sum(row.sent or 0 for row in table.rows),
+        "sent_bytes": sum(row.sent or 0 for row in table.lines),
         "gathers": launches["gather"],
         "reductions": launches["reduce"],
         "slices": launches[TENSOR],
@@ -181,7 +181,7 @@ def _bars(table: Table) -> list[Data]:
     """Return the bars of all lanes, with the line of their row. Adjacent spans of one line become one bar."""
     bars: list[Data] = []
     for line, span in table.spans:
-        row = table.rows[line]
+        row = table.lines[line]
         lane = (str(span.lane), "") if span.lane in (Lane.COMPUTE, Lane.TENSOR) else (row.kind, str(span.lane))
         bar = {"lane": lane, "line": line, "start": span.start, "end": span.end, "waits": span.waits is not None}
         if bars and bar | {"start": bars[-1]["end"]} == bars[-1] | {"start": span.start, "end": span.end}:
@@ -193,7 +193,7 @@ def _bars(table: Table) -> list[Data]:
 
 def _runs(table: Table, units: Mapping[str, int]) -> Iterator[list[int]]:
     """Yield [unit, first line, last line] of successive lines that compute with one unit."""
-    rows = table.rows
+    rows = table.lines
     computing = (index for index, row in enumerate(rows) if row.kind in COMPUTES and row.start != row.end)
     for (unit, _), run in groupby(computing, key=lambda index: (rows[index].unit, rows[index].phase)):
         lines = list(run)
@@ -201,7 +201,7 @@ def _runs(table: Table, units: Mapping[str, int]) -> Iterator[list[int]]:
 
 
 def _phases(table: Table) -> Iterator[Data]:
-    for name, group in groupby(table.rows, key=lambda row: row.phase):
+    for name, group in groupby(table.lines, key=lambda row: row.phase):
         rows = list(group)
         yield {"name": name, "start": rows[0].start, "end": rows[-1].end}
 
@@ -211,7 +211,7 @@ def _lines(table: Table, units: Mapping[str, int], collectives: Sequence[Data]) 
     params = {param.path: index for index, param in enumerate(plan.params)}
     order = {param.path: -prod(param.shape) for param in plan.params}
     of_line = {one[end]: index for index, one in enumerate(collectives) for end in ("launch", "wait")}
-    phases = list(dict.fromkeys(row.phase for row in table.rows))
+    phases = list(dict.fromkeys(row.phase for row in table.lines))
     origins: dict[str, int] = {"": 0}
     rows = [
         {
@@ -230,7 +230,7 @@ def _lines(table: Table, units: Mapping[str, int], collectives: Sequence[Data]) 
             "alive": row.alive,
             "highest": row.highest,
         }
-        for index, row in enumerate(table.rows)
+        for index, row in enumerate(table.lines)
     ]
     return {**_columns(rows), "origins": list(origins)}
 
@@ -238,7 +238,7 @@ def _lines(table: Table, units: Mapping[str, int], collectives: Sequence[Data]) 
 def _rows(table: Table) -> Iterator[int | str]:
     """Yield the numbers of all lines, with phases and the user's lines between them."""
     phase = origin = ""
-    for line, row in enumerate(table.rows):
+    for line, row in enumerate(table.lines):
         if row.phase != phase:
             yield row.phase
         if row.origin not in ("", origin):
@@ -249,7 +249,7 @@ def _rows(table: Table) -> Iterator[int | str]:
 
 def _collectives(table: Table) -> list[Data]:
     """Return all collectives, in the order of their launches: each launch with its wait."""
-    rows, timeline, collectives = table.rows, table.traces.timeline, []
+    rows, timeline, collectives = table.lines, table.traces.timeline, []
     ending = {(row.lane, row.wire_end): row for row in rows if row.wire_seconds}
     for launch, row in enumerate(rows):
         if row.op is None or row.sent is None:
@@ -291,14 +291,14 @@ def _collectives(table: Table) -> list[Data]:
 
 def _memory(table: Table, memory: Memory, capacity: int) -> Data:
     """Return the curve (bytes alive after each line, up to each kind), the tensors, largest first, and the peak."""
-    line_of = {(row.phase, row.position): number for number, row in enumerate(table.rows)}
+    line_of = {(row.phase, row.position): number for number, row in enumerate(table.lines)}
     places = [line_of[line.phase, line.position] for line in memory.lines]
     peak = places[memory.lines.index(memory.peak_line)]
     lines = [*({} for _ in range(places[0])), *memory.alive]  # the digests come before all lines with memory
     lines[peak] = memory.by_kind
     used = {storage.kind for storage in memory.storages}
     kinds = [kind for kind in Holds if kind in used]
-    levels, below = [], [memory.reserve] * len(table.rows)
+    levels, below = [], [memory.reserve] * len(table.lines)
     for kind in kinds:
         below = [level + alive.get(kind, 0) for level, alive in zip(below, lines, strict=True)]
         levels.append(below)

@@ -114,7 +114,7 @@ def page_of(
         "facts": [f"{count(parameters)} parameters", f"compute in {', '.join(dtypes)}", f"on {device.name}"],
         "top": top_of(programs, device.memory_bytes),
         "programs": programs,
-        "most_bytes": max((row.highest or 0 for table in tables for row in table.rows), default=0),
+        "most_bytes": max((row.highest or 0 for table in tables for row in table.lines), default=0),
         "differences": differences(programs, tables),
     }
 
