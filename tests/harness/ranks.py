@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 START_SECONDS = 120.0  # to start Python and import torch and Thunder, on a busy machine
 STACK_SIGNAL = signal.SIGUSR1  # on this signal a rank writes its stack to stderr
-SECONDS = 120.0  # a call's time: several times what it takes, for machines slower than ours
+SECONDS = 240.0  # a call's time: several times what it takes, for machines slower than ours
 STACK_SECONDS = 0.2
 GRACE_SECONDS = 2.0  # after the first failure, for the errors of the other ranks
 LAST_LINES = 40  # shown of stderr, and of each stack, of a rank that died
