@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 START_SECONDS = 120.0  # to start Python and import torch and Thunder, on a busy machine
 STACK_SIGNAL = signal.SIGUSR1  # on this signal a rank writes its stack to stderr
+LONG = 580.0  # the seconds of a call that trains for minutes; pytest ends a test after 600
 SECONDS = 240.0  # a call's time: several times what it takes, for machines slower than ours
 STACK_SECONDS = 0.2
 GRACE_SECONDS = 2.0  # after the first failure, for the errors of the other ranks

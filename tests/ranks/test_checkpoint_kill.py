@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import thunder_zero as tz
 from tests.harness.models import Mlp, fresh, sharded
-from tests.harness.ranks import CAN_FORK, call_alone
+from tests.harness.ranks import CAN_FORK, LONG, call_alone
 from tests.harness.tiers import slow
 from thunder_zero.checkpoint import folder, manifest
 from thunder_zero.checkpoint import save as saving
@@ -234,4 +234,4 @@ def test_a_kill_leaves_a_whole_checkpoint(tmp_path: Path, rows: list[Row]) -> No
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize(("victim", "name"), [(0, "step-1"), (0, "step-2"), (1, "step-2")])
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, victim: int, name: str, wait: bool) -> None:
-    assert call_alone(kill, tmp_path, Save(victim, name, wait), timeout=580)
+    assert call_alone(kill, tmp_path, Save(victim, name, wait), timeout=LONG)

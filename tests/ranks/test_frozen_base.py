@@ -18,7 +18,7 @@ import thunder_zero as tz
 from tests.harness.as_one_process import gather_objects
 from tests.harness.errors import fails
 from tests.harness.models import count_sends, fresh, full
-from tests.harness.ranks import RanksPool
+from tests.harness.ranks import LONG, RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.plan.traffic import gather_traffic, reduce_traffic
 from thunder_zero.schedule import Gather
@@ -312,7 +312,7 @@ def check_held_and_sent_bytes(model: Any, world_size: int) -> None:
 def test_adapters_on_a_frozen_llama(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """Load the adapters that the page's code writes with peft, on top of the rounded base."""
     peft = pytest.importorskip("peft")
-    logits = ranks_pool.run(2, train_as_the_page, tmp_path, timeout=580)[0]
+    logits = ranks_pool.run(2, train_as_the_page, tmp_path, timeout=LONG)[0]
     base = make_llama()
     for module in base.modules():
         if isinstance(module, nn.Linear) and module is not base.lm_head:

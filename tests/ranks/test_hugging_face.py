@@ -36,7 +36,7 @@ from examples.llama import Llama, LlamaConfig
 from tests.harness.checkpoints import adamw, differing, take_step
 from tests.harness.errors import error_of
 from tests.harness.models import Small, fresh, full, sharded
-from tests.harness.ranks import RanksPool
+from tests.harness.ranks import LONG, RanksPool
 from thunder_zero.capture.zero_module import captured_forward
 from thunder_zero.checkpoint import hugging_face as writing
 from thunder_zero.comm import small_collectives
@@ -666,7 +666,7 @@ def train_by_accelerate(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_accelerates_loop_trains_and_resumes_as_under_ddp(own_pool: RanksPool, tmp_path: Path) -> None:
-    own_pool.run(2, train_by_accelerate, tmp_path, timeout=580)
+    own_pool.run(2, train_by_accelerate, tmp_path, timeout=LONG)
 
 
 def refuse_by_accelerate(rank: int, world_size: int, folder: Path) -> None:
@@ -724,7 +724,7 @@ def refuse_by_accelerate(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_no_accelerator_writes_the_rows_of_one_rank(own_pool: RanksPool, tmp_path: Path) -> None:
-    own_pool.run(2, refuse_by_accelerate, tmp_path, timeout=580)
+    own_pool.run(2, refuse_by_accelerate, tmp_path, timeout=LONG)
 
 
 def train_the_pages_loop(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
@@ -745,7 +745,7 @@ def train_the_pages_loop(rank: int, world_size: int, folder: Path) -> dict[str, 
 
 
 def test_from_pretrained_loads_what_accelerates_page_trained(own_pool: RanksPool, tmp_path: Path) -> None:
-    for weights in own_pool.run(2, train_the_pages_loop, tmp_path, timeout=580):
+    for weights in own_pool.run(2, train_the_pages_loop, tmp_path, timeout=LONG):
         loaded = type(make_llama()).from_pretrained(tmp_path / "trained")
         assert differing(dict(loaded.state_dict()), weights) == []
         assert any(not torch.equal(weights[name], value) for name, value in make_llama().state_dict().items())
@@ -848,7 +848,7 @@ def train_by_trainer(rank: int, world_size: int, folder: Path) -> tuple[Any, ...
 
 
 def test_the_trainer_of_the_page_trains_saves_and_resumes(own_pool: RanksPool, tmp_path: Path) -> None:
-    results = own_pool.run(2, train_by_trainer, tmp_path, timeout=580)
+    results = own_pool.run(2, train_by_trainer, tmp_path, timeout=LONG)
     data = make_rows(32)
     for half in (False, True):
         plain, norms = fresh(Regression), list[float]()
@@ -956,7 +956,7 @@ def train_by_one_script(rank: int, world_size: int, folder: Path) -> None:
 
 def test_a_trainers_script_trains_as_under_ddp(own_pool: RanksPool, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
-    own_pool.run(2, train_by_one_script, tmp_path, timeout=580)
+    own_pool.run(2, train_by_one_script, tmp_path, timeout=LONG)
 
 
 def make_tokenizer() -> Any:
@@ -1024,4 +1024,4 @@ def train_by_trl(rank: int, world_size: int, folder: Path) -> None:
 
 def test_trainers_of_trl_train_as_under_ddp(own_pool: RanksPool, tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    own_pool.run(2, train_by_trl, tmp_path, timeout=580)
+    own_pool.run(2, train_by_trl, tmp_path, timeout=LONG)

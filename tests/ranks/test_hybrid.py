@@ -18,7 +18,7 @@ import thunder_zero as tz
 from tests.harness.as_one_process import Side, Steps, gather_objects, trains_as_one_process
 from tests.harness.errors import fails
 from tests.harness.models import Mlp, Small, count_sends, fresh
-from tests.harness.ranks import RanksPool
+from tests.harness.ranks import LONG, RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.plan.traffic import reduce_traffic
 
@@ -89,7 +89,7 @@ def check_bytes(rank: int, timeline: tz.schedule.Timeline, reduced: list[int], d
 
 @pytest.mark.parametrize("stage", [3, *slow(0, 1)])
 def test_two_copies_train_as_one_process(ranks_pool: RanksPool, stage: int) -> None:
-    ranks_pool.run(4, train_two_copies, stage, timeout=580)
+    ranks_pool.run(4, train_two_copies, stage, timeout=LONG)
 
 
 # Other meshes

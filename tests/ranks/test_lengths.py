@@ -24,7 +24,7 @@ from examples.llama import Llama, LlamaConfig
 from tests.harness.as_one_process import Side, Steps, gather_objects, trains_as_one_process
 from tests.harness.errors import error_of
 from tests.harness.models import fresh
-from tests.harness.ranks import RanksPool
+from tests.harness.ranks import LONG, RanksPool
 from thunder_zero.capture import forward
 from thunder_zero.capture.zero_module import captured_forward
 
@@ -111,7 +111,7 @@ def train_experts(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 def test_experts_get_any_number_of_tokens(ranks_pool: RanksPool) -> None:
     pytest.importorskip("transformers")
-    ranks_pool.run(2, train_experts, timeout=580)
+    ranks_pool.run(2, train_experts, timeout=LONG)
 
 
 class Scaled(nn.Module):

@@ -21,7 +21,7 @@ from examples.tensor_memory import added_at_peak, bytes_held, parameters_of
 from tests.harness.as_one_process import gather_objects
 from tests.harness.errors import error_of
 from tests.harness.models import fresh, sharded
-from tests.harness.ranks import RanksPool
+from tests.harness.ranks import LONG, RanksPool
 from tests.harness.tiers import deep
 from tests.harness.traced import Chain, ResidualBlock
 from thunder_zero.comm.agree import on_rank_0
@@ -150,7 +150,7 @@ def test_the_forecast_of_a_fused_llama_is_what_the_allocator_counts(ranks_pool: 
     tokens = torch.arange(128).view(2, 64)
     traces = tz.trace(fresh(make_llama), tokens, labels=tokens, world_size=2, fuse="inductor")
     forecast = tz.tools.memory(traces, loss=lambda output: output.loss).peak
-    measured = ranks_pool.run(2, measure_fused_llama, timeout=580)[0]
+    measured = ranks_pool.run(2, measure_fused_llama, timeout=LONG)[0]
     assert abs(forecast / measured - 1) < 0.03, (forecast, measured)
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 import thunder_zero as tz
 from tests.harness.errors import fails
-from tests.harness.ranks import RanksPool
+from tests.harness.ranks import LONG, RanksPool
 from thunder_zero.hugging_face import parallelize
 from thunder_zero.tools.plan.programs import SubjectPrograms, sliced_copy
 from thunder_zero.tools.plan.subject import of_module
@@ -157,12 +157,12 @@ def train_with_plan(rank: int, world_size: int, kind: str, stage: int, plan: dic
     ],
 )
 def test_a_models_own_plan_trains_as_one_process(ranks_pool: RanksPool, world_size: int, kind: str, stage: int) -> None:
-    ranks_pool.run(world_size, train_with_plan, kind, stage, timeout=580)
+    ranks_pool.run(world_size, train_with_plan, kind, stage, timeout=LONG)
 
 
 @pytest.mark.slow
 def test_other_styles_train_as_one_process(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, train_with_plan, "llama", 3, OTHER_STYLES, timeout=580)
+    ranks_pool.run(2, train_with_plan, "llama", 3, OTHER_STYLES, timeout=LONG)
 
 
 # LoRA
@@ -195,7 +195,7 @@ def train_adapters(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (4, 3), (4, 0)])
 def test_adapters_of_sliced_layers_train_as_one_process(ranks_pool: RanksPool, world_size: int, stage: int) -> None:
-    ranks_pool.run(world_size, train_adapters, stage, timeout=580)
+    ranks_pool.run(world_size, train_adapters, stage, timeout=LONG)
 
 
 def refuse_adapters(rank: int, world_size: int) -> None:
@@ -223,7 +223,7 @@ def refuse_adapters(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 def test_adapters_that_are_no_slices_are_refused(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, refuse_adapters, timeout=580)
+    ranks_pool.run(2, refuse_adapters, timeout=LONG)
 
 
 def train_loaded(rank: int, world_size: int, folder: Path) -> None:
@@ -240,7 +240,7 @@ def train_loaded(rank: int, world_size: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_sliced_by_from_pretrained_trains_as_one_process(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks_pool.run(2, train_loaded, tmp_path / "model", timeout=580)
+    ranks_pool.run(2, train_loaded, tmp_path / "model", timeout=LONG)
 
 
 # GPT-2, whose layers are not linear modules
@@ -278,7 +278,7 @@ def train_gpt2(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (4, 2)])
 def test_gpt2_with_sliced_perceptrons_trains_as_one_process(ranks_pool: RanksPool, world_size: int, stage: int) -> None:
-    ranks_pool.run(world_size, train_gpt2, stage, timeout=580)
+    ranks_pool.run(world_size, train_gpt2, stage, timeout=LONG)
 
 
 def refuse_wrong_uses(rank: int, world_size: int) -> None:
@@ -320,7 +320,7 @@ def refuse_wrong_uses(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 def test_wrong_uses_of_plans_are_refused(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, refuse_wrong_uses, timeout=580)
+    ranks_pool.run(2, refuse_wrong_uses, timeout=LONG)
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ from torch.utils.checkpoint import checkpoint
 import thunder_zero as tz
 from examples.tensor_memory import added_at_peak, bytes_held, parameters_of
 from tests.harness.errors import fails, refused
-from tests.harness.ranks import RanksPool
+from tests.harness.ranks import LONG, RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.comm.small_collectives import all_gather_tensor
 from thunder_zero.schedule.ops import Compute, Exchange, ends_collective, starts_collective
@@ -249,7 +249,7 @@ def train_transformer(
 def test_a_transformer_in_slices_trains_as_one_process(
     ranks_pool: RanksPool, dp: int, styles: Styles, policy: tz.Policy
 ) -> None:
-    ranks_pool.run(2 * dp, train_transformer, dp, styles, policy, {}, timeout=580)
+    ranks_pool.run(2 * dp, train_transformer, dp, styles, policy, {}, timeout=LONG)
 
 
 def train_lengths(rank: int, world_size: int, stage: int) -> None:
@@ -406,7 +406,7 @@ def save_uneven(rank: int, world_size: int, folder: Path, policy: Any, styles: S
 def test_uneven_slices_train_and_load_on_other_meshes(
     ranks_pool: RanksPool, tmp_path: Path, world_size: int, policy: Any, styles: Styles
 ) -> None:
-    ranks_pool.run(world_size, save_uneven, tmp_path, policy, styles, timeout=580)
+    ranks_pool.run(world_size, save_uneven, tmp_path, policy, styles, timeout=LONG)
 
 
 def assert_values(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -423,7 +423,7 @@ def make_other(build: Callable[[], nn.Module], mesh: DeviceMesh, policy: Any) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "hidden", "tp"), [(3, 10, 1), (1, 10, 1), (0, 12, 4), (2, 12, 4)])
 def test_slices_load_on_other_meshes(ranks_pool: RanksPool, tmp_path: Path, stage: int, hidden: int, tp: int) -> None:
-    ranks_pool.run(4, save_and_load, tmp_path, tz.Policy(stage), hidden, tp, timeout=580)
+    ranks_pool.run(4, save_and_load, tmp_path, tz.Policy(stage), hidden, tp, timeout=LONG)
 
 
 # Traces and forecasts
@@ -468,7 +468,7 @@ def read_traces(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 def test_a_trace_shows_the_collectives_of_slices(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(4, read_traces, timeout=580)
+    ranks_pool.run(4, read_traces, timeout=LONG)
 
 
 class SumsOverData(Mlp):
@@ -584,7 +584,7 @@ HALF = tz.MixedPrecision(torch.float32, torch.float64)
 def test_features_work_with_slices(
     ranks_pool: RanksPool, world_size: int, policy: Any, options: dict[str, Any], limit: float
 ) -> None:
-    ranks_pool.run(world_size, train_features, policy, options, limit, timeout=580)
+    ranks_pool.run(world_size, train_features, policy, options, limit, timeout=LONG)
 
 
 def accumulate_steps(rank: int, world_size: int) -> None:

@@ -40,7 +40,7 @@ from examples.bench.slices import (
     worst,
 )
 from examples.sent_bytes import bytes_on_sockets, counted_lines
-from tests.harness.ranks import RanksPool
+from tests.harness.ranks import LONG, RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.schedule.ops import Compute, starts_collective
 
@@ -82,7 +82,7 @@ def take_ten_steps(
 def test_ten_steps_are_those_of_one_process(
     ranks_pool: RanksPool, mesh: str, model: str, stage: int, sequence: bool, limit: float
 ) -> None:
-    ranks_pool.run(prod(MESHES[mesh]), take_ten_steps, mesh, model, stage, sequence, limit, timeout=580)
+    ranks_pool.run(prod(MESHES[mesh]), take_ten_steps, mesh, model, stage, sequence, limit, timeout=LONG)
 
 
 # Checkpoints
@@ -145,7 +145,7 @@ def exchange_with_fsdp2(rank: int, world_size: int, folder: Path, stage: int) ->
 
 @pytest.mark.slow
 def test_fsdp2_and_ours_load_each_others_checkpoints_of_slices(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks_pool.run(4, exchange_with_fsdp2, tmp_path, 3, timeout=580)
+    ranks_pool.run(4, exchange_with_fsdp2, tmp_path, 3, timeout=LONG)
 
 
 def save_on_meshes(rank: int, world_size: int, folder: Path) -> None:
@@ -179,7 +179,7 @@ def make_unsliced() -> tuple[Any, torch.optim.Optimizer]:
 
 @pytest.mark.slow
 def test_checkpoints_load_on_other_meshes_and_worlds(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks_pool.run(4, save_on_meshes, tmp_path, timeout=580)
+    ranks_pool.run(4, save_on_meshes, tmp_path, timeout=LONG)
     ranks_pool.run(2, load_on_another_world, tmp_path)
     ranks_pool.run(1, load_on_another_world, tmp_path)
 
@@ -207,7 +207,7 @@ def save_llama(rank: int, world_size: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_tied_llama_in_slices_is_saved_for_hugging_face(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks_pool.run(2, save_llama, tmp_path, timeout=580)
+    ranks_pool.run(2, save_llama, tmp_path, timeout=LONG)
 
 
 def use_formats(rank: int, world_size: int) -> None:
@@ -230,7 +230,7 @@ def use_formats(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 def test_formats_work_with_slices(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(4, use_formats, timeout=580)
+    ranks_pool.run(4, use_formats, timeout=LONG)
 
 
 # Bytes
@@ -268,4 +268,4 @@ def local(param: Tensor) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_store_and_send_what_the_plan_and_the_trace_say(ranks_pool: RanksPool, world_size: int) -> None:
-    ranks_pool.run(world_size, count_bytes, timeout=580)
+    ranks_pool.run(world_size, count_bytes, timeout=LONG)

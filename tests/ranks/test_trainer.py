@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import thunder_zero as tz
 from tests.harness.errors import fails
-from tests.harness.ranks import RanksPool
+from tests.harness.ranks import LONG, RanksPool
 
 pytestmark = [
     pytest.mark.slow,
@@ -170,7 +170,7 @@ class EvaluatesTwice(torch.optim.SGD):
 def test_the_trainer_trains_as_one_process(ranks_pool: RanksPool, tmp_path: Path) -> None:
     expected = train_plain(EPOCHS, 4 * BATCH, LIMIT)
     with_manual_steps = train_plain(EPOCHS, 2 * BATCH, float("inf"))
-    for weights in ranks_pool.run(2, train_and_refuse, tmp_path, timeout=580):
+    for weights in ranks_pool.run(2, train_and_refuse, tmp_path, timeout=LONG):
         torch.testing.assert_close(weights["resumed in another stage"], expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(weights["in mixed precision"], expected, rtol=2e-2, atol=2e-3)
         torch.testing.assert_close(weights["manual"], with_manual_steps, rtol=1e-5, atol=1e-6)

@@ -25,7 +25,7 @@ import thunder_zero as tz
 from tests.harness.eager import assert_same_leaves, call, differentiate, loss_of, trains_as_eager
 from tests.harness.errors import refused
 from tests.harness.models import fresh, full
-from tests.harness.ranks import RanksPool
+from tests.harness.ranks import LONG, RanksPool
 from tests.harness.tiers import slow
 from tests.harness.untraceable import Tiled
 
@@ -850,4 +850,4 @@ def compare_lengths(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 def test_other_lengths_train_as_in_eager_mode(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(1, compare_lengths, timeout=580)
+    ranks_pool.run(1, compare_lengths, timeout=LONG)

@@ -21,7 +21,7 @@ import thunder_zero as tz
 from tests.harness.as_one_process import gather_objects
 from tests.harness.errors import fails
 from tests.harness.models import Mlp, Small, bytes_of, count_sends, fresh, relative_error, sharded, storages
-from tests.harness.ranks import RanksPool
+from tests.harness.ranks import LONG, RanksPool
 from tests.harness.tiers import deep, slow
 from tests.harness.whole_steps import CoupledIfAsked, CustomOptimizer, make_gradients, set_gradients
 from thunder_zero.comm.collective_tags import TaggedTransport
@@ -138,7 +138,7 @@ def train_as_one_process(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [*slow(3, 1), *deep(0, 2)])
 def test_it_trains_as_one_process(ranks_pool: RanksPool, stage: int) -> None:
     """The loop accumulates, clips and shares a scaler; there are schedulers, tied, frozen and unused parameters."""
-    ranks_pool.run(3, train_as_one_process, stage, timeout=580)
+    ranks_pool.run(3, train_as_one_process, stage, timeout=LONG)
 
 
 # Steps by hand: bytes and states

@@ -82,7 +82,7 @@ class _Native(Transport):
             if tensor.numel()
         ]
         works = dist.batch_isend_irecv(ops) if ops else []
-        return [BucketPart(tuple(work.wait for work in works), _keep_alive(ops))]
+        return [BucketPart(tuple(work.wait for work in works), keep_alive(ops))]
 
     def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
         """Start ``collective(*tensors, **options)`` for each ``(*tensors, options)``."""
@@ -133,7 +133,7 @@ class CoalescedNccl(_Native):
         with one_launch(self._group) as launched:
             for *tensors, options in calls:
                 collective(*tensors, group=self._group, **options)
-        return [BucketPart((launched.wait,), _keep_alive(calls))]
+        return [BucketPart((launched.wait,), keep_alive(calls))]
 
 
 class PerTensor(_Native):
@@ -141,7 +141,7 @@ class PerTensor(_Native):
 
     def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
         works = [collective(*tensors, group=self._group, async_op=True, **options) for *tensors, options in calls]
-        return [BucketPart(tuple(work.wait for work in works), _keep_alive(calls))]
+        return [BucketPart(tuple(work.wait for work in works), keep_alive(calls))]
 
     def _rows_here(self, full: Tensor, rows: int) -> Tensor:
         return super()._rows_here(full, rows).clone()  # MPI forbids an input that lies inside the output
@@ -165,6 +165,6 @@ def _sendable(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in FLOATS else tensor.view(torch.uint8)
 
 
-def _keep_alive(tensors: object) -> Callable[[], object]:
+def keep_alive(tensors: object) -> Callable[[], object]:
     """Return a no-op that keeps ``tensors`` alive until the no-op is dropped."""
     return lambda: tensors

@@ -272,10 +272,14 @@ class GlooBucket:
 
     def post(self, parts: Sequence[BucketPart]) -> list[BucketPart]:
         """Start the messages without blocking the caller. Return the parts of a handle, posting first, sends last."""
-        posted = in_background(SENDER, self._post).result
+        posted = self._begin_to_post()
         for work in self._meanwhile:
             work()
         return [BucketPart((posted,)), *parts, BucketPart(self._sent)]
+
+    def _begin_to_post(self) -> Callable[[], object]:
+        """Post on the sender thread. Return a wait for it."""
+        return in_background(SENDER, self._post).result
 
     def start_all(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[AwaitMessage]:
         """Start messages, keyed by rank. Return a wait for each. Empty tensors need no message."""

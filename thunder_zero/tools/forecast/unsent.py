@@ -12,7 +12,6 @@ meta tensors. ``torch.distributed`` need not be initialised.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.distributed import HashStore, ProcessGroup
 
 from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.handle import BucketPart, Result
-from thunder_zero.comm.native import CoalescedNccl, PerTensor
+from thunder_zero.comm.native import CoalescedNccl, PerTensor, keep_alive
 from thunder_zero.comm.pairwise import AwaitMessage, GlooBucket, PairwiseGloo, StartMessage
 from thunder_zero.comm.transport import PeerBuffers, SingleRank, Transport
 from thunder_zero.encodings.encoding import PIECE, PIECE_ON_GPU
@@ -35,20 +34,14 @@ from thunder_zero.sharded.wire import Wire
 class _UnsentBucket(GlooBucket):
     """A gloo bucket that sends no messages. Each wait keeps the tensor of its message alive."""
 
-    def post(self, parts: Sequence[BucketPart]) -> list[BucketPart]:
+    def _begin_to_post(self) -> Callable[[], object]:
         """Post on this thread, so that a forecast does not depend on the time at which another thread ends."""
         self._post()
-        for work in self._meanwhile:
-            work()
-        return [BucketPart(()), *parts, BucketPart(self._sent)]
+        return lambda: None
 
     def start_all(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[AwaitMessage]:
         """Return a wait for each tensor, which keeps the tensor alive."""
-        return [partial(_hold, tensor) for tensor in tensors.values() if tensor.numel()]
-
-
-def _hold(tensor: Tensor) -> None:
-    """Do nothing. A ``functools.partial`` of this function keeps the tensor alive."""
+        return [keep_alive(tensor) for tensor in tensors.values() if tensor.numel()]
 
 
 class _UnsentPairwiseGloo(PairwiseGloo):

@@ -105,10 +105,11 @@ def plan_training(
         if micro_batch != 1:
             raise ValueError("micro_batch and global_batch are given; leave one out")
         batches = _shares(global_batch, world_size, sizes)
-    subjects = {
-        size: subject_of(model, args, kwargs, loss=loss, length=sequence_length, micro_batch=batch)
-        for size, batch in batches.items()
+    by_batch = {
+        batch: subject_of(model, args, kwargs, loss=loss, length=sequence_length, micro_batch=batch)
+        for batch in set(batches.values())
     }
+    subjects = {size: by_batch[batch] for size, batch in batches.items()}
     subject = subjects[sizes[0]]
     slicing = subject.tp_plan if tp_plan is None else tp_plan
     if max(sizes) > 1 and slicing is None:
