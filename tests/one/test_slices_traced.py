@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
@@ -66,6 +67,17 @@ def test_a_rank_of_many_is_traced_in_one_process() -> None:
     sent = [traces.timeline.traffic(op).sent for op in ops if isinstance(op, Compute)]
     assert sent == [2 * 7 * (8 * 64 * 4 // 8)] * 2  # the activation behind down, the gradient in front of up
     assert not dist.is_initialized()
+
+
+def test_each_rank_in_a_process_is_traced_with_its_own_sizes() -> None:
+    """A sequence of 7 in two slices has 4 and 3 positions. DTensor caches the sizes of the rank that asks first."""
+    styles = {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Shard(1))}
+    for rank, positions in ((0, 4), (1, 3), (0, 4)):
+        with torch.device("meta"):
+            module, x = Pair(), torch.empty(2, 7, 64)
+        with tz.tools.fake_mesh((1, 2), rank=rank) as mesh:
+            traces = tz.trace(parallelize_module(module, mesh["tp"], dict(styles)), x, mesh=mesh)
+        assert f'_grad: "cpu f32[2, {positions}, 64]"' in str(traces.backward)
 
 
 def test_slices_draw_their_own_masks() -> None:

@@ -196,6 +196,8 @@ NAMES = {name: Private(*row) for name, row in {
         "a public registry"),
     "custom_op_handlers": ("torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
         "shares a gradient scaler's found_inf between ranks", "a handler that shares for sharded gradients"),
+    "clear_dtensor_caches": ("torch.distributed.tensor.debug:_clear_sharding_prop_cache",
+        "forgets the sizes of a rank that was traced before", "a cache that tells the ranks of a mesh apart"),
     "DTensorSpec": ("torch.distributed.tensor._dtensor_spec:DTensorSpec",
         "makes a DTensor of local rows without a collective or a copy", "DTensor.from_local as cheap as that"),
     "TensorMeta": ("torch.distributed.tensor._dtensor_spec:TensorMeta",

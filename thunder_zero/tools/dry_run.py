@@ -27,6 +27,7 @@ from thunder_zero.capture.refusals import require_unwrapped
 from thunder_zero.comm.group import has_groups
 from thunder_zero.comm.slices import mesh_and_slices, require_in_plan
 from thunder_zero.compat.plans_of_transformers import left_to_plan
+from thunder_zero.compat.private import clear_dtensor_caches
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Param, Plan
@@ -263,8 +264,11 @@ def fake_mesh(shape: Sequence[int], names: Sequence[str] = ("dp", "tp"), *, rank
         raise ValueError(f"rank is {rank!r}; the mesh has the ranks 0 to {prod(shape) - 1}")
     if has_groups():
         raise RuntimeError("there is a process group; give its ranks' init_device_mesh, or ask in another process")
+    clear_dtensor_caches()
     dist.init_process_group("fake", rank=rank, world_size=prod(shape))
     try:
         yield init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))
     finally:
         dist.destroy_process_group()
+        # Meshes of two ranks are equal, so DTensor would give the next rank this rank's sizes of uneven slices.
+        clear_dtensor_caches()
