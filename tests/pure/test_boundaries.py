@@ -113,7 +113,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
                                                               "tools/devices tools/time tools/forecast "
                                                               "tools/table/rows tools/table/lines")),
     Room("tools/from_file.py",IMPORT, NOT,     NOT,     rooms("compat")),
-    Room("tools/models/",     IMPORT, IMPORT,  NOT,     NOTHING),
+    Room("tools/models.py",     IMPORT, IMPORT,  NOT,     NOTHING),
     Room("tools/plan/fit.py", IMPORT, TYPES,   IMPORT,  rooms("plan schedule comm traces capture tools/printing "
                                                               "tools/dry_run tools/forecast")),
     Room("tools/plan/",       IMPORT, IMPORT,  NOT,     rooms("plan comm schedule traces capture tools/printing "

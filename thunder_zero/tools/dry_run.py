@@ -34,8 +34,7 @@ from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.sharded.casts import cast_inputs, casting_borders
 from thunder_zero.sharded.placeholders import placeholder_of, require_plain_tensors, set_tensor
-from thunder_zero.tools.devices.device import Device
-from thunder_zero.tools.devices.named import device_of
+from thunder_zero.tools.devices.device import Device, device_of
 from thunder_zero.tools.dry_capture import export, shape_of
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.pipeline import lifted, outlined, shard, thunder_context

@@ -16,8 +16,7 @@ from typing import Any
 from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.schedule.ops import Compute, ends_collective
 from thunder_zero.schedule.prefetch import Bound, bounds
-from thunder_zero.tools.devices.device import Device, Lane
-from thunder_zero.tools.devices.named import device_of
+from thunder_zero.tools.devices.device import Device, Lane, device_of
 from thunder_zero.tools.forecast.around import memory_and_timeline, whole_step
 from thunder_zero.tools.forecast.figures import Memory
 from thunder_zero.tools.forecast.for_loss import Loss, for_loss

@@ -22,8 +22,7 @@ from functools import cached_property
 from thunder_zero.plan.amounts import duration
 from thunder_zero.schedule.ops import Compute, Return, ends_collective, starts_collective
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.devices.device import Cost, Device, Lane
-from thunder_zero.tools.devices.named import device_of
+from thunder_zero.tools.devices.device import Cost, Device, Lane, device_of
 from thunder_zero.tools.forecast.around import whole_step
 from thunder_zero.tools.forecast.for_loss import Loss
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
