@@ -147,11 +147,6 @@ class Memory:
             after.append({kind: alive[kind] for kind in Holds if alive[kind]})
         return after
 
-    @property
-    def curve(self) -> tuple[int, ...]:
-        """The most bytes alive in each line, with ``reserve``."""
-        return tuple(line.highest or 0 for line in self.lines)
-
 
 def _text_of(memory: Memory, max_tensors: int) -> str:
     line = memory.peak_line

@@ -17,9 +17,10 @@ from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.schedule.ops import Compute, ends_collective
 from thunder_zero.schedule.prefetch import Bound, bounds
 from thunder_zero.tools.devices.device import Device, Lane, device_of
-from thunder_zero.tools.forecast.around import memory_and_timeline, whole_step
 from thunder_zero.tools.forecast.figures import Memory
-from thunder_zero.tools.forecast.for_loss import Loss, for_loss
+from thunder_zero.tools.forecast.fold import Fold
+from thunder_zero.tools.forecast.for_loss import Loss
+from thunder_zero.tools.forecast.memory import memory_of, recorder_of
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.text import place_of
@@ -118,14 +119,13 @@ def step_table(
         loss, optimizer: as for :func:`thunder_zero.tools.memory` (default: the step has no loss and no optimizer).
     """
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
-    traces = for_loss(traces, loss) if loss else traces
-    memory, no_memory = None, ""
+    recorder, memory, no_memory = recorder_of(traces, loss, optimizer), None, ""
+    traces = recorder.traces
     try:
-        memory, timeline = memory_and_timeline(traces, loss=loss, optimizer=optimizer)
+        memory = memory_of(Fold(recorder, traces.timeline).run())
     except NoForecast as error:
-        timeline = whole_step(traces, loss, optimizer) if device else traces.timeline
         no_memory = str(error)
-    time = step_time(timeline, device_of(device), model=traces.lifted) if device else None
+    time = step_time(recorder.step_timeline(), device_of(device), model=traces.lifted) if device else None
     return replace(table_of(traces, memory, time), no_memory=no_memory)
 
 

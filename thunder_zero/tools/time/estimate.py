@@ -23,8 +23,8 @@ from thunder_zero.plan.amounts import duration
 from thunder_zero.schedule.ops import Compute, Return, ends_collective, starts_collective
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Cost, Device, Lane, device_of
-from thunder_zero.tools.forecast.around import whole_step
 from thunder_zero.tools.forecast.for_loss import Loss
+from thunder_zero.tools.forecast.memory import recorder_of
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.printing.words import folded, summed_up
 from thunder_zero.tools.time.costs import REACHED, compute_dtype, costs_of, in_node
@@ -55,7 +55,7 @@ def estimate(
     """
     if not isinstance(traces, Traces):
         raise TypeError(f"estimate takes Traces, got {type(traces).__name__}; pass what trace or traces_of returns")
-    return step_time(whole_step(traces, loss, optimizer), device_of(device), model=traces.lifted)
+    return step_time(recorder_of(traces, loss, optimizer).step_timeline(), device_of(device), model=traces.lifted)
 
 
 @dataclass(frozen=True, repr=False)
