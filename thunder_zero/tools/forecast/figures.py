@@ -100,11 +100,17 @@ class Memory:
 
     def __str__(self) -> str:
         """Return text in 100 columns: the peak's kinds and largest tensors, and the figures outside the peak."""
-        return _text_of(self, LARGEST)
+        return self.table(LARGEST)
 
-    def table(self) -> str:
-        """Return the text of ``str(self)``, but with all tensors that are alive at the peak."""
-        return _text_of(self, len(self.at_peak))
+    def table(self, tensors: int | None = None) -> str:
+        """Return the text of ``str(self)``, but with all tensors alive at the peak, or with the ``tensors`` largest."""
+        line = self.peak_line
+        lines = [clip(f"peak {size(self.peak)} in {line.phase}, at {_statement(line)}", WIDTH)]
+        lines += [f"{size(nbytes):>10}  {kind}" for kind, nbytes in self.by_kind.items()]
+        lines += [f"{size(self.reserve):>10}  reserve"] if self.reserve else []
+        lines.append(f"the largest of {len(self.at_peak)} tensors")
+        lines += [clip(_tensor(storage, self), WIDTH) for storage in self.at_peak[:tensors]]
+        return "\n".join([*lines, *(part for line in outside_of_the_peak(self) for part in wrap(line, WIDTH))])
 
     @cached_property
     def peak_line(self) -> Row:
@@ -148,16 +154,6 @@ class Memory:
         return after
 
 
-def _text_of(memory: Memory, max_tensors: int) -> str:
-    line = memory.peak_line
-    lines = [clip(f"peak {size(memory.peak)} in {line.phase}, at {_statement(line)}", WIDTH)]
-    lines += [f"{size(nbytes):>10}  {kind}" for kind, nbytes in memory.by_kind.items()]
-    lines += [f"{size(memory.reserve):>10}  reserve"] if memory.reserve else []
-    lines.append(f"the largest of {len(memory.at_peak)} tensors")
-    lines += [clip(_tensor(storage, memory), WIDTH) for storage in memory.at_peak[:max_tensors]]
-    return "\n".join([*lines, *(part for line in outside_of_the_peak(memory) for part in wrap(line, WIDTH))])
-
-
 def outside_of_the_peak(memory: Memory) -> list[str]:
     """Return lines of text: the figures at rest and in the optimizer's step, and the exclusions."""
     step = memory.optimizer_step
@@ -170,13 +166,12 @@ def _tensor(storage: Storage, memory: Memory) -> str:
 
     If the storage has no module, the line names the phase.
     """
-    statement = ""
-    if storage.line >= 0 and storage.kind in COMPUTED:
-        statement = f": {_statement(memory.lines[storage.line])}"
     place = storage.name
-    if storage.kind in COMPUTED and storage.kind is not Holds.FULL_GRADIENT:
-        place = storage.module or memory.lines[storage.line].phase
-    return f"{size(storage.nbytes):>10}  {storage.kind:22} {place}{statement}"
+    if storage.kind in COMPUTED:
+        line = memory.lines[storage.line]
+        place = place if storage.kind is Holds.FULL_GRADIENT else storage.module or line.phase
+        place += f": {_statement(line)}" if storage.line >= 0 else ""
+    return f"{size(storage.nbytes):>10}  {storage.kind:22} {place}"
 
 
 def _statement(row: Row) -> str:

@@ -14,7 +14,7 @@ from itertools import groupby, zip_longest
 from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import is_count
-from thunder_zero.schedule.ops import Op, Reduce, ends
+from thunder_zero.schedule.ops import Reduce, ends
 from thunder_zero.tools.forecast.figures import Memory, Storage
 from thunder_zero.tools.forecast.fold import Fold, FoldedLine
 from thunder_zero.tools.forecast.for_loss import Loss, for_loss
@@ -99,8 +99,7 @@ def recorder_of(
 def memory_of(fold: Fold, reserve: int = 0) -> Memory:
     """Return the figures of a step."""
     traces = fold.recorder.traces
-    of_loss = AROUND[LOSS] if fold.recorder.of_loss else "# the gradients of the outputs"
-    codes = AROUND | {LOSS: of_loss}
+    codes = AROUND if fold.recorder.of_loss else AROUND | {LOSS: "# the gradients of the outputs"}
     rows = in_order(traced_rows(traces), {line.phase: codes[line.phase] for line in fold.lines if line.phase in codes})
     places = list(_places(fold, rows))
     storages = tuple(_storages(fold, places, list(_modules(rows))))
@@ -131,21 +130,17 @@ def _places(fold: Fold, rows: Sequence[Row]) -> Iterator[int]:
 
 def _storages(fold: Fold, places: Sequence[int], modules: Sequence[str]) -> Iterator[Storage]:
     for allocation in fold.allocations:
-        line = places[allocation.line] if allocation.line >= 0 else -1
-        freed_by = allocation.freed_by
+        line, freed_by, op = allocation.line, allocation.freed_by, allocation.op
+        is_of_gradients = isinstance(op, Reduce) or (op is not None and ends(op, Reduce))
+        place = places[line] if line >= 0 else -1
         yield Storage(
             kind=allocation.kind,
             nbytes=allocation.nbytes,
-            name=allocation.name or _label(allocation.op, fold.recorder.plan),
-            module=modules[line] if line >= 0 else "",
-            line=line,
+            name=allocation.name or (label(op.params, fold.timeline.plan, gradients=is_of_gradients) if op else ""),
+            module=modules[place] if line >= 0 else "",
+            line=place,
             freed=places[freed_by] if freed_by is not None and freed_by < len(places) else None,
         )
-
-
-def _label(op: Op | None, plan: Plan) -> str:
-    is_of_gradients = isinstance(op, Reduce) or (op is not None and ends(op, Reduce))
-    return label(op.params, plan, gradients=is_of_gradients) if op is not None else ""
 
 
 def _lines(
@@ -185,10 +180,8 @@ def _modules(rows: Sequence[Row]) -> Iterator[str]:
 
 def backend_of(traces: Traces) -> str:
     """Return the default backend for the traces: "nccl" for CUDA, otherwise "gloo"."""
-    on_cuda = any(
-        arg.device.devicetype is DeviceType.CUDA for arg in traces.forward.args if isinstance(arg, TensorProxy)
-    )
-    return "nccl" if on_cuda else "gloo"
+    devices = {arg.device.devicetype for arg in traces.forward.args if isinstance(arg, TensorProxy)}
+    return "nccl" if DeviceType.CUDA in devices else "gloo"
 
 
 def _excluded(recorder: Recorder) -> Iterator[str]:

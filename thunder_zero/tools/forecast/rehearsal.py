@@ -1,8 +1,4 @@
-"""Makes a model's state out of meta tensors. The lines of a forecast run on this state.
-
-The state before the step has shards, ZeRO-1's full parameters and deferred gradients. It also has the optimizer's
-state, which a first step of the optimizer allocates.
-"""
+"""Makes a model's state out of meta tensors. The lines of a forecast run on this state."""
 
 from __future__ import annotations
 
@@ -33,25 +29,9 @@ MAKE_OPTIMIZER = (
 )
 
 
-def optimizer_at_rest(
-    make: MakeOptimizer, shards: Mapping[str, nn.Parameter], *, foreach: bool
-) -> torch.optim.Optimizer:
-    """Return an optimizer of meta shards, as after a first step.
-
-    ``foreach`` is True if torch chooses foreach by default for the shards: plain tensors on CUDA, not DTensors.
-    """
+def _make_optimizer(make: MakeOptimizer, shards: Iterable[Tensor]) -> torch.optim.Optimizer:
     if isinstance(make, torch.optim.Optimizer) or not callable(make):
         raise TypeError(f"optimizer is of type {type(make).__name__}; {MAKE_OPTIMIZER}")
-    with needs_no_values(lambda: "the optimizer: it", "leave out fused=True, or give its bytes as reserve="):
-        optimizer = _make_optimizer(make, shards.values())
-        for group in optimizer.param_groups:
-            if foreach and group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = True  # torch's default depends on the device, which is META here
-        take_step(optimizer, {path: torch.empty_like(shard) for path, shard in shards.items()}, shards)
-    return optimizer
-
-
-def _make_optimizer(make: MakeOptimizer, shards: Iterable[Tensor]) -> torch.optim.Optimizer:
     try:
         optimizer = make(shards)
     except TypeError as error:
@@ -63,13 +43,6 @@ def _make_optimizer(make: MakeOptimizer, shards: Iterable[Tensor]) -> torch.opti
             f"forward and backward again; leave out optimizer=, and give its bytes as reserve="
         )
     return optimizer
-
-
-def _named_state(optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of each state, as in ``blocks.0.up.weight: exp_avg``."""
-    for path, shard in shards.items():
-        for name, value in optimizer.state.get(shard, {}).items():
-            yield from ((f"{path}: {name}", tensor) for tensor in tree_iter(value) if isinstance(tensor, Tensor))
 
 
 def take_step(
@@ -139,11 +112,25 @@ class Rehearsal(LocalState):
         return slot
 
     def _stepped_once(self, make: MakeOptimizer, *, foreach: bool) -> torch.optim.Optimizer:
-        """Return the optimizer of the shards, whose state a first step has allocated."""
-        with Watch(self.slots) as watch:
-            optimizer = optimizer_at_rest(make, self.shards, foreach=foreach)
-        names = {watch.record(tensor): name for name, tensor in reversed(list(_named_state(optimizer, self.shards)))}
-        nbytes = dict(watch.taken())
+        """Return the optimizer of the shards, whose state a first step has allocated.
+
+        ``foreach`` is True if torch chooses foreach by default for the shards: plain tensors on CUDA, not DTensors.
+        """
+        action = "leave out fused=True, or give its bytes as reserve="
+        with Watch(self.slots) as watch, needs_no_values(lambda: "the optimizer: it", action):
+            optimizer = _make_optimizer(make, self.shards.values())
+            for group in optimizer.param_groups:
+                if foreach and group.get("foreach", False) is None and not group.get("fused"):
+                    group["foreach"] = True  # torch's default depends on the device, which is META here
+            take_step(optimizer, {path: torch.empty_like(shard) for path, shard in self.shards.items()}, self.shards)
+        states = [
+            (f"{path}: {name}", tensor)  # such as "blocks.0.up.weight: exp_avg"
+            for path, shard in self.shards.items()
+            for name, value in optimizer.state.get(shard, {}).items()
+            for tensor in tree_iter(value)
+            if isinstance(tensor, Tensor)
+        ]
+        names, nbytes = {watch.record(tensor): name for name, tensor in reversed(states)}, dict(watch.taken())
         for address, slot in watch.alive().items():
             self.slots[address] = ~len(self.at_rest)
             self.at_rest.append(Storage(Holds.OPTIMIZER, nbytes[slot], names.get(slot, "all parameters")))

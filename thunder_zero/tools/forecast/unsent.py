@@ -80,21 +80,19 @@ TRANSPORTS: Mapping[str, Callable[[ProcessGroup], Transport]] = {
 }
 
 
-def _transport(plan: Plan, backend: str) -> TaggedTransport:
-    """Return the transport of the plan's rank; ``backend`` is a key of ``TRANSPORTS``."""
-    axes = {over: plan.mesh.over(over) for over in (SHARD, REPLICATE, ALL, TENSOR)}
-    groups = {over: ProcessGroup(HashStore(), axis.place, axis.size) for over, axis in axes.items()}
-    transports = {
-        over: SingleRank() if group.size() == 1 else TRANSPORTS[backend](group) for over, group in groups.items()
-    }
-    return TaggedTransport(transports, "the model", groups[ALL], announces=False)
-
-
 class UnsentWire(Wire):
-    """A wire without peers. Tensors for host memory are also on ``device``, the meta device."""
+    """A wire without peers, for the plan's rank. Tensors for host memory are also on ``device``, the meta device.
+
+    ``backend`` is a key of ``TRANSPORTS``.
+    """
 
     def __init__(self, plan: Plan, backend: str, device: torch.device) -> None:
-        super().__init__(_transport(plan, backend), plan, device)
+        axes = {over: plan.mesh.over(over) for over in (SHARD, REPLICATE, ALL, TENSOR)}
+        groups = {over: ProcessGroup(HashStore(), axis.place, axis.size) for over, axis in axes.items()}
+        transports = {
+            over: SingleRank() if group.size() == 1 else TRANSPORTS[backend](group) for over, group in groups.items()
+        }
+        super().__init__(TaggedTransport(transports, "the model", groups[ALL], announces=False), plan, device)
         self._piece = PIECE if backend == "gloo" else PIECE_ON_GPU
         # Build the encodings' tables now, so that no forecast counts them: they stay in the process.
         for block in {param.reduce_format.block for param in plan.params if param.reduce_format}:
