@@ -196,18 +196,14 @@ def cross_entropy(logits: Tensor) -> Tensor:
 class NamedModel:
     """A model that :func:`thunder_zero.tools.plan_training` makes itself, for sequences of any length.
 
-    Attributes:
-        name: the name in tables and messages.
-        make: a function from the length of a sequence to a module. Its forward takes tokens (batch, length).
-        sequence_length: the default number of tokens of a sequence.
-        loss: a function from the result of forward to the loss (default: cross entropy of logits).
-        tp_plan: a plan for torch's ``parallelize_module``, or None if the model cannot be sliced.
+    ``make`` is a function from the length of a sequence to a module, whose forward takes tokens (batch, length).
+    ``tp_plan`` is a plan for torch's ``parallelize_module``, or None if the model cannot be sliced.
     """
 
-    name: str
+    name: str  # the name in tables and messages
     make: Callable[[int], nn.Module] = field(repr=False)
-    sequence_length: int
-    loss: Callable[[Any], Tensor] = field(default=cross_entropy, repr=False)
+    sequence_length: int  # the default number of tokens of a sequence
+    loss: Callable[[Any], Tensor] = field(default=cross_entropy, repr=False)  # a function from the result of forward
     tp_plan: dict[str, ParallelStyle] | None = field(default=None, hash=False, repr=False)
 
 

@@ -32,15 +32,10 @@ Points = tuple[tuple[float, float], ...]  # a curve: (size, seconds) pairs, of a
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A device's link, on which it sends and receives at the same time and at equal speeds.
+    """A device's link, on which it sends and receives at the same time and at equal speeds."""
 
-    Attributes:
-        bytes_per_second: bytes that the device sends per second, over all physical links together.
-        latency_seconds: latency of one step of a ring.
-    """
-
-    bytes_per_second: float
-    latency_seconds: float = 0.0
+    bytes_per_second: float  # bytes that the device sends per second, over all physical links together
+    latency_seconds: float = 0.0  # latency of one step of a ring
 
     def __post_init__(self) -> None:
         _require_positive("bytes_per_second", self.bytes_per_second)
@@ -81,31 +76,22 @@ class Cost:
 class Device:
     """A device of a machine, and its links to other devices.
 
-    Attributes:
-        name: the name in messages and tables.
-        flops_per_second: FLOP/s of dense matrix products, keyed by dtype name (``"bfloat16"``).
-        memory_bytes_per_second: speed of reading and writing the device's memory.
-        memory_bytes: size of the device's memory.
-        intra_node: the link to the other devices of the node.
-        inter_node: the link to other nodes, if any.
-        devices_per_node: number of devices of a node.
-        overlaps: True if collectives run while the device computes. Otherwise compute waits at each launch.
-        curves: the curves of a machine that :func:`thunder_zero.tools.calibrate` measured. Then FLOP/s, memory and link
-            have the best rates, and ``devices_per_node`` is the number of measured ranks. The seconds of products over
-            FLOPs are keyed by ``"matmul float32"``, of other work over bytes of memory traffic by ``"pointwise"``, and
-            of collectives over the bytes that the busiest rank sends by ``"gather"``, ``"scatter"`` or ``"all_reduce"``
-            with ``"launch"`` and ``"finish"`` (the launch and the wait on the compute lane), ``"wire"``, ``"taken"``
-            (compute's loss while it is in flight), and ``"tensor"`` (the launch of each further tensor of a bucket).
+    A machine that :func:`thunder_zero.tools.calibrate` measured has ``curves``. Then FLOP/s, memory and link have the
+    best rates, and ``devices_per_node`` is the number of measured ranks. The seconds of products over FLOPs are keyed
+    by ``"matmul float32"``, of other work over bytes of memory traffic by ``"pointwise"``, and of collectives over the
+    bytes that the busiest rank sends by ``"gather"``, ``"scatter"`` or ``"all_reduce"`` with ``"launch"`` and
+    ``"finish"`` (the launch and the wait on the compute lane), ``"wire"``, ``"taken"`` (compute's loss while it is in
+    flight), and ``"tensor"`` (the launch of each further tensor of a bucket).
     """
 
-    name: str
-    flops_per_second: Mapping[str, float] = field(hash=False)
-    memory_bytes_per_second: float
-    memory_bytes: int
-    intra_node: Link
-    inter_node: Link | None = None
+    name: str  # the name in messages and tables
+    flops_per_second: Mapping[str, float] = field(hash=False)  # of dense products, keyed by dtype name (``"bfloat16"``)
+    memory_bytes_per_second: float  # speed of reading and writing the device's memory
+    memory_bytes: int  # size of the device's memory
+    intra_node: Link  # the link to the other devices of the node
+    inter_node: Link | None = None  # the link to other nodes, if any
     devices_per_node: int = 8
-    overlaps: bool = True
+    overlaps: bool = True  # True if collectives run while the device computes. Otherwise compute waits at each launch.
     curves: Mapping[str, Points] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:

@@ -76,23 +76,14 @@ class Storage:
 
 @dataclass(frozen=True, repr=False)
 class Memory:
-    """The memory of one rank in one training step, in bytes of tensors' storages.
+    """The memory of one rank in one training step, in bytes of tensors' storages."""
 
-    Attributes:
-        lines: the lines of the step, with ``reserve`` in their bytes alive.
-        storages: the storages, in the order of their allocation.
-        plan: the plan of the traces. Functions of the policy, such as ``unit_of``, are removed.
-        at_peak: the storages that are alive at the peak, largest first.
-        reserve: bytes that are added to every figure.
-        excluded: descriptions of the parts of a step that the forecast leaves out.
-    """
-
-    lines: tuple[Row, ...] = field(hash=False)
-    storages: tuple[Storage, ...]
-    plan: Plan
-    at_peak: tuple[Storage, ...]
-    reserve: int
-    excluded: tuple[str, ...]
+    lines: tuple[Row, ...] = field(hash=False)  # the lines of the step, with ``reserve`` in their bytes alive
+    storages: tuple[Storage, ...]  # in the order of their allocation
+    plan: Plan  # the plan of the traces. Functions of the policy, such as ``unit_of``, are removed
+    at_peak: tuple[Storage, ...]  # the storages that are alive at the peak, largest first
+    reserve: int  # bytes that are added to every figure
+    excluded: tuple[str, ...]  # descriptions of the parts of a step that the forecast leaves out
 
     def __repr__(self) -> str:
         line = self.peak_line

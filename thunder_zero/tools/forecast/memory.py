@@ -55,7 +55,6 @@ def memory(
     >>> tz.tools.memory(traces, loss=lambda logits: loss_of(logits, targets), optimizer=torch.optim.AdamW).peak
 
     Args:
-        model_or_traces: the result of :func:`thunder_zero.trace`, or a model with ZeroTransform that was called.
         shapes: new shapes of inputs, by name, as for :func:`thunder_zero.tools.resized`. New shapes need no
             compilation, for example in a search for the largest batch that fits.
         loss: a function from the result of forward to the loss, if forward does not return the loss. The forecast
@@ -86,7 +85,7 @@ def recorder_of(
     accumulating: bool = False,
     reserve: int = 0,
 ) -> Recorder:
-    """Return the records of a program for training with a loss. The arguments are those of :func:`memory`."""
+    """Return the records of a program for training with a loss. The arguments are as for :func:`memory`."""
     backend = backend_of(traces) if backend is None else backend
     if backend not in TRANSPORTS:
         raise ValueError(f"backend is {backend!r}; choose one of {', '.join(map(repr, TRANSPORTS))}")

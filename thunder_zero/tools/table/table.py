@@ -36,23 +36,14 @@ from thunder.core.module import ThunderModule
 
 @dataclass(frozen=True)
 class Table:
-    """The lines of one program's step, in the order in which they run.
+    """The lines of one program's step, in the order in which they run."""
 
-    Attributes:
-        traces: the program.
-        lines: the rows of all lines.
-        memory: the forecast of memory, if any.
-        time: the times of operations, forecast or measured, if any.
-        spans: (index of the row, span) pairs of the times, in their order.
-        no_memory: the reason why there is no forecast of memory, if one was tried.
-    """
-
-    traces: Traces
-    lines: tuple[Row, ...]
-    memory: Memory | None = None
-    time: Estimate | None = None
-    spans: tuple[tuple[int, Span], ...] = ()
-    no_memory: str = ""
+    traces: Traces  # the program
+    lines: tuple[Row, ...]  # the rows of all lines
+    memory: Memory | None = None  # the forecast of memory, if any
+    time: Estimate | None = None  # the times of operations, forecast or measured, if any
+    spans: tuple[tuple[int, Span], ...] = ()  # (index of the row, span) pairs of the times, in their order
+    no_memory: str = ""  # the reason why there is no forecast of memory, if one was tried
 
     def __repr__(self) -> str:
         return summed_up(self, f"{len(self.lines)} rows; {place_of(self.traces.plan)}")
@@ -115,8 +106,7 @@ def step_table(
     >>> table = tz.tools.step_table(traces, device="h100")
     >>> sum(row.sent or 0 for row in table.rows(where=lambda row: row.unit == "blocks.0"))
 
-    Args:
-        loss, optimizer: as for :func:`thunder_zero.tools.memory` (default: the step has no loss and no optimizer).
+    ``loss`` and ``optimizer`` are as for :func:`thunder_zero.tools.memory` (default: the step has none).
     """
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     recorder, memory, no_memory = recorder_of(traces, loss, optimizer), None, ""
@@ -136,7 +126,7 @@ def table_of(
     rows = memory.lines if memory else tuple(traced_rows(traces, codes=codes))
     if time is None:
         return Table(traces, rows, memory)
-    places = operation_places(traces, time)
+    places = _places(traces, time)
     added = {place for place in places if isinstance(place, str)} - {row.phase for row in rows}
     ordered = in_order(rows, {phase: AROUND[phase] for phase in added})
     table = Table(traces, tuple(ordered), memory, time)
@@ -144,17 +134,18 @@ def table_of(
     return replace(table, lines=tuple(_with_times(ordered, spans)), spans=spans)
 
 
-def operation_places(traces: Traces, time: Estimate) -> tuple[int | str, ...]:
+def _places(traces: Traces, time: Estimate) -> list[int | str]:
     """Return each timed operation's position in ``traces.timeline``, or its phase outside the traces."""
-    ops, index = traces.timeline.ops, 0
+    ops = traces.timeline.ops
     places: list[int | str] = []
+    index = 0
     for op in time.timeline.ops:
         if index < len(ops) and op is ops[index]:
             places.append(index)
             index += 1
         else:
             places.append(DIGESTS if index == 0 else LOSS if index < len(ops) - 1 else OPTIMIZER_STEP)
-    return tuple(places)
+    return places
 
 
 def _with_times(rows: Iterable[Row], spans: Iterable[tuple[int, Span]]) -> Iterator[Row]:

@@ -67,9 +67,7 @@ def estimate(
     Args:
         device: a :class:`~thunder_zero.tools.Device`, a key of ``tz.tools.DEVICES`` such as ``"h100"``, or the path of
             a file (``.json``) from ``thunder-zero calibrate``.
-        loss: a function from the result of forward to the loss (default: no loss).
-        optimizer: a class of optimizers, or a function from parameters to an optimizer (default: no optimizer). The
-            cost of a loss or an optimizer is the sum over its operators.
+        loss, optimizer: as for :func:`thunder_zero.tools.memory` (default: none). The cost is the sum over operators.
     """
     if not isinstance(traces, Traces):
         raise TypeError(f"estimate takes Traces, got {type(traces).__name__}; pass what trace or traces_of returns")
@@ -78,19 +76,12 @@ def estimate(
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """The time of forward and backward in a step, and of the loss and the optimizer if :func:`estimate` received them.
+    """The time of a step: of forward and backward, and of the loss and the optimizer if :func:`estimate` had them."""
 
-    Attributes:
-        timeline: the operations.
-        device: the device that runs the operations.
-        costs: the cost of each operation.
-        model_seconds: time of the model's FLOPs at the device's peak, without recomputation.
-    """
-
-    timeline: Timeline
-    device: Device
-    costs: tuple[Cost, ...]
-    model_seconds: float
+    timeline: Timeline  # the operations
+    device: Device  # the device that runs them
+    costs: tuple[Cost, ...]  # the cost of each operation
+    model_seconds: float  # time of the model's FLOPs at the device's peak, without recomputation
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
