@@ -102,10 +102,10 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/measure.py",  NOT,    NOT,     IMPORT,  rooms("plan schedule comm sharded traces capture")),
     Room("tools/format_errors.py",IMPORT,NOT,  IMPORT,  rooms("comm sharded traces capture tools/printing")),
     Room("tools/compiled_programs.py", IMPORT, NOT, IMPORT, rooms("plan traces capture tools/printing")),
-    Room("tools/forecast/unsent.py",IMPORT,IMPORT,NOT,rooms("encodings plan comm sharded")),
+    Room("tools/forecast/rehearsal.py",IMPORT,IMPORT,IMPORT,rooms("encodings plan comm compat sharded traces")),
     Room("tools/forecast/",   IMPORT, NOT,     IMPORT,  rooms("plan schedule traces compat sharded "
                                                               "capture tools/printing tools/table/rows "
-                                                              "tools/table/lines tools/forecast/unsent")),
+                                                              "tools/table/lines tools/forecast/rehearsal")),
     Room("tools/time/",       NOT,    NOT,     NOT,     rooms("plan schedule traces capture tools/printing "
                                                               "tools/devices tools/forecast")),
     Room("tools/table/",      NOT,    NOT,     IMPORT,  rooms("plan schedule traces capture tools/printing "

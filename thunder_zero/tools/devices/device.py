@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
 from math import isfinite
@@ -263,16 +263,9 @@ H100 = Device(
     intra_node=Link(450e9, NVLINK),
     inter_node=Link(50e9, NETWORK),
 )
-H200 = Device(
-    # https://www.nvidia.com/en-us/data-center/h200 (data sheet, SXM): an H100 with more memory, of the size that
-    # nvidia-smi reports
-    name="H200",
-    flops_per_second=H100.flops_per_second,
-    memory_bytes_per_second=4.8e12,
-    memory_bytes=143_771 * MiB,
-    intra_node=H100.intra_node,
-    inter_node=H100.inter_node,
-)
+# https://www.nvidia.com/en-us/data-center/h200 (data sheet, SXM): an H100 with more memory, of the size that nvidia-smi
+# reports
+H200 = replace(H100, name="H200", memory_bytes_per_second=4.8e12, memory_bytes=143_771 * MiB)
 TPU_V2 = Device(
     # A chip: Jouppi et al., A Domain-Specific Supercomputer for Training Deep Neural Networks, 2020: four links of
     # 496 Gbit/s each way, 16 GiB at 700 GB/s, a pod of 256; Google's announcement: 180 TFLOP/s for four chips

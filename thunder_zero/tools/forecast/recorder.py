@@ -123,8 +123,7 @@ class Recorder:
                 named = dict(zip(read_by(line), read, strict=True))
                 self._run(line, named, watch)
                 written = [named[name] for name in written_by(line)]
-            events = watch.taken()
-            outputs = tuple(map(watch.placed, written))
+            events, outputs = watch.taken(), tuple(map(watch.placed, written))
             held = {slot for slot, _ in outputs}
             kept = frozenset(slot for slot in watch.alive().values() if slot >= len(values) and slot not in held)
         return Record((events,), outputs, kept)
@@ -227,11 +226,8 @@ class Recorder:
     def _record_optimizer(self) -> tuple[Event, ...]:
         optimizer, shards, params = self.rehearsal.optimizer, self.rehearsal.shards, self.rehearsal.params
         assert optimizer is not None, "there is a step to record"
-        rows = {
-            path: torch.empty(params[path].rows.shape, dtype=shards[path].dtype, device=META)
-            for path, _ in self.traces.timeline.gradients
-            if path in shards
-        }
+        paths = [path for path, _ in self.traces.timeline.gradients if path in shards]
+        rows = {path: torch.empty(params[path].rows.shape, dtype=shards[path].dtype, device=META) for path in paths}
         with Watch(self.rehearsal.slots, list(rows.values())) as watch, self._in_step:
             take_step(optimizer, {path: params[path].gradient(grad) for path, grad in rows.items()}, shards)
             events: tuple[Event, ...] = watch.taken()
