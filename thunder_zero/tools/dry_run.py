@@ -298,7 +298,9 @@ def export(
         if (path := replaced_parameter(graph, inputs)) is not None:
             return partial(_refuse, written_message(path))
         if for_gpu:
-            _attend_as_on_gpu(graph)
+            for node in graph.graph.find_nodes(op="call_function", target=scaled_dot_product_attention):
+                node.target = _attention
+            graph.recompile()
         paths, inputs = paths_of(inputs), with_slices(graph, inputs)
         joint = joint_of(graph, inputs, paths, plan)
 
@@ -354,17 +356,6 @@ def _marker(node: Any) -> Any:
     return shape_of(value) if isinstance(value, Tensor) else value
 
 
-def _attend_as_on_gpu(graph: fx.GraphModule) -> None:
-    """Change a graph of CPU tensors so that it calls the attention kernels that torch chooses on a GPU.
-
-    On a machine without a GPU torch would trace the CPU's kernel. For attention with dropout it would trace the
-    decomposed formula, whose saved values grow with the square of the sequence length.
-    """
-    for node in graph.graph.find_nodes(op="call_function", target=scaled_dot_product_attention):
-        node.target = _attention
-    graph.recompile()
-
-
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -375,10 +366,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute scaled_dot_product_attention as torch does on a GPU.
+    """Compute scaled_dot_product_attention as torch does on a GPU, also on a machine without one.
 
     Calls in half precision without a mask use the flash kernel. Other calls use the efficient kernel. Torch chooses
-    likewise (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``).
+    likewise (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``). On a CPU it would choose other kernels, and for
+    dropout the decomposed formula, whose saved values grow with the square of the sequence length.
     """
     if attn_mask is None and query.dtype in HALF and query.shape[-1] <= WIDEST:
         output: Tensor = FLASH(query, key, value, dropout_p, is_causal, False, scale=scale)[0]

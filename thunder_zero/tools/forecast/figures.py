@@ -52,23 +52,17 @@ COMPUTED = (Holds.SAVED, Holds.FULL_GRADIENT, Holds.LOSS, Holds.TEMPORARY)  # ki
 class Storage:
     """Memory that tensors share.
 
-    Attributes:
-        kind: the kind of data in the storage.
-        nbytes: the size of the storage.
-        name: a path for a parameter, a gradient or a buffer of the module. Optimizer state has the path and the key,
-            such as "blocks.0.up.weight: exp_avg". A collective's buffer has the parameters' label from ``print_trace``.
-            Every other storage has the name of a value of the trace.
-        module: path of the module whose parameter was used last before the allocation; "" if no parameter was used.
-        line: the allocating line's index in ``Memory.lines``; -1 if the storage exists before the step.
-        freed: the freeing line's index in ``Memory.lines``; None if the storage outlives the step.
+    Its name is a path for a parameter, a gradient or a buffer of the module. Optimizer state has the path and the key,
+    such as "blocks.0.up.weight: exp_avg". A collective's buffer has the parameters' label from ``print_trace``. Every
+    other storage has the name of a value of the trace.
     """
 
-    kind: Holds
+    kind: Holds  # the kind of data in the storage
     nbytes: int
     name: str
-    module: str = ""
-    line: int = -1
-    freed: int | None = None
+    module: str = ""  # path of the module whose parameter was used last before the allocation; "" if none was used
+    line: int = -1  # the allocating line's index in ``Memory.lines``; -1 if the storage exists before the step
+    freed: int | None = None  # the freeing line's index in ``Memory.lines``; None if the storage outlives the step
 
     def __repr__(self) -> str:
         return summed_up(self, f"{self.name}, {self.kind}, {size(self.nbytes)}")

@@ -1,4 +1,4 @@
-"""Makes a model's state out of meta tensors, with a wire that sends nothing. Forecasts run lines on it.
+"""Makes a model's state out of meta tensors, with a wire that sends nothing, to run lines on it.
 
 ::
 
