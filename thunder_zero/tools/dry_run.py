@@ -110,9 +110,8 @@ def trace(
         RuntimeError: dynamo captures forward as several graphs, or the module is under ``torch.compile`` or DDP.
     """
     if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
-        raise TypeError(
-            f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
-        )
+        name = type(module).__name__
+        raise TypeError(f"trace takes a plain torch module, got {name}; pass the module before thunder.jit")
     require_unwrapped(module)
     _refuse_unknown_arguments(module, kwargs)
     planned, slices = Mesh.of(8 if world_size is None else world_size, rank, replicas), dict[str, int]()
@@ -305,7 +304,9 @@ def export(
         joint = joint_of(graph, inputs, paths, plan)
 
         def run(*args: Any) -> Sequence[Any]:
-            markers = tuple(_marker(joint.results[position]) for position in joint.plain_outputs())
+            results = [joint.results[position] for position in joint.plain_outputs()]
+            values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in results]
+            markers = tuple(shape_of(value) if isinstance(value, Tensor) else value for value in values)
             captures.append((joint, inputs, paths, markers))
             return markers
 
@@ -349,11 +350,6 @@ def _number_message(name: str, number: fx.Node) -> str:
         f"forward of {name} reads a number from a tensor{where}, where dynamo ends a graph, and a trace shows one "
         f"graph; keep it a tensor, or train a step of tz.compile and read tz.traces_of(model, graph=0)"
     )
-
-
-def _marker(node: Any) -> Any:
-    value = node.meta["val"] if isinstance(node, fx.Node) else node
-    return shape_of(value) if isinstance(value, Tensor) else value
 
 
 def _attention(

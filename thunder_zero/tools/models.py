@@ -68,11 +68,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Return the attention's output for ``x`` (batch, length, width), in the shape of ``x``."""
         batch, length, _ = x.shape
+        linears = self.query, self.key, self.value
         # -1, because under tensor parallelism a rank has only a part of the heads.
-        query, key, value = (
-            linear(x).view(batch, length, -1, self.head).transpose(1, 2)
-            for linear in (self.query, self.key, self.value)
-        )
+        query, key, value = (linear(x).view(batch, length, -1, self.head).transpose(1, 2) for linear in linears)
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
         y = F.scaled_dot_product_attention(query, self._repeat(key), self._repeat(value), is_causal=True)

@@ -123,12 +123,8 @@ class Device:
             processes = "one process" if self.devices_per_node == 1 else _ranks(self.devices_per_node)
             return folded(f"{self.name}, {processes}, each {', '.join([*flops, f'memory {memory}', *wires])}")
         links = {"in a node": self.intra_node, "between nodes": self.inter_node}
-        parts = [
-            f"{self.name}: {size(self.memory_bytes)} at {memory}",
-            *flops,
-            f"{self.devices_per_node} in a node",
-            *(f"{count(link.bytes_per_second)}B/s {place}" for place, link in links.items() if link),
-        ]
+        parts = [f"{self.name}: {size(self.memory_bytes)} at {memory}", *flops, f"{self.devices_per_node} in a node"]
+        parts += [f"{count(link.bytes_per_second)}B/s {place}" for place, link in links.items() if link]
         return folded(", ".join(parts))
 
     def seconds(self, flops: float, dtype: str, traffic_bytes: float, work: str = "") -> float:
@@ -191,11 +187,10 @@ class Device:
                 f"{self.name} has no link to other nodes, but {ranks} ranks {stride} apart need more than the "
                 f"{self.devices_per_node} devices of one; give Device.inter_node"
             )
-        members = max(1, self.devices_per_node // stride)
-        fastest = min(self.intra_node.bytes_per_second, members * self.inter_node.bytes_per_second)
+        members, inside, outside = max(1, self.devices_per_node // stride), self.intra_node, self.inter_node
         leaving = -(-ranks // members) - 1  # number of the ring's ranks - 1 steps that leave a node
-        on_the_way = (ranks - 1 - leaving) * self.intra_node.latency_seconds + leaving * self.inter_node.latency_seconds
-        return Link(fastest, on_the_way / (ranks - 1))
+        seconds = (ranks - 1 - leaving) * inside.latency_seconds + leaving * outside.latency_seconds
+        return Link(min(inside.bytes_per_second, members * outside.bytes_per_second), seconds / (ranks - 1))
 
 
 def rising(points: Iterable[tuple[float, float]]) -> Points:
@@ -304,11 +299,7 @@ CHOICES = f"one of {', '.join(DEVICES)}, the path of a file that calibrate wrote
 
 
 def device_of(device: Device | str | PathLike[str]) -> Device:
-    """Return the device that an argument names.
-
-    The argument is a device, a key of ``tz.tools.DEVICES`` such as ``"h100"`` or ``"H100"``, or the path of a JSON
-    file. :func:`thunder_zero.tools.save_device` and ``thunder-zero calibrate`` write such files.
-    """
+    """Return the device that an argument names, by a key of ``DEVICES`` such as ``"H100"``, or a JSON file's path."""
     if isinstance(device, Device):
         return device
     if not isinstance(device, str | PathLike):

@@ -1,7 +1,6 @@
 """``tz.tools.memory``: forecasts the memory of a training step from the traces that will run.
 
-In: traces. Out: :class:`Memory`, with the bytes alive after each line, the first and last line of each storage, and
-the peak. Tools that show a forecast beside traces call :func:`require_forecast_of` first.
+In: traces. Out: :class:`Memory`. Tools that show a forecast beside traces call :func:`require_forecast_of` first.
 """
 
 from __future__ import annotations

@@ -56,12 +56,7 @@ class Record:
 
 
 class Recorder:
-    """The records of the lines of a program. A line is recorded when a schedule first needs it.
-
-    Attributes:
-        of_loss, steps: the loss, and whether an optimizer was given.
-        tangents: the names of the gradients of forward's outputs.
-    """
+    """The records of the lines of a program. A line is recorded when a schedule first needs it."""
 
     def __init__(
         self,
@@ -73,7 +68,8 @@ class Recorder:
         accumulating: bool = False,
     ) -> None:
         self.traces, self.plan, self.backend, self.of_loss = traces, traces.plan, backend, loss
-        self.steps, self.tangents = optimizer is not None, [proxy.name for proxy in tangents_of(traces)]
+        self.steps = optimizer is not None  # True if an optimizer was given
+        self.tangents = [proxy.name for proxy in tangents_of(traces)]  # the gradients of forward's outputs
         self._in_loss, self._in_step = Operators("loss"), Operators("optimizer", backward=True)
         self._rehearse = partial(Rehearsal, traces, backend, optimizer, accumulating=accumulating)
         self._records: dict[object, Any] = {}  # with the lines whose ids are in the keys
@@ -86,10 +82,6 @@ class Recorder:
     @cached_property
     def _runtime(self) -> ModelRuntime:
         return ModelRuntime(self.rehearsal)
-
-    @cached_property
-    def _functions(self) -> dict[str, Any]:
-        return functions_of(self._runtime, self.plan)
 
     def line(self, op: Compute | Defer, values: Sequence[Any]) -> Record:
         """Return the record of a line. ``values`` has what it reads: layouts of tensors, and other values."""
@@ -138,7 +130,7 @@ class Recorder:
             elif self._copies(line):
                 run_convolution(line, values, watch.record)
             else:
-                run_line(line, self._functions, values)
+                run_line(line, functions_of(self._runtime, self.plan), values)
 
     def _copies(self, line: Any) -> bool:
         return self.backend != "nccl" and work_of(line) is Work.CONVOLUTION

@@ -81,15 +81,6 @@ class Rehearsal(LocalState):
 
     The rehearsed step follows an optimizer's step. So ZeRO-1 refreshes all parameters, and parameters that stay
     unsharded after a micro-batch (``reshard_after_backward=False``) are gathered again.
-
-    Attributes:
-        at_rest: the storages of this state, of the optimizer and of the inputs; None in host memory. Slot ``~0`` is the
-            first.
-        slots: the slots, keyed by address.
-        before: the slots of gradients that were deferred before the step, keyed by path.
-        inputs: the inputs of forward, keyed by name.
-        shards: the shards whose optimizer state is on the device, keyed by path.
-        optimizer: steps these shards, if any.
     """
 
     def __init__(self, traces: Traces, backend: str, make: MakeOptimizer | None, *, accumulating: bool) -> None:
@@ -110,9 +101,11 @@ class Rehearsal(LocalState):
             self.synced = traces.facts.synced
             self.expire(self.params.values())
         trained = [param for param in self.params.values() if param.planned.requires_grad]
+        # The shards whose optimizer state is on the device, keyed by path. The optimizer, if any, steps them.
         self.shards = {param.path: param.shard for param in trained if not plan.rests_on_host(param.planned)}
+        # The storages of this state, of the optimizer and of the inputs; None in host memory. Slot ~0 is the first.
         self.at_rest: list[Storage | None] = []
-        self.slots: dict[int, int] = {}
+        self.slots: dict[int, int] = {}  # keyed by address
         self._tensors: list[Tensor] = []  # keeps these addresses
         for path, param in self.params.items():
             self._add(param.rows, Holds.PARAMETER, path, counts=not plan.rests_on_host(param.planned))
@@ -120,7 +113,7 @@ class Rehearsal(LocalState):
             self._add(param.full_value(), Holds.PARAMETER, param.path)
         on_cuda = backend == "nccl" and not STAGES[plan.policy.stage].sharded
         self.optimizer = self._stepped_once(make, foreach=on_cuda) if make is not None and self.shards else None
-        deferred = trained if accumulating else []
+        deferred = trained if accumulating else []  # before the step
         self.before = {param.path: self._add(full_gradient(param), Holds.DEFERRED, param.path) for param in deferred}
         self.inputs = dict(self._inputs(traces))
 

@@ -159,17 +159,12 @@ class Watch(TorchDispatchMode):
 
 
 class Operators(TorchDispatchMode):
-    """Records each operator of torch that runs inside the block, such as of a loss, as an operation of a timeline.
-
-    Attributes:
-        ops: the operations. Every read and every write of a value gets a new name.
-        values: the sizes and dtypes of values.
-    """
+    """Records each operator of torch that runs inside the block, such as of a loss, as an operation of a timeline."""
 
     def __init__(self, name: str, *, backward: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Compute] = []
-        self.values: dict[str, Value] = {}
+        self.values: dict[str, Value] = {}  # every read and every write of a value has a new name
         self._name, self._backward = name, backward
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -59,8 +59,8 @@ class Table:
     @cached_property
     def place(self) -> dict[int | str, int]:
         """The index of the row of each operation of ``traces.timeline``, and of each phase without a trace."""
-        keys = ((row.phase if row.position < 0 else row.op, index) for index, row in enumerate(self.lines))
-        return {key: index for key, index in keys if key is not None}
+        keys = (row.phase if row.position < 0 else row.op for row in self.lines)
+        return {key: index for index, key in enumerate(keys) if key is not None}
 
     def of(self, op: int) -> Row:
         """Return the row of an operation of ``traces.timeline``."""

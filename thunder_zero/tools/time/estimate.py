@@ -177,12 +177,9 @@ def step_time(timeline: Timeline, device: Device, *, model: Timeline | None = No
 
 def model_seconds(timeline: Timeline, device: Device) -> list[float]:
     """Return the time of each operation's FLOPs at the device's peak, or 0 for a recomputed operation."""
-    return [
-        op.flops / device.peak(compute_dtype(op, timeline))
-        if isinstance(op, Compute) and op.flops and not op.repeated
-        else 0.0
-        for op in timeline.ops
-    ]
+    flops = (op.flops if isinstance(op, Compute) and not op.repeated else 0 for op in timeline.ops)
+    pairs = zip(flops, timeline.ops, strict=True)
+    return [count / device.peak(compute_dtype(op, timeline)) if count else 0.0 for count, op in pairs]
 
 
 def simulate(timeline: Timeline, costs: Sequence[Cost], device: Device) -> tuple[Span, ...]:
