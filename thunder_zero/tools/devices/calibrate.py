@@ -92,12 +92,15 @@ def calibrate(
     with doing("calibrate"):
         with nullcontext() if group is None else all_or_none(group, "to calibrate"):
             _require(seconds, dtypes, group)
-        calibration, rounds, end = Calibration(group, dtypes), 0, monotonic() + seconds
+        calibration, rounds, go_on, end = Calibration(group, dtypes), 0, True, monotonic() + seconds
         with show_status("calibrating:") as show:
-            while _of_rank_0(rounds < LEAST_ROUNDS or monotonic() < end, group):
+            while go_on:
                 rounds += 1
                 show(f"round {rounds}, {max(end - monotonic(), 0):.0f} s left")
                 calibration.round()
+                go_on = rounds < LEAST_ROUNDS or monotonic() < end
+                if group is not None:  # all ranks run an equal number of rounds
+                    go_on = broadcast_object_from_rank_0(go_on, group)
         return calibration.device()
 
 
@@ -116,11 +119,6 @@ def _require(seconds: float, dtypes: Sequence[torch.dtype], group: ProcessGroup 
         raise ValueError(f"dtypes is {dtypes!r}; give floating-point dtypes, such as [torch.float32]")
     if group is not None and not speaks_gloo(group):
         raise ValueError("calibrate measures CPUs on gloo; give a process group of gloo")
-
-
-def _of_rank_0(go_on: bool, group: ProcessGroup | None) -> bool:
-    """Return rank 0's answer, so that all ranks run an equal number of rounds."""
-    return go_on if group is None else broadcast_object_from_rank_0(go_on, group)
 
 
 def calibrate_to(path: Path, seconds: float) -> None:
@@ -152,10 +150,9 @@ class Calibration:
             if self._group is not None:
                 barrier(self._group)  # ranks share caches and memory, so they compute at the same time
             self._seconds[name, work].append(seconds_of(run, times) / lines)
-        if self._collectives is not None:
-            self._round_of_collectives(self._collectives)
-
-    def _round_of_collectives(self, collectives: Collectives) -> None:
+        collectives = self._collectives
+        if collectives is None:
+            return
         for kind, sent in product(TIMES, SIZES):
             for name, seconds in collectives.time(kind, sent).items():
                 self._seconds[f"{kind} {name}", sent].append(seconds)
@@ -305,12 +302,9 @@ class Collectives:
         is the time from the first launch to the end of the last wait of ``BURST`` collectives.
         """
         start = self._starts[kind, sent]
-        barrier(self._group)
-        alone = timeit(lambda: start().wait(), number=1)
-        barrier(self._group)
-        launch, finish = _launch_and_finish(start, 1.3 * alone + 0.002)
-        barrier(self._group)
-        burst = timeit(lambda: [handle.wait() for handle in [start() for _ in range(BURST)]], number=1)
+        alone = self._together(lambda: start().wait())
+        launch, finish = self._launch_and_finish(start, 1.3 * alone + 0.002)
+        burst = self._together(lambda: [handle.wait() for handle in [start() for _ in range(BURST)]])
         return {"launch": launch, "finish": finish, "burst": burst}
 
     def time_slowdown(self, kind: str, wire: float, held: float) -> float:
@@ -329,18 +323,28 @@ class Collectives:
             for handle in handles:
                 handle.wait()
 
-        barrier(self._group)
-        alone_seconds = timeit(compute, number=1)
-        barrier(self._group)
-        return (timeit(overlapped, number=1) - alone_seconds) / OVERLAPPED - held
+        alone_seconds = self._together(compute)
+        return (self._together(overlapped) - alone_seconds) / OVERLAPPED - held
 
     def seconds_a_tensor(self, kind: str) -> float:
         """Return the seconds that each further tensor adds to the launch and wait of a small bucket."""
-        start_one, start_many = (self._start_of(kind, SIZES[0], tensors) for tensors in (1, SMALL))
+        starts = [self._start_of(kind, SIZES[0], tensors) for tensors in (1, SMALL)]
+        one, many = (sum(self._launch_and_finish(start, 0.005)) for start in starts)
+        return max(many - one, 0.0) / (SMALL - 1)
+
+    def _together(self, run: Call) -> float:
+        """Return the seconds of a run that all ranks begin together."""
         barrier(self._group)
-        seconds_of_one = sum(_launch_and_finish(start_one, 0.005))
+        return timeit(run, number=1)
+
+    def _launch_and_finish(self, start: Callable[[], Waitable], pause: float) -> tuple[float, float]:
+        """Return the seconds of a launch and of its wait, after a pause in which all messages arrive."""
         barrier(self._group)
-        return max(sum(_launch_and_finish(start_many, 0.005)) - seconds_of_one, 0.0) / (SMALL - 1)
+        before = perf_counter()
+        handle = start()
+        launch = perf_counter() - before
+        sleep(pause)
+        return launch, timeit(handle.wait, number=1)
 
     def _start_of(self, kind: str, sent: int, tensors: int = 1) -> Callable[[], Waitable]:
         """Return a function that launches a bucket. The busiest rank sends ``sent`` bytes of the bucket."""
@@ -352,12 +356,3 @@ class Collectives:
             return partial(transport.all_gather, [torch.ones(rows // world, SENT_COLUMNS) for _ in shapes], shapes)
         launch = transport.reduce_scatter if kind == "scatter" else transport.all_reduce
         return partial(launch, [torch.ones(shape) for shape in shapes])
-
-
-def _launch_and_finish(start: Callable[[], Waitable], pause: float) -> tuple[float, float]:
-    """Return the seconds of a launch and of its wait, after a pause in which all messages arrive."""
-    before = perf_counter()
-    handle = start()
-    launch = perf_counter() - before
-    sleep(pause)
-    return launch, timeit(handle.wait, number=1)
