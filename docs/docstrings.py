@@ -1,6 +1,7 @@
 """Makes the package's docstrings Markdown for the API reference.
 
-Roles become links, ``>>>`` lines become code, and arguments that share a sentence get one each.
+Roles become links, ``>>>`` lines become code, arguments that share a sentence get one each, and the comment of a field
+is its docstring.
 mkdocs.yml names this module as an extension of griffe, which reads the package for mkdocstrings without importing it.
 """
 
@@ -41,6 +42,9 @@ def rewrite(owner: griffe.Object, public: set[str]) -> None:
         if isinstance(member, griffe.Alias):
             continue
         rewrite(member, public)
+        if member.is_attribute and owner.is_class and not member.docstring:
+            comment = member.source.partition("  # ")[2]
+            member.docstring = griffe.Docstring(comment[:1].upper() + comment[1:]) if comment else None
     if owner.docstring:
         owner.docstring.value = as_markdown(owner.docstring.value, public)
 

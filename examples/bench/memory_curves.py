@@ -82,7 +82,7 @@ def step_of(memory: tz.tools.Memory) -> Step:
         for kind, values in alive.items():
             values.append(shown.get(kind, 0) / MiB)
         edges.append(edges[-1] + (len(lines) * WIDE[line.phase] if line.phase in WIDE else 1))
-    return Step(edges, alive, [highest / MiB for highest in memory.curve], borders)
+    return Step(edges, alive, [(line.highest or 0) / MiB for line in lines], borders)
 
 
 def points_of(step: Step, measured: Measured) -> list[tuple[float, float]]:
@@ -129,7 +129,8 @@ def save(stages: Mapping[int, tuple[tz.tools.Memory, Measured]], path: Path = PI
         panel.set_ylabel("MiB of rank 0", color=INK)
     for panel in panels[1]:
         panel.set_xlabel("the lines of the step, in the order in which they run", color=INK)
-    panels[0][0].set_ylim(0, 1.25 * max(max(memory.curve) for memory, _ in stages.values()) / MiB)
+    highest = max(line.highest or 0 for memory, _ in stages.values() for line in memory.lines)
+    panels[0][0].set_ylim(0, 1.25 * highest / MiB)
     figure.legend(
         handles=legend_of([memory for memory, _ in stages.values()]), loc="outside right center", frameon=False
     )

@@ -202,7 +202,7 @@ def test_the_curves_have_the_measured_points(tmp_path: Path) -> None:
         memory = tz.tools.memory(traces, loss=lambda y: y.square().mean(), optimizer=torch.optim.AdamW)
         parts = {FORWARD: Added(10, 20), LOSS: Added(20, 20), BACKWARD: Added(30, 5000), OPTIMIZER: Added(40, 50)}
         steps[stage] = (memory, Measured(memory.at_rest, 2048, parts))
-        peak = memory.curve.index(memory.peak)
+        peak = [line.highest for line in memory.lines].index(memory.peak)
         step, result = step_of(memory), points_of(step_of(memory), steps[stage][1])
         assert [round(y * memory_table.MiB) - memory.at_rest for _, y in result] == [2048, 2058, 7048, 2078, 50]
         assert step.edges[peak] < result[2][0] < step.edges[peak + 1]

@@ -21,7 +21,7 @@ from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.traffic import gather_traffic
 from thunder_zero.schedule import Gather
-from thunder_zero.tools.time.costs import costs_of
+from thunder_zero.tools.time.estimate import costs_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = max(high - low for low, high in pairwise(LEVELS)) / 2

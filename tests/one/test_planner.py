@@ -22,8 +22,7 @@ from tests.harness.errors import refused
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.tools.cli import main
 from thunder_zero.tools.forecast.figures import Holds
-from thunder_zero.tools.models.decoder import DecoderSizes, Llama
-from thunder_zero.tools.models.named import LLAMA_STYLES, cross_entropy
+from thunder_zero.tools.models import LLAMA_STYLES, DecoderSizes, Llama, cross_entropy
 from thunder_zero.tools.plan.plan_training import OWN_SLICES, best_of
 from thunder_zero.tools.plan.programs import FusedAdamW, SubjectPrograms, sliced_copy
 from thunder_zero.tools.plan.subject import Subject, of_module, subject_of

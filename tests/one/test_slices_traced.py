@@ -26,7 +26,7 @@ from thunder_zero.plan.mesh import Mesh
 from thunder_zero.schedule.ops import Compute, Gather, Reduce, ends, starts_collective
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Lane
-from thunder_zero.tools.time.costs import ring
+from thunder_zero.tools.time.estimate import ring
 from thunder_zero.tools.views.page.measured import by_times
 from thunder_zero.tools.views.page.report import page_of
 

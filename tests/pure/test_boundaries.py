@@ -97,23 +97,22 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/table/rows.py",NOT,   NOT,     NOT,     rooms("plan schedule tools/printing")),
     Room("tools/table/lines.py",NOT,  NOT,     IMPORT,  rooms("traces tools/table/rows")),
     Room("tools/devices/",    IMPORT, IMPORT,  NOT,     rooms("plan schedule comm tools/printing")),
-    Room("tools/dry_capture.py",IMPORT,NOT,    NOT,     rooms("plan compat sharded capture")),
     Room("tools/dry_run.py",  IMPORT, IMPORT,  IMPORT,  rooms("plan schedule compat comm traces sharded capture "
-                                                              "tools/devices tools/dry_capture")),
+                                                              "tools/devices")),
     Room("tools/measure.py",  NOT,    NOT,     IMPORT,  rooms("plan schedule comm sharded traces capture")),
     Room("tools/format_errors.py",IMPORT,NOT,  IMPORT,  rooms("comm sharded traces capture tools/printing")),
     Room("tools/compiled_programs.py", IMPORT, NOT, IMPORT, rooms("plan traces capture tools/printing")),
-    Room("tools/forecast/unsent.py",IMPORT,IMPORT,NOT,rooms("encodings plan comm sharded")),
+    Room("tools/forecast/rehearsal.py",IMPORT,IMPORT,IMPORT,rooms("encodings plan comm compat sharded traces")),
     Room("tools/forecast/",   IMPORT, NOT,     IMPORT,  rooms("plan schedule traces compat sharded "
                                                               "capture tools/printing tools/table/rows "
-                                                              "tools/table/lines tools/forecast/unsent")),
+                                                              "tools/table/lines tools/forecast/rehearsal")),
     Room("tools/time/",       NOT,    NOT,     NOT,     rooms("plan schedule traces capture tools/printing "
                                                               "tools/devices tools/forecast")),
     Room("tools/table/",      NOT,    NOT,     IMPORT,  rooms("plan schedule traces capture tools/printing "
                                                               "tools/devices tools/time tools/forecast "
                                                               "tools/table/rows tools/table/lines")),
     Room("tools/from_file.py",IMPORT, NOT,     NOT,     rooms("compat")),
-    Room("tools/models/",     IMPORT, IMPORT,  NOT,     NOTHING),
+    Room("tools/models.py",     IMPORT, IMPORT,  NOT,     NOTHING),
     Room("tools/plan/fit.py", IMPORT, TYPES,   IMPORT,  rooms("plan schedule comm traces capture tools/printing "
                                                               "tools/dry_run tools/forecast")),
     Room("tools/plan/",       IMPORT, IMPORT,  NOT,     rooms("plan comm schedule traces capture tools/printing "
@@ -233,7 +232,7 @@ def test_a_room_imports_only_what_it_may() -> None:
             "import thunder_zero.traces.lift",
             "tools/printing/a.py imports thunder_zero.traces.lift",
         ),
-        ("optim/a.py", "from thunder_zero.tools.time import costs", "optim/a.py imports thunder_zero.tools.time.costs"),
+        ("optim/a.py", "from thunder_zero.tools.time import lanes", "optim/a.py imports thunder_zero.tools.time.lanes"),
         ("traces/lift.py", "from torch import distributed as dist", "traces/lift.py imports torch.distributed"),
         ("traces/lift.py", "import torch\ntorch.distributed.barrier()", "traces/lift.py imports torch.distributed"),
         ("compat/casts.py", "from lightning.fabric import Fabric", "compat/casts.py imports lightning.fabric.Fabric"),

@@ -20,10 +20,8 @@ from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.ops import Compute, Reduce, Wait, Work
 from thunder_zero.schedule.timeline import Timeline, Value
 from thunder_zero.tools.devices.calibrate import wire_seconds
-from thunder_zero.tools.devices.device import Cost, Device, Lane, Link, rising, seconds_at
-from thunder_zero.tools.devices.named import load_device, save_device
-from thunder_zero.tools.time.costs import costs_of
-from thunder_zero.tools.time.estimate import step_time
+from thunder_zero.tools.devices.device import Cost, Device, Lane, Link, load_device, rising, save_device, seconds_at
+from thunder_zero.tools.time.estimate import costs_of, step_time
 from thunder_zero.tools.time.lanes import Lanes
 
 LINE = ((0.0, 0.0), (100.0, 1.0))

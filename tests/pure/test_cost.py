@@ -19,10 +19,8 @@ from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.ops import Compute, Gather, Launch, Op, Reduce, Wait, Work
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Timeline, Value
-from thunder_zero.tools.devices.device import Cost, Device, Lane, Link
-from thunder_zero.tools.devices.named import A100, DEVICES, H100, TPU_V2
-from thunder_zero.tools.time.costs import compute_dtype, costs_of, ring, traffic_bytes
-from thunder_zero.tools.time.estimate import simulate, step_time
+from thunder_zero.tools.devices.device import A100, DEVICES, H100, TPU_V2, Cost, Device, Lane, Link
+from thunder_zero.tools.time.estimate import compute_dtype, costs_of, ring, simulate, step_time, traffic_bytes
 from thunder_zero.tools.time.lanes import Lanes
 
 PLAN = Plan(Policy(3), Mesh.of(2), ())

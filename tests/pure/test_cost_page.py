@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from thunder_zero.tools.devices.named import DEVICES
+from thunder_zero.tools.devices.device import DEVICES
 
 PAGE = (Path(__file__).parents[2] / "docs/cost-model.md").read_text()
 

@@ -27,7 +27,7 @@ from tests.harness.models import Mlp
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.comm.small_collectives import broadcast
-from thunder_zero.tools.models.decoder import DecoderSizes, Llama
+from thunder_zero.tools.models import DecoderSizes, Llama
 from thunder_zero.tools.plan.training_plan import MeshShape, PlanRow, code_of
 
 import thunder

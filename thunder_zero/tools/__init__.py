@@ -21,11 +21,11 @@ if TYPE_CHECKING:  # the public names, which are imported when they are first us
     from thunder_zero.tools.convert.consolidate import consolidate as consolidate
     from thunder_zero.tools.convert.shard_safetensors import shard_safetensors as shard_safetensors
     from thunder_zero.tools.devices.calibrate import calibrate as calibrate
+    from thunder_zero.tools.devices.device import DEVICES as DEVICES
     from thunder_zero.tools.devices.device import Device as Device
     from thunder_zero.tools.devices.device import Link as Link
-    from thunder_zero.tools.devices.named import DEVICES as DEVICES
-    from thunder_zero.tools.devices.named import load_device as load_device
-    from thunder_zero.tools.devices.named import save_device as save_device
+    from thunder_zero.tools.devices.device import load_device as load_device
+    from thunder_zero.tools.devices.device import save_device as save_device
     from thunder_zero.tools.dry_run import fake_mesh as fake_mesh
     from thunder_zero.tools.forecast.figures import Holds as Holds
     from thunder_zero.tools.forecast.figures import Memory as Memory
@@ -35,8 +35,8 @@ if TYPE_CHECKING:  # the public names, which are imported when they are first us
     from thunder_zero.tools.forecast.resized import resized as resized
     from thunder_zero.tools.format_errors import wire_error as wire_error
     from thunder_zero.tools.measure import measure_times as measure_times
-    from thunder_zero.tools.models.named import MODELS as MODELS
-    from thunder_zero.tools.models.named import NamedModel as NamedModel
+    from thunder_zero.tools.models import MODELS as MODELS
+    from thunder_zero.tools.models import NamedModel as NamedModel
     from thunder_zero.tools.plan.fit import DoesNotFit as DoesNotFit
     from thunder_zero.tools.plan.fit import fit as fit
     from thunder_zero.tools.plan.plan_training import plan_training as plan_training

@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from thunder_zero.tools.devices.named import DEVICES
-from thunder_zero.tools.models.named import MODELS
+from thunder_zero.tools.devices.device import DEVICES
+from thunder_zero.tools.models import MODELS
 from thunder_zero.tools.table.rows import PHASES
 from thunder_zero.tools.views.selection import ONLY
 

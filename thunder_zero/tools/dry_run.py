@@ -1,43 +1,56 @@
 """``tz.trace``: traces any rank of any world in one process, without a process group.
 
-In: a module and inputs. Out: ``Traces``. ``tz.tools.fit`` and ``tz.tools.plan_training`` trace a module under many
-policies, although dynamo captures the module only once.
+In: a module and inputs. Out: ``Traces``. The module never runs: dynamo captures it once, from tensors without memory.
+``tz.tools.fit`` and ``tz.tools.plan_training`` trace it under many policies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import signature
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.functional import scaled_dot_product_attention
+from torch.types import py_sym_types
 from torch.utils._pytree import tree_map_only
 
 from thunder_zero.capture.arguments import Fuser, check_arguments, did_you_mean, require_known
-from thunder_zero.capture.convert import Converted, convert
-from thunder_zero.capture.programs import Mode, program_of
+from thunder_zero.capture.convert import Converted, convert, returned_message, written_message
+from thunder_zero.capture.graphs import paths_of, replaced_parameter
+from thunder_zero.capture.joint import joint_of, with_slices
+from thunder_zero.capture.programs import Mode, program_of, restoring
+from thunder_zero.capture.proxies import source_of
 from thunder_zero.capture.refusals import require_unwrapped
 from thunder_zero.comm.group import has_groups
 from thunder_zero.comm.slices import mesh_and_slices, require_in_plan
+from thunder_zero.compat import aot, dynamo
 from thunder_zero.compat.plans_of_transformers import left_to_plan
-from thunder_zero.compat.private import clear_dtensor_caches
+from thunder_zero.compat.private import clear_dtensor_caches, dynamo_config
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.sharded.casts import cast_inputs, casting_borders
-from thunder_zero.sharded.placeholders import placeholder_of, require_plain_tensors, set_tensor
-from thunder_zero.tools.devices.device import Device
-from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.dry_capture import export, shape_of
+from thunder_zero.sharded.placeholders import (
+    Placeholder,
+    path_of,
+    placeholder_of,
+    require_plain_tensors,
+    require_unhooked,
+    set_tensor,
+    without_memory,
+)
+from thunder_zero.sharded.reduce import tensors_in
+from thunder_zero.tools.devices.device import Device, device_of
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.pipeline import lifted, outlined, shard, thunder_context
 from thunder_zero.traces.symbols import JointTrace, Runtime, ZeroExecutor
@@ -46,6 +59,15 @@ from thunder.core.module import ThunderModule
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
+
+
+CPU = torch.device("cpu")
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
+EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default
+HALF, WIDEST = (torch.float16, torch.bfloat16), 256
+# A module's graph with its backward; for each input, the path of a parameter or None; paths of buffers and unplanned
+# parameters, by the position of the input; and what builds the result of forward from the outputs of the forward trace
+Exported = tuple[aot.Joint, Sequence[str | None], Mapping[int, str], Callable[[Sequence[Any]], Any]]
 
 
 def trace(
@@ -72,10 +94,8 @@ def trace(
         module: a plain module. A module on the meta device is traced for the CPU, and only shapes and dtypes of tensor
             arguments count. Traces for CUDA need a module on a CUDA device: the kernels of attention and of fusers
             depend on the device.
-        args, kwargs: the arguments of the module's forward.
         policy: the sharding: a :class:`~thunder_zero.Policy`, or a stage 0-3.
         world_size: number of ranks of a replica (default: 8).
-        rank: the rank to trace.
         replicas: number of replicas of the model, each with ``world_size`` ranks (hybrid sharding).
         mesh, dp_mesh_dims: a mesh in place of ``world_size``, ``rank`` and ``replicas``, as for
             :func:`thunder_zero.compile`. A module sliced by torch's ``parallelize_module`` needs a mesh.
@@ -86,20 +106,12 @@ def trace(
         device: a device such as ``"h100"`` (default: the module's device). The sizes that the policy leaves open and
             the operators of attention depend on ``device``. All other lines depend on the module's device.
 
-    Returns:
-        The forward and backward traces, their timeline and the plan.
-
     Raises:
-        TypeError: ``module`` is not a plain module, ``policy`` is not a policy, ``device`` is not a device, or forward
-            does not take an argument.
-        ValueError: the stage, ``world_size``, ``rank`` or ``replicas`` is out of range, or is given beside a mesh. Or
-            the module has no parameters, or has slices that do not fit the mesh.
         RuntimeError: dynamo captures forward as several graphs, or the module is under ``torch.compile`` or DDP.
     """
     if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
-        raise TypeError(
-            f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
-        )
+        name = type(module).__name__
+        raise TypeError(f"trace takes a plain torch module, got {name}; pass the module before thunder.jit")
     require_unwrapped(module)
     _refuse_unknown_arguments(module, kwargs)
     planned, slices = Mesh.of(8 if world_size is None else world_size, rank, replicas), dict[str, int]()
@@ -110,9 +122,6 @@ def trace(
         planned, slices, partial = mesh_and_slices(module, mesh, dp_mesh_dims)
     source = ProgramSource(module, args, kwargs, policy, planned, synced, fuse, device, slices, partial, dynamic)
     return source.under(policy)
-
-
-CPU = torch.device("cpu")
 
 
 class ProgramSource:
@@ -255,10 +264,7 @@ def fake_mesh(shape: Sequence[int], names: Sequence[str] = ("dp", "tp"), *, rank
     >>> with tz.tools.fake_mesh((4, 2)) as mesh:
     ...     traces = tz.trace(parallelize_module(module, mesh["tp"], plan), tokens, mesh=mesh)
 
-    Args:
-        shape: number of ranks along each dimension.
-        names: names of the dimensions, data dimensions first, as for :func:`thunder_zero.compile`.
-        rank: the rank of this process.
+    The names of the dimensions are in the order of :func:`thunder_zero.compile`: data dimensions first.
     """
     if not 0 <= rank < prod(shape):
         raise ValueError(f"rank is {rank!r}; the mesh has the ranks 0 to {prod(shape) - 1}")
@@ -272,3 +278,108 @@ def fake_mesh(shape: Sequence[int], names: Sequence[str] = ("dp", "tp"), *, rank
         dist.destroy_process_group()
         # Meshes of two ranks are equal, so DTensor would give the next rank this rank's sizes of uneven slices.
         clear_dtensor_caches()
+
+
+def export(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], plan: Plan, *, for_gpu: bool, dynamic: bool
+) -> Exported:
+    """Capture a module's forward. Raise RuntimeError if it is not one graph, or reads a number from a tensor.
+
+    With ``for_gpu``, the GPU's attention kernels are used even if tensors are on the CPU. With ``dynamic``, the
+    arguments' sizes are symbols.
+    """
+    name = type(module).__name__
+    captures: list[tuple[aot.Joint, Sequence[Any], Sequence[str | None], Sequence[Any]]] = []
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        # Here dynamo captures a number that is read from a tensor. In training dynamo breaks the graph there.
+        values = ((node, node.meta.get("example_value")) for node in graph.graph.nodes)
+        numbers = [node for node, value in values if isinstance(value, py_sym_types) and aot.hint(value) is None]
+        if numbers:
+            return partial(_refuse, _number_message(name, numbers[0]))
+        if (path := replaced_parameter(graph, inputs)) is not None:
+            return partial(_refuse, written_message(path))
+        if for_gpu:
+            for node in graph.graph.find_nodes(op="call_function", target=scaled_dot_product_attention):
+                node.target = _attention
+            graph.recompile()
+        paths, inputs = paths_of(inputs), with_slices(graph, inputs)
+        joint = joint_of(graph, inputs, paths, plan)
+
+        def run(*args: Any) -> Sequence[Any]:
+            results = [joint.results[position] for position in joint.plain_outputs()]
+            values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in results]
+            markers = tuple(shape_of(value) if isinstance(value, Tensor) else value for value in values)
+            captures.append((joint, inputs, paths, markers))
+            return markers
+
+        return run
+
+    capturing = partial(dynamo.capturing, [], (Placeholder, Memoryless))
+    captured = dynamo.capture(module, backend, capturing, dynamic=dynamic, whole=True)
+    with dynamo_config.patch(specialize_float=True):  # such as the epsilon of a norm
+        returned = captured(*args, **kwargs)
+    if not captures:
+        raise RuntimeError(f"forward of {name} computes nothing with tensors, so there is no trace of it")
+    require_unhooked(module.parameters())
+    for tensor in tensors_in(returned):
+        if (path := path_of(tensor)) is not None:
+            raise RuntimeError(returned_message(path))
+    joint, inputs, paths, markers = captures[-1]
+    names = {id(tensor): name for name, tensor in (*module.named_buffers(), *module.named_parameters())}
+    unplanned = ((position, id(value)) for position, value in enumerate(inputs) if not paths[position])
+    buffers = {position: names[key] for position, key in unplanned if key in names}
+    return joint, paths, buffers, restoring(returned, markers, joint.plain_outputs())
+
+
+class Memoryless(Tensor):
+    """A contiguous tensor without memory, for code that is captured but not run. No operator accepts it."""
+
+
+def shape_of(tensor: Tensor) -> Tensor:
+    """Return a CPU tensor or parameter without memory, with the shape and dtype of ``tensor``."""
+    kind = nn.Parameter if isinstance(tensor, nn.Parameter) else Memoryless
+    return without_memory(kind, tensor, tensor.dtype, CPU)
+
+
+def _refuse(message: str, *inputs: Any) -> NoReturn:
+    raise RuntimeError(message)
+
+
+def _number_message(name: str, number: fx.Node) -> str:
+    file, positions = source_of(number)
+    where = f" at {file}:{positions.lineno}" if positions else ""
+    return (
+        f"forward of {name} reads a number from a tensor{where}, where dynamo ends a graph, and a trace shows one "
+        f"graph; keep it a tensor, or train a step of tz.compile and read tz.traces_of(model, graph=0)"
+    )
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute scaled_dot_product_attention as torch does on a GPU, also on a machine without one.
+
+    Calls in half precision without a mask use the flash kernel. Other calls use the efficient kernel. Torch chooses
+    likewise (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``). On a CPU it would choose other kernels, and for
+    dropout the decomposed formula, whose saved values grow with the square of the sequence length.
+    """
+    if attn_mask is None and query.dtype in HALF and query.shape[-1] <= WIDEST:
+        output: Tensor = FLASH(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return output
+    if enable_gqa:
+        key, value = (heads.repeat_interleave(query.shape[-3] // heads.shape[-3], -3) for heads in (key, value))
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    output = EFFICIENT(query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale)[0]
+    return output

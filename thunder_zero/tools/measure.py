@@ -13,7 +13,6 @@ from thunder_zero.comm.collective_tags import CollectiveTag
 from thunder_zero.comm.small_collectives import all_gather_object, barrier
 from thunder_zero.plan.policy import Times, is_count
 from thunder_zero.schedule.ops import Gather, Wait, ends
-from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.sharded.sharded_model import tagged
 from thunder_zero.sharded.state import State
 from thunder_zero.sharded.waits import Waited
@@ -27,21 +26,12 @@ Seconds = dict[str, float]
 def measure_times(model: ThunderModule, step: Callable[[], object], steps: int = 3) -> Times:
     """Measure a model's compute between gathers, and the speed of its gathers.
 
-    All ranks call this function, and get equal times: medians over steps, averaged over ranks, with three digits. The
-    model trains as usual in ``step``. Then every bucket is gathered ``steps`` times without compute.
+    ``step`` runs a training step, with one forward and one backward of ``model``, which was called before. All ranks
+    call this function, and get equal times: medians over steps, averaged over ranks, with three digits. The model
+    trains as usual in ``step``. Then every bucket is gathered ``steps`` times without compute.
 
     >>> times = tz.tools.measure_times(model, step)
     >>> faster = thunder.jit(module, transforms=[tz.ZeroTransform(times=times)])
-
-    Args:
-        model: a model with ZeroTransform that was called.
-        step: a function that runs a training step, with one forward and one backward of ``model``.
-        steps: number of measured steps.
-
-    Raises:
-        TypeError: ``model`` is not a model with ZeroTransform, or ``step`` is not a function.
-        ValueError: ``steps`` is out of range.
-        RuntimeError: the model was not called yet, or ``step`` does not run one forward and one backward of the model.
     """
     state = zero_module(model).state
     with agree.all_or_none(state.group, "its arguments"):
@@ -61,20 +51,15 @@ def measure_times(model: ThunderModule, step: Callable[[], object], steps: int =
     with agree.all_or_none(state.group, "its step"):
         seconds = [computed(waits, expected) for waits in runs]
     phases = [{path: median(run[phase][path] for run in seconds) for path in seconds[0][phase]} for phase in (0, 1)]
-    values = [*phases[0].values(), *phases[1].values(), _bytes_per_second(state, timeline, steps)]
+    buckets = {op.params: timeline.traffic(op).busiest for op in timeline.ops if isinstance(op, Gather)}
+    nbytes, speed = sum(buckets.values()), inf  # bytes per second on the wire in separate gathers
+    if nbytes:
+        speed = nbytes / median(sum(_seconds_alone(state, paths) for paths in buckets) for _ in range(steps))
+    values = [*phases[0].values(), *phases[1].values(), speed]
     columns = zip(*all_gather_object(values, state.group), strict=True)  # rank order makes all means equal
     means = iter([float(f"{sum(column) / len(column):.3g}") for column in columns])
     forward, backward = ({path: next(means) for path in phase} for phase in phases)
     return Times(forward, backward, next(means))
-
-
-def _bytes_per_second(state: State, timeline: Timeline, rounds: int) -> float:
-    """Return the bytes per second on the wire in separate gathers; infinite without gathers."""
-    buckets = {op.params: timeline.traffic(op).busiest for op in timeline.ops if isinstance(op, Gather)}
-    nbytes = sum(buckets.values())
-    if not nbytes:
-        return inf
-    return nbytes / median(sum(_seconds_alone(state, paths) for paths in buckets) for _ in range(rounds))
 
 
 def _seconds_alone(state: State, paths: Sequence[str]) -> float:
@@ -94,12 +79,10 @@ def computed(waits: Sequence[Waited], expected: Sequence[tuple[str, bool, bool]]
     A gather gets the seconds between its wait and the next gather's wait, without waits for reductions. The last gather
     of a phase gets no seconds. If several buckets of a phase begin with one path, the path gets the shortest time.
 
-    Args:
-        waits: the waits of one step, in order.
-        expected: a (first path of the bucket, True for a gather, True in backward) tuple for each wait of the timeline.
+    ``expected`` has a (first path of the bucket, True for a gather, True in backward) tuple for each wait.
     """
-    ran = [_name(wait.path, wait.gather) for wait in waits]
-    planned = [_name(path, gather) for path, gather, _ in expected]
+    ran = [f"the {'gather' if wait.gather else 'reduction'} of {wait.path}" for wait in waits]
+    planned = [f"the {'gather' if gather else 'reduction'} of {path}" for path, gather, _ in expected]
     for number, (actual, wanted) in enumerate(zip_longest(ran, planned)):
         if actual != wanted:
             should = "should not run" if wanted is None else f"should end {wanted}"
@@ -116,7 +99,3 @@ def computed(waits: Sequence[Waited], expected: Sequence[tuple[str, bool, bool]]
             path = waits[wait].path
             seconds[phase][path] = min(sum(spans), seconds[phase].get(path, inf))
     return seconds
-
-
-def _name(path: str, gather: bool) -> str:
-    return f"the {'gather' if gather else 'reduction'} of {path}"

@@ -1,6 +1,9 @@
-"""Describes a machine: FLOP/s, memory, links, and on request measured curves.
+"""Describes a machine: FLOP/s, memory, links, measured curves. Has ready-made devices by name.
 
 ::
+
+    "h100"                                             -> DEVICES["h100"]
+    "laptop.json"  {"format": ..., "curves": {"matmul float32": [[131072, 2.5e-6], ...]}, ...}     -> a measured device
 
     seconds         .            a measured curve is constant below the first size, linear between sizes,
         |       . /              and proportional to the size beyond the last size
@@ -10,12 +13,16 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
 from math import isfinite
+from os import PathLike, fspath
+from pathlib import Path
+from types import MappingProxyType
 
 from thunder_zero.plan.amounts import size
 from thunder_zero.tools.printing.words import count, folded, summed_up
@@ -25,15 +32,10 @@ Points = tuple[tuple[float, float], ...]  # a curve: (size, seconds) pairs, of a
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A device's link, on which it sends and receives at the same time and at equal speeds.
+    """A device's link, on which it sends and receives at the same time and at equal speeds."""
 
-    Attributes:
-        bytes_per_second: bytes that the device sends per second, over all physical links together.
-        latency_seconds: latency of one step of a ring.
-    """
-
-    bytes_per_second: float
-    latency_seconds: float = 0.0
+    bytes_per_second: float  # bytes that the device sends per second, over all physical links together
+    latency_seconds: float = 0.0  # latency of one step of a ring
 
     def __post_init__(self) -> None:
         _require_positive("bytes_per_second", self.bytes_per_second)
@@ -74,34 +76,22 @@ class Cost:
 class Device:
     """A device of a machine, and its links to other devices.
 
-    Attributes:
-        name: the name in messages and tables.
-        flops_per_second: FLOP/s of dense matrix products, keyed by dtype name (``"bfloat16"``).
-        memory_bytes_per_second: speed of reading and writing the device's memory.
-        memory_bytes: size of the device's memory.
-        intra_node: the link to the other devices of the node.
-        inter_node: the link to other nodes, if any.
-        devices_per_node: number of devices of a node.
-        overlaps: True if collectives run while the device computes. Otherwise compute waits at each launch.
-        curves: the curves of a machine that :func:`thunder_zero.tools.calibrate` measured. Then FLOP/s, memory and link
-            have the best rates, and ``devices_per_node`` is the number of measured ranks. The seconds of products over
-            FLOPs are keyed by ``"matmul float32"``, of other work over bytes of memory traffic by ``"pointwise"``, and
-            of collectives over the bytes that the busiest rank sends by ``"gather"``, ``"scatter"`` or ``"all_reduce"``
-            with ``"launch"`` and ``"finish"`` (the launch and the wait on the compute lane), ``"wire"``, ``"taken"``
-            (compute's loss while it is in flight), and ``"tensor"`` (the launch of each further tensor of a bucket).
-
-    Raises:
-        ValueError: a number is not above 0, or a curve is missing or no curve.
+    A machine that :func:`thunder_zero.tools.calibrate` measured has ``curves``. Then FLOP/s, memory and link have the
+    best rates, and ``devices_per_node`` is the number of measured ranks. The seconds of products over FLOPs are keyed
+    by ``"matmul float32"``, of other work over bytes of memory traffic by ``"pointwise"``, and of collectives over the
+    bytes that the busiest rank sends by ``"gather"``, ``"scatter"`` or ``"all_reduce"`` with ``"launch"`` and
+    ``"finish"`` (the launch and the wait on the compute lane), ``"wire"``, ``"taken"`` (compute's loss while it is in
+    flight), and ``"tensor"`` (the launch of each further tensor of a bucket).
     """
 
-    name: str
-    flops_per_second: Mapping[str, float] = field(hash=False)
-    memory_bytes_per_second: float
-    memory_bytes: int
-    intra_node: Link
-    inter_node: Link | None = None
+    name: str  # the name in messages and tables
+    flops_per_second: Mapping[str, float] = field(hash=False)  # of dense products, keyed by dtype name (``"bfloat16"``)
+    memory_bytes_per_second: float  # speed of reading and writing the device's memory
+    memory_bytes: int  # size of the device's memory
+    intra_node: Link  # the link to the other devices of the node
+    inter_node: Link | None = None  # the link to other nodes, if any
     devices_per_node: int = 8
-    overlaps: bool = True
+    overlaps: bool = True  # True if collectives run while the device computes. Otherwise compute waits at each launch.
     curves: Mapping[str, Points] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -133,21 +123,14 @@ class Device:
             processes = "one process" if self.devices_per_node == 1 else _ranks(self.devices_per_node)
             return folded(f"{self.name}, {processes}, each {', '.join([*flops, f'memory {memory}', *wires])}")
         links = {"in a node": self.intra_node, "between nodes": self.inter_node}
-        parts = [
-            f"{self.name}: {size(self.memory_bytes)} at {memory}",
-            *flops,
-            f"{self.devices_per_node} in a node",
-            *(f"{count(link.bytes_per_second)}B/s {place}" for place, link in links.items() if link),
-        ]
+        parts = [f"{self.name}: {size(self.memory_bytes)} at {memory}", *flops, f"{self.devices_per_node} in a node"]
+        parts += [f"{count(link.bytes_per_second)}B/s {place}" for place, link in links.items() if link]
         return folded(", ".join(parts))
 
     def seconds(self, flops: float, dtype: str, traffic_bytes: float, work: str = "") -> float:
         """Return the seconds of an operation: the larger of the seconds for its FLOPs and for its memory traffic.
 
         On a measured device, these are the seconds of its class of work, from its FLOPs if it has FLOPs.
-
-        Raises:
-            ValueError: the device has no FLOP/s for the dtype.
         """
         flops_per_second = self.peak(dtype) if flops else 1.0
         if not self.is_measured:
@@ -157,11 +140,7 @@ class Device:
         return seconds_at(self.curves.get(work, self.curves["pointwise"]), traffic_bytes)
 
     def peak(self, dtype: str) -> float:
-        """Return the peak FLOP/s of matrix products in a dtype.
-
-        Raises:
-            ValueError: the device has no FLOP/s for the dtype.
-        """
+        """Return the peak FLOP/s of matrix products in a dtype. Raise ValueError if the device has none for it."""
         if dtype not in self.flops_per_second:
             known = ", ".join(self.flops_per_second) or "no dtype"
             raise ValueError(
@@ -175,10 +154,6 @@ class Device:
 
         ``kind`` (``"gather"``, ``"scatter"``, ``"all_reduce"``) and ``tensors``, the number of tensors in the bucket,
         matter only for measured devices.
-
-        Raises:
-            ValueError: the ring leaves the node, and the device has no link to other nodes. Or this number of ranks was
-                not measured.
         """
         if not self.is_measured:
             return Cost(wire_seconds=self.ring(ranks, stride).seconds(nbytes, steps))
@@ -204,9 +179,6 @@ class Device:
         ``intra_node``. This is the speed of parallel rings that leave the node over separate links. The latency is the
         mean over the ring's steps. Steps out of a node have the latency of ``inter_node``, and all other steps have the
         latency of ``intra_node``.
-
-        Raises:
-            ValueError: the ring leaves the node, and the device has no link to other nodes.
         """
         if (ranks - 1) * stride < self.devices_per_node:
             return self.intra_node
@@ -215,11 +187,10 @@ class Device:
                 f"{self.name} has no link to other nodes, but {ranks} ranks {stride} apart need more than the "
                 f"{self.devices_per_node} devices of one; give Device.inter_node"
             )
-        members = max(1, self.devices_per_node // stride)
-        fastest = min(self.intra_node.bytes_per_second, members * self.inter_node.bytes_per_second)
+        members, inside, outside = max(1, self.devices_per_node // stride), self.intra_node, self.inter_node
         leaving = -(-ranks // members) - 1  # number of the ring's ranks - 1 steps that leave a node
-        on_the_way = (ranks - 1 - leaving) * self.intra_node.latency_seconds + leaving * self.inter_node.latency_seconds
-        return Link(fastest, on_the_way / (ranks - 1))
+        seconds = (ranks - 1 - leaving) * inside.latency_seconds + leaving * outside.latency_seconds
+        return Link(min(inside.bytes_per_second, members * outside.bytes_per_second), seconds / (ranks - 1))
 
 
 def rising(points: Iterable[tuple[float, float]]) -> Points:
@@ -258,3 +229,109 @@ def is_number(value: object) -> bool:
 
 def _ranks(number: int) -> str:
     return "one rank alone" if number == 1 else f"{number} ranks"
+
+
+MiB, GiB = 1 << 20, 1 << 30
+
+# Latency of a step of a ring: in NCCL's model 3.4 us over NVLink and 14 us over a network (hwLat, ring, simple
+# protocol, in src/graph/tuning.cc); in the scaling book about 1 us a hop of a TPU's links.
+NVLINK, NETWORK, ICI = 3.4e-6, 14e-6, 1e-6  # seconds
+
+# float32 is torch's default, without TF32. NVLink's 600 and 900 GB/s are the sums of both directions.
+A100 = Device(
+    # https://www.nvidia.com/en-us/data-center/a100 (data sheet, SXM 80 GB), without sparsity; a DGX A100 has a
+    # network card of 200 Gbit/s for each GPU; memory as nvidia-smi reports it for "A100-SXM4-80GB"
+    name="A100",
+    flops_per_second={"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12, "float64": 19.5e12},
+    memory_bytes_per_second=2.039e12,
+    memory_bytes=81_920 * MiB,
+    intra_node=Link(300e9, NVLINK),
+    inter_node=Link(25e9, NETWORK),
+)
+H100 = Device(
+    # https://www.nvidia.com/en-us/data-center/h100 (data sheet, SXM), without sparsity; a DGX H100 has a network card
+    # of 400 Gbit/s for each GPU; memory as nvidia-smi reports it for "H100 80GB HBM3"
+    name="H100",
+    flops_per_second={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 67e12},
+    memory_bytes_per_second=3.35e12,
+    memory_bytes=81_559 * MiB,
+    intra_node=Link(450e9, NVLINK),
+    inter_node=Link(50e9, NETWORK),
+)
+# https://www.nvidia.com/en-us/data-center/h200 (data sheet, SXM): an H100 with more memory, of the size that nvidia-smi
+# reports
+H200 = replace(H100, name="H200", memory_bytes_per_second=4.8e12, memory_bytes=143_771 * MiB)
+TPU_V2 = Device(
+    # A chip: Jouppi et al., A Domain-Specific Supercomputer for Training Deep Neural Networks, 2020: four links of
+    # 496 Gbit/s each way, 16 GiB at 700 GB/s, a pod of 256; Google's announcement: 180 TFLOP/s for four chips
+    name="TPU v2",
+    flops_per_second={"bfloat16": 4.5e13},
+    memory_bytes_per_second=7e11,
+    memory_bytes=16 * GiB,
+    intra_node=Link(2.48e11, ICI),
+    devices_per_node=256,
+)
+TPU_V5P = Device(
+    # A chip: https://cloud.google.com/tpu/docs/v5p; the links of one of its three axes, in both directions:
+    # https://jax-ml.github.io/scaling-book/tpus; 50 Gbit/s a chip between pods of 8,960
+    name="TPU v5p",
+    flops_per_second={"bfloat16": 4.59e14},
+    memory_bytes_per_second=2.765e12,
+    memory_bytes=95 * GiB,
+    intra_node=Link(1.8e11, ICI),
+    inter_node=Link(6.25e9, NETWORK),
+    devices_per_node=8960,
+)
+
+
+class Devices(dict[str, Device]):
+    """Devices keyed by name. The text form has a line for each device."""
+
+    def __repr__(self) -> str:
+        return "\n" + "\n".join(folded(f"{name!r}: {device}") for name, device in self.items())
+
+
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    Devices({"a100": A100, "h100": H100, "h200": H200, "tpu-v2": TPU_V2, "tpu-v5p": TPU_V5P})
+)
+
+CHOICES = f"one of {', '.join(DEVICES)}, the path of a file that calibrate wrote, or a thunder_zero.tools.Device"
+
+
+def device_of(device: Device | str | PathLike[str]) -> Device:
+    """Return the device that an argument names, by a key of ``DEVICES`` such as ``"H100"``, or a JSON file's path."""
+    if isinstance(device, Device):
+        return device
+    if not isinstance(device, str | PathLike):
+        raise TypeError(f"device is of type {type(device).__name__}; give {CHOICES}")
+    name = fspath(device)
+    if name.lower() in DEVICES:
+        return DEVICES[name.lower()]
+    if not Path(name).is_file():
+        raise ValueError(f"there is no device {name!r}; give {CHOICES}")
+    return load_device(name)
+
+
+FORMAT = "thunder_zero device 2"
+
+
+def load_device(path: str | Path) -> Device:
+    """Read a device from a file that ``save_device`` or ``thunder-zero calibrate`` has written."""
+    text = Path(path).read_text(errors="replace")
+    try:
+        data = json.loads(text)
+        if data.pop("format") != FORMAT:
+            raise ValueError(f"it is not of the format {FORMAT!r}")
+        links = {name: Link(**data[name]) for name in ("intra_node", "inter_node") if data[name] is not None}
+        curves = {name: tuple(map(tuple, curve)) for name, curve in data["curves"].items()}
+        return Device(**(data | links | {"curves": curves}))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        fault = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path} is no device, or damaged: {fault}; calibrate this machine again") from None
+
+
+def save_device(device: Device, path: str | Path) -> None:
+    """Write a device to a file."""
+    data = {"format": FORMAT, **asdict(device)}
+    lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in data.items())
+    Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -1,4 +1,1 @@
-"""Forecasts the memory of a step: runs the lines of its traces on meta tensors.
-
-The entry point is ``memory.py``.
-"""
+"""Forecasts the memory of a step: runs the lines of its traces on meta tensors."""

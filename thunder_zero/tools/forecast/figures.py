@@ -52,23 +52,17 @@ COMPUTED = (Holds.SAVED, Holds.FULL_GRADIENT, Holds.LOSS, Holds.TEMPORARY)  # ki
 class Storage:
     """Memory that tensors share.
 
-    Attributes:
-        kind: the kind of data in the storage.
-        nbytes: the size of the storage.
-        name: a path for a parameter, a gradient or a buffer of the module. Optimizer state has the path and the key,
-            such as "blocks.0.up.weight: exp_avg". A collective's buffer has the parameters' label from ``print_trace``.
-            Every other storage has the name of a value of the trace.
-        module: path of the module whose parameter was used last before the allocation; "" if no parameter was used.
-        line: the allocating line's index in ``Memory.lines``; -1 if the storage exists before the step.
-        freed: the freeing line's index in ``Memory.lines``; None if the storage outlives the step.
+    Its name is a path for a parameter, a gradient or a buffer of the module. Optimizer state has the path and the key,
+    such as "blocks.0.up.weight: exp_avg". A collective's buffer has the parameters' label from ``print_trace``. Every
+    other storage has the name of a value of the trace.
     """
 
-    kind: Holds
+    kind: Holds  # the kind of data in the storage
     nbytes: int
     name: str
-    module: str = ""
-    line: int = -1
-    freed: int | None = None
+    module: str = ""  # path of the module whose parameter was used last before the allocation; "" if none was used
+    line: int = -1  # the allocating line's index in ``Memory.lines``; -1 if the storage exists before the step
+    freed: int | None = None  # the freeing line's index in ``Memory.lines``; None if the storage outlives the step
 
     def __repr__(self) -> str:
         return summed_up(self, f"{self.name}, {self.kind}, {size(self.nbytes)}")
@@ -76,23 +70,14 @@ class Storage:
 
 @dataclass(frozen=True, repr=False)
 class Memory:
-    """The memory of one rank in one training step, in bytes of tensors' storages.
+    """The memory of one rank in one training step, in bytes of tensors' storages."""
 
-    Attributes:
-        lines: the lines of the step, with ``reserve`` in their bytes alive.
-        storages: the storages, in the order of their allocation.
-        plan: the plan of the traces. Functions of the policy, such as ``unit_of``, are removed.
-        at_peak: the storages that are alive at the peak, largest first.
-        reserve: bytes that are added to every figure.
-        excluded: descriptions of the parts of a step that the forecast leaves out.
-    """
-
-    lines: tuple[Row, ...] = field(hash=False)
-    storages: tuple[Storage, ...]
-    plan: Plan
-    at_peak: tuple[Storage, ...]
-    reserve: int
-    excluded: tuple[str, ...]
+    lines: tuple[Row, ...] = field(hash=False)  # the lines of the step, with ``reserve`` in their bytes alive
+    storages: tuple[Storage, ...]  # in the order of their allocation
+    plan: Plan  # the plan of the traces. Functions of the policy, such as ``unit_of``, are removed
+    at_peak: tuple[Storage, ...]  # the storages that are alive at the peak, largest first
+    reserve: int  # bytes that are added to every figure
+    excluded: tuple[str, ...]  # descriptions of the parts of a step that the forecast leaves out
 
     def __repr__(self) -> str:
         line = self.peak_line
@@ -100,11 +85,17 @@ class Memory:
 
     def __str__(self) -> str:
         """Return text in 100 columns: the peak's kinds and largest tensors, and the figures outside the peak."""
-        return _text_of(self, LARGEST)
+        return self.table(LARGEST)
 
-    def table(self) -> str:
-        """Return the text of ``str(self)``, but with all tensors that are alive at the peak."""
-        return _text_of(self, len(self.at_peak))
+    def table(self, tensors: int | None = None) -> str:
+        """Return the text of ``str(self)``, but with all tensors alive at the peak, or with the ``tensors`` largest."""
+        line = self.peak_line
+        lines = [clip(f"peak {size(self.peak)} in {line.phase}, at {_statement(line)}", WIDTH)]
+        lines += [f"{size(nbytes):>10}  {kind}" for kind, nbytes in self.by_kind.items()]
+        lines += [f"{size(self.reserve):>10}  reserve"] if self.reserve else []
+        lines.append(f"the largest of {len(self.at_peak)} tensors")
+        lines += [clip(_tensor(storage, self), WIDTH) for storage in self.at_peak[:tensors]]
+        return "\n".join([*lines, *(part for line in outside_of_the_peak(self) for part in wrap(line, WIDTH))])
 
     @cached_property
     def peak_line(self) -> Row:
@@ -147,21 +138,6 @@ class Memory:
             after.append({kind: alive[kind] for kind in Holds if alive[kind]})
         return after
 
-    @property
-    def curve(self) -> tuple[int, ...]:
-        """The most bytes alive in each line, with ``reserve``."""
-        return tuple(line.highest or 0 for line in self.lines)
-
-
-def _text_of(memory: Memory, max_tensors: int) -> str:
-    line = memory.peak_line
-    lines = [clip(f"peak {size(memory.peak)} in {line.phase}, at {_statement(line)}", WIDTH)]
-    lines += [f"{size(nbytes):>10}  {kind}" for kind, nbytes in memory.by_kind.items()]
-    lines += [f"{size(memory.reserve):>10}  reserve"] if memory.reserve else []
-    lines.append(f"the largest of {len(memory.at_peak)} tensors")
-    lines += [clip(_tensor(storage, memory), WIDTH) for storage in memory.at_peak[:max_tensors]]
-    return "\n".join([*lines, *(part for line in outside_of_the_peak(memory) for part in wrap(line, WIDTH))])
-
 
 def outside_of_the_peak(memory: Memory) -> list[str]:
     """Return lines of text: the figures at rest and in the optimizer's step, and the exclusions."""
@@ -175,13 +151,12 @@ def _tensor(storage: Storage, memory: Memory) -> str:
 
     If the storage has no module, the line names the phase.
     """
-    statement = ""
-    if storage.line >= 0 and storage.kind in COMPUTED:
-        statement = f": {_statement(memory.lines[storage.line])}"
     place = storage.name
-    if storage.kind in COMPUTED and storage.kind is not Holds.FULL_GRADIENT:
-        place = storage.module or memory.lines[storage.line].phase
-    return f"{size(storage.nbytes):>10}  {storage.kind:22} {place}{statement}"
+    if storage.kind in COMPUTED:
+        line = memory.lines[storage.line]
+        place = place if storage.kind is Holds.FULL_GRADIENT else storage.module or line.phase
+        place += f": {_statement(line)}" if storage.line >= 0 else ""
+    return f"{size(storage.nbytes):>10}  {storage.kind:22} {place}"
 
 
 def _statement(row: Row) -> str:

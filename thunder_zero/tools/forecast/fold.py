@@ -11,7 +11,7 @@ schedule of a program's lines takes milliseconds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Launch, Op, Reduce, Return, Wait, ends
@@ -44,72 +44,26 @@ class FoldedLine(NamedTuple):
     alive: int  # the bytes alive after it
 
 
-@dataclass
-class Storages:
-    """The storages of a step, and the bytes alive at each of its lines."""
-
-    lines: list[FoldedLine] = field(default_factory=list)
-    allocations: list[Allocation] = field(default_factory=list)  # in the order of their allocation
-    peak: int = 0  # the most bytes alive in forward, the loss and backward
-    until_peak: int = 0  # the number of events until the most bytes are alive
-    phase: str = "forward"
-    alive: int = 0  # the bytes alive now
-    highest: int = 0  # the most bytes alive since the line began
-    events: list[Allocation] = field(default_factory=list)  # what was allocated, or freed
-    uncounted: Allocation = field(default_factory=lambda: Allocation(0, Holds.TEMPORARY, -1, holds=1))
-
-    def play(self, events: Iterable[Event], frame: list[Allocation], kind: Holds, op: Op | None = None) -> None:
-        """Allocate and free the slots of a frame. It grows by the new ones."""
-        for slot, nbytes in events:
-            if nbytes == FREED:
-                self.release(frame[slot])
-                continue
-            frame += [self.uncounted] * (slot - len(frame))
-            frame.append(self.add(Allocation(nbytes, kind, len(self.lines), op=op)))
-
-    def add(self, allocation: Allocation) -> Allocation:
-        self.allocations.append(allocation)
-        self._count(allocation, allocation.nbytes)
-        return allocation
-
-    def release(self, allocation: Allocation) -> None:
-        allocation.holds -= 1
-        if allocation.holds <= 0:
-            self.free(allocation)
-
-    def free(self, allocation: Allocation) -> None:
-        if allocation.freed_by is None and allocation is not self.uncounted:
-            allocation.freed_by = len(self.lines)
-            self._count(allocation, -allocation.nbytes)
-
-    def _count(self, allocation: Allocation, nbytes: int) -> None:
-        self.events.append(allocation)
-        self.alive += nbytes
-        self.highest = max(self.highest, self.alive)
-        if self.alive > self.peak and self.phase != OPTIMIZER_STEP:
-            self.peak, self.until_peak = self.alive, len(self.events)
-
-    def end_line(self, op: Op | None) -> None:
-        self.lines.append(FoldedLine(self.phase, op, self.highest, self.alive))
-        self.highest = self.alive
-
-
-class Fold(Storages):
+class Fold:
     """A step, whose lines are folded in order."""
 
     def __init__(self, recorder: Recorder, timeline: Timeline) -> None:
-        super().__init__()
         self.recorder, self.timeline = recorder, timeline
-        self._names: dict[str, Allocation] = {}  # what names hold
+        self.lines: list[FoldedLine] = []
+        self.allocations: list[Allocation] = []  # in the order of their allocation
         self.values: dict[str, Any] = {}  # layouts of tensors; other values as they are
+        self.events: list[Allocation] = []  # what was allocated, or freed
+        self.peak = self.until_peak = 0  # the most bytes alive before the optimizer's step; the events until then
+        self._phase = "forward"
+        self._alive = self._highest = 0  # the bytes alive now; the most bytes alive since the line began
+        self._names: dict[str, Allocation] = {}  # what names hold
         self._in_flight: dict[str, tuple[Record, list[Allocation]]] = {}  # by handle
+        self._uncounted, rehearsal = Allocation(0, Holds.TEMPORARY, -1, holds=1), recorder.rehearsal
         self._at_rest = [
-            self.uncounted
-            if rest is None
-            else self.add(Allocation(rest.nbytes, rest.kind, -1, holds=1, name=rest.name))
-            for rest in recorder.rehearsal.at_rest
+            self._uncounted if rest is None else self._add(Allocation(rest.nbytes, rest.kind, -1, 1, name=rest.name))
+            for rest in rehearsal.at_rest
         ]
-        self._bind(recorder.rehearsal.inputs, recorder.rehearsal.inputs.values(), ())
+        self._bind(rehearsal.inputs, rehearsal.inputs.values(), ())
 
     def run(self) -> Fold:
         """Fold a step, with the loss and the optimizer's step."""
@@ -118,10 +72,10 @@ class Fold(Storages):
         if start == len(ops):
             return self
         self._run_loss()
-        self.phase = "backward"
+        self._phase = "backward"
         read = {name for op in ops[start:] for name in op.reads}
         self._drop(self.timeline.tangents - read)
-        self.end_line(None)
+        self._end_line(None)
         self._run_phase(ops[start:])
         gradients = {name for _, name in self.timeline.gradients}
         self._drop([name for name in self._names if name not in gradients])
@@ -140,13 +94,12 @@ class Fold(Storages):
                     self._wait(op)
                 case Free() if op is not freed:
                     self._drop(op.reads)
-                    self.end_line(op)
+                    self._end_line(op)
 
     def _run_line(self, op: Compute | Defer) -> None:
         record, frame = self.recorder.line(op, [self.values[name] for name in op.reads]), self._frame_of(op)
-        is_deferred = isinstance(op, Defer)
-        kind = Holds.DEFERRED if is_deferred else Holds.TEMPORARY
-        self.play(record.lines[0], frame, kind, op if is_deferred else None)
+        kind, allocator = (Holds.DEFERRED, op) if isinstance(op, Defer) else (Holds.TEMPORARY, None)
+        self._play(record.lines[0], frame, kind, allocator)
         for slot in record.kept:
             frame[slot].holds += 1
         self._bind(op.writes, record.outputs, frame)
@@ -155,7 +108,7 @@ class Fold(Storages):
         else:
             for name in op.writes:
                 self._names[name].name = self._names[name].name or name
-        self.end_line(op)
+        self._end_line(op)
 
     def _launch(self, op: Launch, following: Op) -> Op | None:
         """Fold the lines of a launch. Return the FREE that runs between them, after what it frees is encoded."""
@@ -165,14 +118,14 @@ class Fold(Storages):
         self._in_flight[op.handle] = record, frame
         freed = None
         for number, events in enumerate(record.lines):
-            self.play(events, frame, Holds.IN_FLIGHT, op)
+            self._play(events, frame, Holds.IN_FLIGHT, op)
             if not number:
                 self._note_full_gradients(op)
-            self.end_line(op)
+            self._end_line(op)
             if not number and len(record.lines) > 1 and isinstance(following, Free):
                 freed = following
                 self._drop(freed.reads)
-                self.end_line(freed)
+                self._end_line(freed)
         return freed
 
     def _frame_of(self, op: Compute | Defer | Launch) -> list[Allocation]:
@@ -184,28 +137,23 @@ class Fold(Storages):
         record, frame = self._in_flight.pop(op.launch.handle)
         *before, writes, after = record.wait
         for events in before:
-            self.play(events, frame, Holds.IN_FLIGHT, op)
-            self.end_line(op)
-        self.play(writes, frame, Holds.IN_FLIGHT, op)
-        self._arrive(op, record, frame)
-        self.play(after, frame, Holds.IN_FLIGHT, op)
-        for slot in record.lasting:
-            self.release(frame[slot])
-        self.end_line(op)
-
-    def _arrive(self, op: Wait, record: Record, frame: list[Allocation]) -> None:
-        """Bind what a wait writes, and label it."""
+            self._play(events, frame, Holds.IN_FLIGHT, op)
+            self._end_line(op)
+        self._play(writes, frame, Holds.IN_FLIGHT, op)
         for slot in record.kept:
             frame[slot].holds += 1
         self._bind(op.writes, record.outputs, frame)
-        plan = self.timeline.plan
         if not self.timeline.feeds_reduction(op):
-            kind = Holds.GATHERED if ends(op, Gather) else Holds.REDUCED_GRADIENT
+            plan, kind = self.timeline.plan, Holds.GATHERED if ends(op, Gather) else Holds.REDUCED_GRADIENT
             for name, path in zip(op.writes, op.params, strict=True):
                 self._relabel(name, Holds.IN_FLIGHT, kind, path)
                 if kind is Holds.REDUCED_GRADIENT and plan.rests_on_host(plan.by_name[path]):
-                    self.free(self._names[name])
-        self.end_line(op)
+                    self._free(self._names[name])
+        self._end_line(op)
+        self._play(after, frame, Holds.IN_FLIGHT, op)
+        for slot in record.lasting:
+            self._release(frame[slot])
+        self._end_line(op)
 
     def _note_full_gradients(self, op: Launch | Defer) -> None:
         if isinstance(op, Reduce | Defer) and not self.timeline.is_second_reduction(op):
@@ -224,39 +172,74 @@ class Fold(Storages):
         for allocation in frame:
             allocation.holds += 1
         self._drop([name for name in self._names if name not in returned.saves])
-        self.phase, self.highest = "loss", self.alive
+        self._phase, self._highest = "loss", self._alive
         for allocation in frame:
             if allocation.kind is Holds.TEMPORARY:
                 allocation.kind = Holds.LOSS
-        self.play(record.lines[0], frame, Holds.LOSS)
+        self._play(record.lines[0], frame, Holds.LOSS)
         self._bind(self.recorder.tangents, record.outputs, frame)
-        self.end_line(None)
+        self._end_line(None)
 
     def _step(self) -> None:
         """Fold the optimizer's step, before which the caller drops the inputs."""
         state = self.recorder.rehearsal
         for allocation in self._at_rest:
             if allocation.kind is Holds.INPUT:
-                self.release(allocation)
+                self._release(allocation)
         if state.optimizer is None or not self.timeline.gradients or not state.synced:
             return
-        self.phase, self.highest = OPTIMIZER_STEP, self.alive
-        self.play(self.recorder.optimizer_step(), [self.uncounted] * len(self.timeline.gradients), Holds.TEMPORARY)
-        self.end_line(None)
+        self._phase, self._highest = OPTIMIZER_STEP, self._alive
+        self._play(self.recorder.optimizer_step(), [self._uncounted] * len(self.timeline.gradients), Holds.TEMPORARY)
+        self._end_line(None)
 
     def _bind(self, names: Iterable[str], values: Iterable[Placed], frame: Sequence[Allocation]) -> None:
         """Let names hold what a line has written. Slots of ``frame`` and those at rest have storages."""
         for name, (slot, value) in zip(names, values, strict=True):
-            allocation = self.uncounted if slot is None else frame[slot] if slot >= 0 else self._at_rest[~slot]
+            allocation = self._uncounted if slot is None else frame[slot] if slot >= 0 else self._at_rest[~slot]
             allocation.holds += 1
             self._names[name], self.values[name] = allocation, value
 
     def _drop(self, names: Iterable[str]) -> None:
         for name in names:
             if name in self._names:
-                self.release(self._names.pop(name))
+                self._release(self._names.pop(name))
 
     def _relabel(self, name: str, old: Holds, new: Holds, path: str = "") -> None:
         allocation = self._names[name]
         if allocation.kind is old:
             allocation.kind, allocation.name = new, path or allocation.name
+
+    def _play(self, events: Iterable[Event], frame: list[Allocation], kind: Holds, op: Op | None = None) -> None:
+        """Allocate and free the slots of a frame. It grows by the new ones."""
+        for slot, nbytes in events:
+            if nbytes == FREED:
+                self._release(frame[slot])
+                continue
+            frame += [self._uncounted] * (slot - len(frame))
+            frame.append(self._add(Allocation(nbytes, kind, len(self.lines), op=op)))
+
+    def _add(self, allocation: Allocation) -> Allocation:
+        self.allocations.append(allocation)
+        self._count(allocation, allocation.nbytes)
+        return allocation
+
+    def _release(self, allocation: Allocation) -> None:
+        allocation.holds -= 1
+        if allocation.holds <= 0:
+            self._free(allocation)
+
+    def _free(self, allocation: Allocation) -> None:
+        if allocation.freed_by is None and allocation is not self._uncounted:
+            allocation.freed_by = len(self.lines)
+            self._count(allocation, -allocation.nbytes)
+
+    def _count(self, allocation: Allocation, nbytes: int) -> None:
+        self.events.append(allocation)
+        self._alive += nbytes
+        self._highest = max(self._highest, self._alive)
+        if self._alive > self.peak and self._phase != OPTIMIZER_STEP:
+            self.peak, self.until_peak = self._alive, len(self.events)
+
+    def _end_line(self, op: Op | None) -> None:
+        self.lines.append(FoldedLine(self._phase, op, self._highest, self._alive))
+        self._highest = self._alive

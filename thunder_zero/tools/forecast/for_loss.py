@@ -50,10 +50,8 @@ def gradients_of_outputs(traces: Traces, returned: list[Any], loss: Loss | None)
         pairs = zip(returned.pop(), traces.backward.args[1], strict=True)
         returned.clear()
         return [torch.empty_like(tensor) for tensor, proxy in pairs if proxy is not None]
-    return [
-        torch.zeros_like(empty_like(proxy)) if gradient is None else gradient
-        for proxy, gradient in zip(tangents_of(traces), gradients_of_loss(traces, returned, loss), strict=True)
-    ]
+    gradients = zip(tangents_of(traces), gradients_of_loss(traces, returned, loss), strict=True)
+    return [torch.zeros_like(empty_like(proxy)) if grad is None else grad for proxy, grad in gradients]
 
 
 class _LossInput(torch.autograd.Function):

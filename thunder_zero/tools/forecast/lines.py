@@ -60,10 +60,7 @@ def _assign(output: Any, result: Any, values: dict[str, Any]) -> None:
 
 
 def run_region(region: BoundSymbol, values: dict[str, Any], record: Callable[[Tensor], object]) -> None:
-    """Run a fused line and add its outputs to ``values``, which maps names to the meta tensors of earlier lines.
-
-    ``record`` counts a tensor's storage from its call until the storage is freed.
-    """
+    """Run a fused line like :func:`run_line`. ``record`` counts a tensor's storage until the storage is freed."""
     returned = {proxy.name for proxy in region.flat_proxy_outs}
     counted = returned | _buffers(region.subsymbols)
     last_reader = _last_readers(region.subsymbols, counted)
@@ -136,9 +133,8 @@ def _last_readers(lines: Sequence[BoundSymbol], counted: set[str]) -> dict[str, 
     last: dict[str, int] = {}
     for position, line in reversed(list(enumerate(lines))):
         outputs = {proxy.name for proxy in line.flat_proxy_outs}
-        reader = (
-            position if outputs & counted else max((last.get(name, position) for name in outputs), default=position)
-        )
+        through = max((last.get(name, position) for name in outputs), default=position)
+        reader = position if outputs & counted else through
         for proxy in line.flat_proxy_args:
             last[proxy.name] = max(last.get(proxy.name, 0), reader)
     return last

@@ -1,7 +1,6 @@
 """``tz.tools.memory``: forecasts the memory of a training step from the traces that will run.
 
-In: traces. Out: :class:`Memory`, with the bytes alive after each line, the first and last line of each storage, and
-the peak. Tools that show a forecast beside traces call :func:`require_forecast_of` first.
+In: traces. Out: :class:`Memory`. Tools that show a forecast beside traces call :func:`require_forecast_of` first.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ from itertools import groupby, zip_longest
 from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import is_count
-from thunder_zero.schedule.ops import Op, Reduce, ends
+from thunder_zero.schedule.ops import Reduce, ends
 from thunder_zero.tools.forecast.figures import Memory, Storage
 from thunder_zero.tools.forecast.fold import Fold, FoldedLine
 from thunder_zero.tools.forecast.for_loss import Loss, for_loss
 from thunder_zero.tools.forecast.recorder import Recorder
-from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
+from thunder_zero.tools.forecast.rehearsal import TRANSPORTS, MakeOptimizer
 from thunder_zero.tools.forecast.resized import Shapes, resized
-from thunder_zero.tools.forecast.unsent import TRANSPORTS
 from thunder_zero.tools.printing.text import place_of
 from thunder_zero.tools.table.lines import AROUND, in_order, traced_rows
 from thunder_zero.tools.table.rows import LOSS, OPTIMIZER_STEP, Row, label
@@ -55,7 +53,6 @@ def memory(
     >>> tz.tools.memory(traces, loss=lambda logits: loss_of(logits, targets), optimizer=torch.optim.AdamW).peak
 
     Args:
-        model_or_traces: the result of :func:`thunder_zero.trace`, or a model with ZeroTransform that was called.
         shapes: new shapes of inputs, by name, as for :func:`thunder_zero.tools.resized`. New shapes need no
             compilation, for example in a search for the largest batch that fits.
         loss: a function from the result of forward to the loss, if forward does not return the loss. The forecast
@@ -86,7 +83,7 @@ def recorder_of(
     accumulating: bool = False,
     reserve: int = 0,
 ) -> Recorder:
-    """Return the records of a program for training with a loss. The arguments are those of :func:`memory`."""
+    """Return the records of a program for training with a loss. The arguments are as for :func:`memory`."""
     backend = backend_of(traces) if backend is None else backend
     if backend not in TRANSPORTS:
         raise ValueError(f"backend is {backend!r}; choose one of {', '.join(map(repr, TRANSPORTS))}")
@@ -99,8 +96,7 @@ def recorder_of(
 def memory_of(fold: Fold, reserve: int = 0) -> Memory:
     """Return the figures of a step."""
     traces = fold.recorder.traces
-    of_loss = AROUND[LOSS] if fold.recorder.of_loss else "# the gradients of the outputs"
-    codes = AROUND | {LOSS: of_loss}
+    codes = AROUND if fold.recorder.of_loss else AROUND | {LOSS: "# the gradients of the outputs"}
     rows = in_order(traced_rows(traces), {line.phase: codes[line.phase] for line in fold.lines if line.phase in codes})
     places = list(_places(fold, rows))
     storages = tuple(_storages(fold, places, list(_modules(rows))))
@@ -131,21 +127,17 @@ def _places(fold: Fold, rows: Sequence[Row]) -> Iterator[int]:
 
 def _storages(fold: Fold, places: Sequence[int], modules: Sequence[str]) -> Iterator[Storage]:
     for allocation in fold.allocations:
-        line = places[allocation.line] if allocation.line >= 0 else -1
-        freed_by = allocation.freed_by
+        line, freed_by, op = allocation.line, allocation.freed_by, allocation.op
+        is_of_gradients = isinstance(op, Reduce) or (op is not None and ends(op, Reduce))
+        place = places[line] if line >= 0 else -1
         yield Storage(
             kind=allocation.kind,
             nbytes=allocation.nbytes,
-            name=allocation.name or _label(allocation.op, fold.recorder.plan),
-            module=modules[line] if line >= 0 else "",
-            line=line,
+            name=allocation.name or (label(op.params, fold.timeline.plan, gradients=is_of_gradients) if op else ""),
+            module=modules[place] if line >= 0 else "",
+            line=place,
             freed=places[freed_by] if freed_by is not None and freed_by < len(places) else None,
         )
-
-
-def _label(op: Op | None, plan: Plan) -> str:
-    is_of_gradients = isinstance(op, Reduce) or (op is not None and ends(op, Reduce))
-    return label(op.params, plan, gradients=is_of_gradients) if op is not None else ""
 
 
 def _lines(
@@ -185,10 +177,8 @@ def _modules(rows: Sequence[Row]) -> Iterator[str]:
 
 def backend_of(traces: Traces) -> str:
     """Return the default backend for the traces: "nccl" for CUDA, otherwise "gloo"."""
-    on_cuda = any(
-        arg.device.devicetype is DeviceType.CUDA for arg in traces.forward.args if isinstance(arg, TensorProxy)
-    )
-    return "nccl" if on_cuda else "gloo"
+    devices = {arg.device.devicetype for arg in traces.forward.args if isinstance(arg, TensorProxy)}
+    return "nccl" if DeviceType.CUDA in devices else "gloo"
 
 
 def _excluded(recorder: Recorder) -> Iterator[str]:

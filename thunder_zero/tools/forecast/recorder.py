@@ -14,18 +14,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from thunder_zero.plan.mesh import OF_MEANS
 from thunder_zero.schedule.ops import Compute, Defer, Gather, Launch, Reduce, Work
+from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.sharded.digests import digests_of
 from thunder_zero.sharded.runtime import ModelRuntime
 from thunder_zero.tools.forecast.for_loss import Loss, gradients_of_outputs, tangents_of
-from thunder_zero.tools.forecast.lines import filled, run_convolution, run_line, run_region
-from thunder_zero.tools.forecast.operators import Operators
+from thunder_zero.tools.forecast.lines import empty_like, filled, run_convolution, run_line, run_region
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer, Rehearsal, full_gradient, take_step
-from thunder_zero.tools.forecast.watch import META, Event, Layout, Placed, Watch, needs_no_values
+from thunder_zero.tools.forecast.watch import META, Event, Layout, Operators, Placed, Watch, needs_no_values
 from thunder_zero.tools.table.rows import OPTIMIZER_STEP
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.lift import read_by, written_by
@@ -53,13 +56,7 @@ class Record:
 
 
 class Recorder:
-    """The records of the lines of a program. A line is recorded when a schedule first needs it.
-
-    Attributes:
-        of_loss, steps: the loss, and whether an optimizer was given.
-        in_loss, in_step: the operators of the loss and of the optimizer's step, when these are recorded.
-        tangents: the names of the gradients of forward's outputs.
-    """
+    """The records of the lines of a program. A line is recorded when a schedule first needs it."""
 
     def __init__(
         self,
@@ -71,13 +68,20 @@ class Recorder:
         accumulating: bool = False,
     ) -> None:
         self.traces, self.plan, self.backend, self.of_loss = traces, traces.plan, backend, loss
-        self.steps = optimizer is not None
-        self.in_loss, self.in_step = Operators("loss"), Operators("optimizer", backward=True)
-        self.rehearsal = Rehearsal(traces, backend, optimizer, accumulating=accumulating)
-        self.tangents = [proxy.name for proxy in tangents_of(traces)]
-        self._runtime = ModelRuntime(self.rehearsal)
-        self._functions = functions_of(self._runtime, traces.plan)
+        self.steps = optimizer is not None  # True if an optimizer was given
+        self.tangents = [proxy.name for proxy in tangents_of(traces)]  # the gradients of forward's outputs
+        self._in_loss, self._in_step = Operators("loss"), Operators("optimizer", backward=True)
+        self._rehearse = partial(Rehearsal, traces, backend, optimizer, accumulating=accumulating)
         self._records: dict[object, Any] = {}  # with the lines whose ids are in the keys
+
+    @cached_property
+    def rehearsal(self) -> Rehearsal:
+        """The state on which the lines run."""
+        return self._rehearse()
+
+    @cached_property
+    def _runtime(self) -> ModelRuntime:
+        return ModelRuntime(self.rehearsal)
 
     def line(self, op: Compute | Defer, values: Sequence[Any]) -> Record:
         """Return the record of a line. ``values`` has what it reads: layouts of tensors, and other values."""
@@ -111,8 +115,7 @@ class Recorder:
                 named = dict(zip(read_by(line), read, strict=True))
                 self._run(line, named, watch)
                 written = [named[name] for name in written_by(line)]
-            events = watch.taken()
-            outputs = tuple(map(watch.placed, written))
+            events, outputs = watch.taken(), tuple(map(watch.placed, written))
             held = {slot for slot, _ in outputs}
             kept = frozenset(slot for slot in watch.alive().values() if slot >= len(values) and slot not in held)
         return Record((events,), outputs, kept)
@@ -127,7 +130,7 @@ class Recorder:
             elif self._copies(line):
                 run_convolution(line, values, watch.record)
             else:
-                run_line(line, self._functions, values)
+                run_line(line, functions_of(self._runtime, self.plan), values)
 
     def _copies(self, line: Any) -> bool:
         return self.backend != "nccl" and work_of(line) is Work.CONVOLUTION
@@ -203,7 +206,7 @@ class Recorder:
         with Watch(self.rehearsal.slots, list(outputs.values())) as watch:
             returned = [filled(result["output"], outputs), list(filled(result["flat_output"], outputs))]
             outputs.clear()
-            with self.in_loss:
+            with self._in_loss:
                 gradients = gradients_of_outputs(self.traces, returned, self.of_loss)
             events = watch.taken()
             return Record((events,), tuple(map(watch.placed, gradients)))
@@ -215,15 +218,43 @@ class Recorder:
     def _record_optimizer(self) -> tuple[Event, ...]:
         optimizer, shards, params = self.rehearsal.optimizer, self.rehearsal.shards, self.rehearsal.params
         assert optimizer is not None, "there is a step to record"
-        rows = {
-            path: torch.empty(params[path].rows.shape, dtype=shards[path].dtype, device=META)
-            for path, _ in self.traces.timeline.gradients
-            if path in shards
-        }
-        with Watch(self.rehearsal.slots, list(rows.values())) as watch, self.in_step:
+        paths = [path for path, _ in self.traces.timeline.gradients if path in shards]
+        rows = {path: torch.empty(params[path].rows.shape, dtype=shards[path].dtype, device=META) for path in paths}
+        with Watch(self.rehearsal.slots, list(rows.values())) as watch, self._in_step:
             take_step(optimizer, {path: params[path].gradient(grad) for path, grad in rows.items()}, shards)
             events: tuple[Event, ...] = watch.taken()
         return events
+
+    def step_timeline(self) -> Timeline:
+        """Return the timeline of a step. The loss, its gradient and the optimizer's step add torch's operators to it::
+
+        digests (ZeRO-1) | forward | loss and its gradient | backward | optimizer step
+        """
+        timeline = self.traces.timeline
+        if self.traces.backward is None or not (self.of_loss or self.steps):
+            return timeline
+        outputs = self.traces.forward.bound_symbols[-1].flat_proxy_args
+        values = {proxy.name: empty_like(proxy) for proxy in outputs}
+        self.loss({name: Layout.of(item) if isinstance(item, Tensor) else item for name, item in values.items()})
+        state = self.rehearsal
+        if state.optimizer is not None and state.synced:
+            self.optimizer_step()
+        # ZeRO-1 begins with digests of this rank's rows, which show the ranks which parameters to refresh.
+        digests, rows = Operators("digests"), [param.rows for param in state.resident]
+        if rows and self.plan.mesh.shard.size > 1:
+            with digests:
+                torch.cat(digests_of(rows))
+        added = digests, self._in_loss, self._in_step
+        ops, border = timeline.ops, timeline.backward_start
+        all_ops = (*digests.ops, *ops[:border], *self._in_loss.ops, *ops[border:-1], *self._in_step.ops, ops[-1])
+        return timeline.with_ops(all_ops, {name: value for item in added for name, value in item.values.items()})
+
+
+def loss_traffic(traces: Traces, loss: Loss) -> int:
+    """Return the bytes that the operators of the loss and its gradient read and write in eager torch."""
+    recorder = Recorder(traces, "gloo", loss)
+    recorder.step_timeline()
+    return sum(value.nbytes for value in recorder._in_loss.values.values())
 
 
 def _key_of_operator(line: BoundSymbol, values: Sequence[Any]) -> object:

@@ -1,26 +1,43 @@
-"""Makes a model's state out of meta tensors. The lines of a forecast run on this state.
+"""Makes a model's state out of meta tensors, with a wire that sends nothing, to run lines on it.
 
-The state before the step has shards, ZeRO-1's full parameters and deferred gradients. It also has the optimizer's
-state, which a first step of the optimizer allocates.
+::
+
+    rehearsal of rank 0 of 8    gather    allocates full parameters, and the transport's buffers; no message
+                                wait      returns the full parameters at once, without values
+
+Of the transports only the calls to the backend are replaced, so forecasts include all their buffers.
+``torch.distributed`` need not be initialised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import Parameter, signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import HashStore, ProcessGroup
 from torch.utils._pytree import tree_iter
 
+from thunder_zero.comm.collective_tags import TaggedTransport
+from thunder_zero.comm.handle import BucketPart, Result
+from thunder_zero.comm.native import CoalescedNccl, PerTensor, keep_alive
+from thunder_zero.comm.pairwise import AwaitMessage, GlooBucket, PairwiseGloo, StartMessage
+from thunder_zero.comm.transport import PeerBuffers, SingleRank, Transport
 from thunder_zero.compat.private import disable_current_modes
+from thunder_zero.encodings.encoding import PIECE, PIECE_ON_GPU
+from thunder_zero.encodings.int8 import weyl
+from thunder_zero.encodings.nf4 import pairs_on
+from thunder_zero.plan.mesh import ALL, REPLICATE, SHARD, TENSOR
+from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.sharded.digests import digests_of
 from thunder_zero.sharded.param import ShardedParam
 from thunder_zero.sharded.state import LocalState
+from thunder_zero.sharded.wire import Wire
 from thunder_zero.tools.forecast.figures import Holds, Storage
 from thunder_zero.tools.forecast.lines import empty_like
-from thunder_zero.tools.forecast.unsent import UnsentWire
 from thunder_zero.tools.forecast.watch import META, Layout, NoForecast, Placed, Watch, WithoutValues, needs_no_values
 from thunder_zero.traces.compiled import Traces
 
@@ -33,25 +50,9 @@ MAKE_OPTIMIZER = (
 )
 
 
-def optimizer_at_rest(
-    make: MakeOptimizer, shards: Mapping[str, nn.Parameter], *, foreach: bool
-) -> torch.optim.Optimizer:
-    """Return an optimizer of meta shards, as after a first step.
-
-    ``foreach`` is True if torch chooses foreach by default for the shards: plain tensors on CUDA, not DTensors.
-    """
+def _make_optimizer(make: MakeOptimizer, shards: Iterable[Tensor]) -> torch.optim.Optimizer:
     if isinstance(make, torch.optim.Optimizer) or not callable(make):
         raise TypeError(f"optimizer is of type {type(make).__name__}; {MAKE_OPTIMIZER}")
-    with needs_no_values(lambda: "the optimizer: it", "leave out fused=True, or give its bytes as reserve="):
-        optimizer = _make_optimizer(make, shards.values())
-        for group in optimizer.param_groups:
-            if foreach and group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = True  # torch's default depends on the device, which is META here
-        take_step(optimizer, {path: torch.empty_like(shard) for path, shard in shards.items()}, shards)
-    return optimizer
-
-
-def _make_optimizer(make: MakeOptimizer, shards: Iterable[Tensor]) -> torch.optim.Optimizer:
     try:
         optimizer = make(shards)
     except TypeError as error:
@@ -63,13 +64,6 @@ def _make_optimizer(make: MakeOptimizer, shards: Iterable[Tensor]) -> torch.opti
             f"forward and backward again; leave out optimizer=, and give its bytes as reserve="
         )
     return optimizer
-
-
-def _named_state(optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of each state, as in ``blocks.0.up.weight: exp_avg``."""
-    for path, shard in shards.items():
-        for name, value in optimizer.state.get(shard, {}).items():
-            yield from ((f"{path}: {name}", tensor) for tensor in tree_iter(value) if isinstance(tensor, Tensor))
 
 
 def take_step(
@@ -87,22 +81,13 @@ class Rehearsal(LocalState):
 
     The rehearsed step follows an optimizer's step. So ZeRO-1 refreshes all parameters, and parameters that stay
     unsharded after a micro-batch (``reshard_after_backward=False``) are gathered again.
-
-    Attributes:
-        at_rest: the storages of this state, of the optimizer and of the inputs; None in host memory. Slot ``~0`` is the
-            first.
-        slots: the slots, keyed by address.
-        before: the slots of gradients that were deferred before the step, keyed by path.
-        inputs: the inputs of forward, keyed by name.
-        shards: the shards whose optimizer state is on the device, keyed by path.
-        optimizer: steps these shards, if any.
     """
 
     def __init__(self, traces: Traces, backend: str, make: MakeOptimizer | None, *, accumulating: bool) -> None:
         plan = traces.plan
         with disable_current_modes():
             digests_of([torch.empty(1, device=META)])  # allocate constants that stay in the process
-            wire = UnsentWire(plan, backend, META)
+            wire = UnsentWire(plan, backend)
         with WithoutValues():  # rows on the host are meta tensors as well
             tensors = {
                 param.path: torch.empty(
@@ -116,9 +101,11 @@ class Rehearsal(LocalState):
             self.synced = traces.facts.synced
             self.expire(self.params.values())
         trained = [param for param in self.params.values() if param.planned.requires_grad]
+        # The shards whose optimizer state is on the device, keyed by path. The optimizer, if any, steps them.
         self.shards = {param.path: param.shard for param in trained if not plan.rests_on_host(param.planned)}
+        # The storages of this state, of the optimizer and of the inputs; None in host memory. Slot ~0 is the first.
         self.at_rest: list[Storage | None] = []
-        self.slots: dict[int, int] = {}
+        self.slots: dict[int, int] = {}  # keyed by address
         self._tensors: list[Tensor] = []  # keeps these addresses
         for path, param in self.params.items():
             self._add(param.rows, Holds.PARAMETER, path, counts=not plan.rests_on_host(param.planned))
@@ -126,7 +113,7 @@ class Rehearsal(LocalState):
             self._add(param.full_value(), Holds.PARAMETER, param.path)
         on_cuda = backend == "nccl" and not STAGES[plan.policy.stage].sharded
         self.optimizer = self._stepped_once(make, foreach=on_cuda) if make is not None and self.shards else None
-        deferred = trained if accumulating else []
+        deferred = trained if accumulating else []  # before the step
         self.before = {param.path: self._add(full_gradient(param), Holds.DEFERRED, param.path) for param in deferred}
         self.inputs = dict(self._inputs(traces))
 
@@ -139,11 +126,25 @@ class Rehearsal(LocalState):
         return slot
 
     def _stepped_once(self, make: MakeOptimizer, *, foreach: bool) -> torch.optim.Optimizer:
-        """Return the optimizer of the shards, whose state a first step has allocated."""
-        with Watch(self.slots) as watch:
-            optimizer = optimizer_at_rest(make, self.shards, foreach=foreach)
-        names = {watch.record(tensor): name for name, tensor in reversed(list(_named_state(optimizer, self.shards)))}
-        nbytes = dict(watch.taken())
+        """Return the optimizer of the shards, whose state a first step has allocated.
+
+        ``foreach`` is True if torch chooses foreach by default for the shards: plain tensors on CUDA, not DTensors.
+        """
+        action = "leave out fused=True, or give its bytes as reserve="
+        with Watch(self.slots) as watch, needs_no_values(lambda: "the optimizer: it", action):
+            optimizer = _make_optimizer(make, self.shards.values())
+            for group in optimizer.param_groups:
+                if foreach and group.get("foreach", False) is None and not group.get("fused"):
+                    group["foreach"] = True  # torch's default depends on the device, which is META here
+            take_step(optimizer, {path: torch.empty_like(shard) for path, shard in self.shards.items()}, self.shards)
+        states = [
+            (f"{path}: {name}", tensor)  # such as "blocks.0.up.weight: exp_avg"
+            for path, shard in self.shards.items()
+            for name, value in optimizer.state.get(shard, {}).items()
+            for tensor in tree_iter(value)
+            if isinstance(tensor, Tensor)
+        ]
+        names, nbytes = {watch.record(tensor): name for name, tensor in reversed(states)}, dict(watch.taken())
         for address, slot in watch.alive().items():
             self.slots[address] = ~len(self.at_rest)
             self.at_rest.append(Storage(Holds.OPTIMIZER, nbytes[slot], names.get(slot, "all parameters")))
@@ -164,3 +165,72 @@ class Rehearsal(LocalState):
 
 def full_gradient(param: ShardedParam) -> Tensor:
     return torch.empty(param.planned.shape, dtype=param.planned.reduce_dtype, device=META)
+
+
+class _UnsentBucket(GlooBucket):
+    """A gloo bucket that sends no messages. Each wait keeps the tensor of its message alive."""
+
+    def _begin_to_post(self) -> Callable[[], object]:
+        """Post on this thread, so that a forecast does not depend on the time at which another thread ends."""
+        self._post()
+        return lambda: None
+
+    def start_all(self, start: StartMessage, tensors: dict[int, Tensor], tag: int) -> list[AwaitMessage]:
+        """Return a wait for each tensor, which keeps the tensor alive."""
+        return [keep_alive(tensor) for tensor in tensors.values() if tensor.numel()]
+
+
+class _UnsentPairwiseGloo(PairwiseGloo):
+    """Gloo's transport without its messages and threads."""
+
+    def _average_in_background(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """Return ``start`` unchanged, to compute the average in the wait instead of on a thread."""
+        return start
+
+    def _bucket(self) -> GlooBucket:
+        return _UnsentBucket(self._group, self._tag)
+
+
+class _NotLaunched:
+    """A mixin that launches no collective, for transports over the backend's collectives."""
+
+    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
+        return [BucketPart((lambda: calls,))]
+
+    def _start_messages(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> list[BucketPart]:
+        return [BucketPart((lambda: (outgoing, incoming),))]
+
+
+class _UnsentCoalescedNccl(_NotLaunched, CoalescedNccl):
+    """NCCL's transport without its collectives."""
+
+
+class _UnsentPerTensor(_NotLaunched, PerTensor):
+    """The transport for all other backends, without its collectives."""
+
+
+TRANSPORTS: Mapping[str, Callable[[ProcessGroup], Transport]] = {
+    "gloo": _UnsentPairwiseGloo,
+    "nccl": _UnsentCoalescedNccl,
+    "mpi": _UnsentPerTensor,
+}
+
+
+class UnsentWire(Wire):
+    """A wire without peers, for the plan's rank. Tensors for host memory are on the meta device, too."""
+
+    def __init__(self, plan: Plan, backend: str) -> None:
+        axes = {over: plan.mesh.over(over) for over in (SHARD, REPLICATE, ALL, TENSOR)}
+        groups = {over: ProcessGroup(HashStore(), axis.place, axis.size) for over, axis in axes.items()}
+        transports = {
+            over: SingleRank() if group.size() == 1 else TRANSPORTS[backend](group) for over, group in groups.items()
+        }
+        super().__init__(TaggedTransport(transports, "the model", groups[ALL], announces=False), plan, META)
+        self._piece = PIECE if backend == "gloo" else PIECE_ON_GPU
+        # Build the encodings' tables now, so that no forecast counts them: they stay in the process.
+        for block in {param.reduce_format.block for param in plan.params if param.reduce_format}:
+            weyl(max(self._piece, block), META)
+        pairs_on(META)
+
+    def _on_device(self, shard: Tensor, param: Param) -> Tensor:
+        return shard.detach().clone() if self._plan.rests_on_host(param) else shard.detach()

@@ -26,7 +26,6 @@ from thunder_zero.traces.work import flops_of
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy, variableify
 from thunder.core.pytree import tree_map
-from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, detached_trace, from_trace
 
 Shapes = Mapping[str, Sequence[int]]
@@ -68,13 +67,10 @@ def _numbers(traces: Traces, shapes: Shapes) -> dict[str, int]:
     for name, shape in shapes.items():
         sizes = traces.facts.input_shapes.get(name)
         if sizes is None or len(sizes) != len(shape):
-            inputs = (
-                f"{name} {_shown(input_sizes)}"
-                for name, input_sizes in traces.facts.input_shapes.items()
-                if input_sizes and name not in traces.others
-            )
+            known = ((other, sizes) for other, sizes in traces.facts.input_shapes.items() if other not in traces.others)
+            inputs = ", ".join(f"{other} {_shown(sizes)}" for other, sizes in known if sizes)
             raise ValueError(
-                f"shapes has {name} {_shown(shape)}, and the program's inputs are {', '.join(inputs)}; give one of them"
+                f"shapes has {name} {_shown(shape)}, and the program's inputs are {inputs}; give one of them"
             )
         for size, new_size in zip(sizes, shape, strict=True):
             if new_size != (size if size not in hints else requested.setdefault(str(size), new_size)):
@@ -87,10 +83,7 @@ def _numbers(traces: Traces, shapes: Shapes) -> dict[str, int]:
 
 
 def _implied_numbers(traces: Traces, shapes: Shapes, requested: Mapping[str, int]) -> dict[str, int]:
-    """Return new values for symbols whose inputs have no requested shape.
-
-    A symbol takes the new size of an input that had an equal size in that dimension.
-    """
+    """Return new values of further symbols: the new size of an input that had an equal size in that dimension."""
     old_shapes = {proxy.name: proxy.shape for proxy in traces.forward.args if isinstance(proxy, TensorProxy)}
     implied: dict[str, int] = {}
     for name, sizes in traces.facts.input_shapes.items():
@@ -131,18 +124,16 @@ def _with_values(trace: TraceCtx, values: Mapping[str, Any]) -> TraceCtx:
             resized_proxies[leaf.name] = leaf.replace(**change)
         return resized_proxies[leaf.name]
 
-    def resize_line(bsym: BoundSymbol) -> BoundSymbol:
-        proxies = (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
-        return bsym.from_bsym_swap_proxies({variableify(proxy): resize(proxy) for proxy in proxies})
-
     resized_trace = from_trace(trace)
     with detached_trace():
         resized_trace.args = tree_map(resize, trace.args)
-        resized_trace.bound_symbols = [resize_line(bsym) for bsym in trace.bound_symbols]
+        for line in trace.bound_symbols:
+            swaps = {variableify(proxy): resize(proxy) for proxy in (*line.flat_proxy_args, *line.flat_proxy_outs)}
+            resized_trace.bound_symbols.append(line.from_bsym_swap_proxies(swaps))
     return resized_trace
 
 
-def _timeline(traces: Traces, forward: TraceCtx, backward: TraceCtx | None, values: Mapping[str, Any]) -> Any:
+def _timeline(traces: Traces, forward: TraceCtx, backward: TraceCtx | None, layouts: Mapping[str, Any]) -> Any:
     """Return the timeline with the bytes and FLOPs of the new values."""
     timeline = traces.timeline
     lines = (forward.bound_symbols, backward.bound_symbols if backward is not None else ())
@@ -150,11 +141,8 @@ def _timeline(traces: Traces, forward: TraceCtx, backward: TraceCtx | None, valu
         replace(op, flops=flops_of(lines[op.backward][positions[0]])) if isinstance(op, Compute) and op.flops else op
         for op, positions in zip(timeline.ops, traces.lines, strict=True)
     ]
-    nbytes = {
-        name: prod(value.shape) * value.dtype.itemsize for name, value in values.items() if isinstance(value, Layout)
-    }
-    return replace(
-        timeline,
-        ops=tuple(ops),
-        values={name: replace(value, nbytes=nbytes.get(name, value.nbytes)) for name, value in timeline.values.items()},
-    )
+    values = dict(timeline.values)
+    for name in values:
+        if isinstance(layout := layouts.get(name), Layout):
+            values[name] = replace(values[name], nbytes=prod(layout.shape) * layout.dtype.itemsize)
+    return replace(timeline, ops=tuple(ops), values=values)

@@ -1,4 +1,4 @@
-"""Records when the storages of meta tensors are allocated and freed.
+"""Watches torch's operators on meta tensors: storages that are allocated and freed, and work done.
 
 A storage counts once, for any number of views. Its address identifies it, and a weak reference reports when it is
 freed. The watched code may name any device, and may use materialized tensors. New tensors are on the meta device.
@@ -9,17 +9,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from thunder_zero.compat.private import run_with_rng_state
 from thunder_zero.compat.slice_generators import GENERATOR_OF_SLICE
+from thunder_zero.plan.amounts import name_of
+from thunder_zero.schedule.ops import Compute
+from thunder_zero.schedule.timeline import Value
+from thunder_zero.traces.operators import work_of_operator
 
 META = torch.device("meta")
 Event = tuple[int, int]  # (slot, bytes): an allocation, or FREED in place of its bytes
@@ -27,6 +32,7 @@ FREED = -1
 # The slot of a value's storage, and the layout of a tensor, or another value as it is, such as a number. Slots below 0
 # are storages at rest; None is not counted.
 Placed = tuple[int | None, Any]
+ALLOCATORS = ("empty", "new_empty")  # prefixes of operators that do not touch memory
 STATE_BYTES = len(torch.Generator().get_state())
 
 
@@ -150,6 +156,41 @@ class Watch(TorchDispatchMode):
             self._uncounted[substitute] = None
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
         return torch.empty(0, dtype=tensor.dtype, device=META).set_(substitute, *layout)
+
+
+class Operators(TorchDispatchMode):
+    """Records each operator of torch that runs inside the block, such as of a loss, as an operation of a timeline."""
+
+    def __init__(self, name: str, *, backward: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[Compute] = []
+        self.values: dict[str, Value] = {}  # every read and every write of a value has a new name
+        self._name, self._backward = name, backward
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator. Record it, unless it only allocates or makes views."""
+        result = func(*args, **(kwargs or {}))
+        inputs = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
+        outputs = [item for item in tree_iter(result) if isinstance(item, Tensor)]
+        name, is_mutable = func.overloadpacket.__name__, func._schema.is_mutable
+        storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+        are_views = bool(outputs) and all(tensor.untyped_storage()._cdata in storages for tensor in outputs)
+        if name.startswith(ALLOCATORS) or (are_views and not is_mutable):
+            return result
+        outputs = inputs if is_mutable and not outputs else outputs  # foreach operators return nothing
+        packet = getattr(torch.ops.aten, name.removeprefix("_foreach").strip("_"), func.overloadpacket)
+        work = work_of_operator(getattr(packet, packet.overloads()[0]))
+        flops = flop_registry.get(func.overloadpacket)
+        op = Compute(self._names(inputs), self._names(outputs), backward=self._backward, work=work)
+        self.ops.append(replace(op, flops=flops(*args, **(kwargs or {}), out_val=result)) if flops else op)
+        return result
+
+    def _names(self, tensors: list[Tensor]) -> tuple[str, ...]:
+        names = tuple(f"{self._name} {len(self.values) + index}" for index in range(len(tensors)))
+        for name, tensor in zip(names, tensors, strict=True):
+            nbytes = min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+            self.values[name] = Value(nbytes, name_of(tensor.dtype))
+        return names
 
 
 class WithoutValues(TorchDispatchMode):

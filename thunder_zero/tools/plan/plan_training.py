@@ -17,9 +17,8 @@ from thunder_zero.plan.amounts import bytes_of, name_of
 from thunder_zero.plan.formats import Formats
 from thunder_zero.plan.policy import RECOMPUTE, STAGES, Policy, is_count
 from thunder_zero.plan.precision import MixedPrecision
-from thunder_zero.tools.devices.device import Device, Lane
-from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.models.named import NamedModel
+from thunder_zero.tools.devices.device import Device, Lane, device_of
+from thunder_zero.tools.models import NamedModel
 from thunder_zero.tools.plan.overhead import OVERHEAD, OVERHEAD_OF_CPU, TRAFFIC, overhead_bytes
 from thunder_zero.tools.plan.programs import Slicing, SubjectPrograms
 from thunder_zero.tools.plan.subject import Subject, subject_of

@@ -22,10 +22,9 @@ from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.dry_run import ProgramSource, fake_mesh
-from thunder_zero.tools.forecast.around import loss_traffic
 from thunder_zero.tools.forecast.fold import Fold
 from thunder_zero.tools.forecast.for_loss import for_loss
-from thunder_zero.tools.forecast.recorder import Recorder
+from thunder_zero.tools.forecast.recorder import Recorder, loss_traffic
 from thunder_zero.tools.plan.repeat import NotPeriodic, WholeStep, whole_step
 from thunder_zero.tools.plan.subject import Subject
 from thunder_zero.tools.plan.training_plan import MeshShape

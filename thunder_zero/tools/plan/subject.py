@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from thunder_zero.plan.policy import is_count
 from thunder_zero.tools.from_file import module_and_inputs
-from thunder_zero.tools.models.named import MODELS, NamedModel
+from thunder_zero.tools.models import MODELS, NamedModel
 
 
 @dataclass(frozen=True)

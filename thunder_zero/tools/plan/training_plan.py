@@ -25,7 +25,7 @@ from thunder_zero.plan.policy import RECOMPUTE, STAGES, Policy, is_count
 from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED
 from thunder_zero.tools.printing.text import table_of, text_of_table
 from thunder_zero.tools.printing.words import summed_up
-from thunder_zero.tools.time.costs import REACHED
+from thunder_zero.tools.time.estimate import REACHED
 
 FACTOR = 8  # the ratio between the numbers of shards of successive meshes
 NARROW = 80  # width of the text

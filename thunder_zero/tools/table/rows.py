@@ -100,7 +100,9 @@ def explained(
 
     A line without parameters has the unit of the computation before it, at first ``unit``.
     """
-    alive, read, made = gathered_bytes(timeline), _parameters_in(timeline), _gradients(timeline)
+    alive, read = gathered_bytes(timeline), _parameters_in(timeline)
+    reductions = (op for op in timeline.ops if isinstance(op, Reduce | Defer))
+    made = {name: (path,) for op in reductions for name, path in zip(op.reads, op.params, strict=True)}  # gradients
     index_of = {
         position: index
         for index, (op, of_op) in enumerate(zip(timeline.ops, positions, strict=True))
@@ -195,11 +197,5 @@ def _parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:
     return params_in
 
 
-def _gradients(timeline: Timeline) -> dict[str, tuple[str, ...]]:
-    """Return a mapping from values to the parameters whose full gradients they hold."""
-    ops = (op for op in timeline.ops if isinstance(op, Reduce | Defer))
-    return {name: (path,) for op in ops for name, path in zip(op.reads, op.params, strict=True)}
-
-
-def _lookup(names: Iterable[str], params: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+def _lookup(names: Iterable[str], params: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(path for name in names for path in params.get(name, ())))

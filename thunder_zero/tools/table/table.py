@@ -16,11 +16,11 @@ from typing import Any
 from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.schedule.ops import Compute, ends_collective
 from thunder_zero.schedule.prefetch import Bound, bounds
-from thunder_zero.tools.devices.device import Device, Lane
-from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.forecast.around import memory_and_timeline, whole_step
+from thunder_zero.tools.devices.device import Device, Lane, device_of
 from thunder_zero.tools.forecast.figures import Memory
-from thunder_zero.tools.forecast.for_loss import Loss, for_loss
+from thunder_zero.tools.forecast.fold import Fold
+from thunder_zero.tools.forecast.for_loss import Loss
+from thunder_zero.tools.forecast.memory import memory_of, recorder_of
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.text import place_of
@@ -36,23 +36,14 @@ from thunder.core.module import ThunderModule
 
 @dataclass(frozen=True)
 class Table:
-    """The lines of one program's step, in the order in which they run.
+    """The lines of one program's step, in the order in which they run."""
 
-    Attributes:
-        traces: the program.
-        lines: the rows of all lines.
-        memory: the forecast of memory, if any.
-        time: the times of operations, forecast or measured, if any.
-        spans: (index of the row, span) pairs of the times, in their order.
-        no_memory: the reason why there is no forecast of memory, if one was tried.
-    """
-
-    traces: Traces
-    lines: tuple[Row, ...]
-    memory: Memory | None = None
-    time: Estimate | None = None
-    spans: tuple[tuple[int, Span], ...] = ()
-    no_memory: str = ""
+    traces: Traces  # the program
+    lines: tuple[Row, ...]  # the rows of all lines
+    memory: Memory | None = None  # the forecast of memory, if any
+    time: Estimate | None = None  # the times of operations, forecast or measured, if any
+    spans: tuple[tuple[int, Span], ...] = ()  # (index of the row, span) pairs of the times, in their order
+    no_memory: str = ""  # the reason why there is no forecast of memory, if one was tried
 
     def __repr__(self) -> str:
         return summed_up(self, f"{len(self.lines)} rows; {place_of(self.traces.plan)}")
@@ -68,8 +59,8 @@ class Table:
     @cached_property
     def place(self) -> dict[int | str, int]:
         """The index of the row of each operation of ``traces.timeline``, and of each phase without a trace."""
-        keys = ((row.phase if row.position < 0 else row.op, index) for index, row in enumerate(self.lines))
-        return {key: index for key, index in keys if key is not None}
+        keys = (row.phase if row.position < 0 else row.op for row in self.lines)
+        return {key: index for index, key in enumerate(keys) if key is not None}
 
     def of(self, op: int) -> Row:
         """Return the row of an operation of ``traces.timeline``."""
@@ -115,18 +106,16 @@ def step_table(
     >>> table = tz.tools.step_table(traces, device="h100")
     >>> sum(row.sent or 0 for row in table.rows(where=lambda row: row.unit == "blocks.0"))
 
-    Args:
-        loss, optimizer: as for :func:`thunder_zero.tools.memory` (default: the step has no loss and no optimizer).
+    ``loss`` and ``optimizer`` are as for :func:`thunder_zero.tools.memory` (default: the step has none).
     """
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
-    traces = for_loss(traces, loss) if loss else traces
-    memory, no_memory = None, ""
+    recorder, memory, no_memory = recorder_of(traces, loss, optimizer), None, ""
+    traces = recorder.traces
     try:
-        memory, timeline = memory_and_timeline(traces, loss=loss, optimizer=optimizer)
+        memory = memory_of(Fold(recorder, traces.timeline).run())
     except NoForecast as error:
-        timeline = whole_step(traces, loss, optimizer) if device else traces.timeline
         no_memory = str(error)
-    time = step_time(timeline, device_of(device), model=traces.lifted) if device else None
+    time = step_time(recorder.step_timeline(), device_of(device), model=traces.lifted) if device else None
     return replace(table_of(traces, memory, time), no_memory=no_memory)
 
 
@@ -137,7 +126,7 @@ def table_of(
     rows = memory.lines if memory else tuple(traced_rows(traces, codes=codes))
     if time is None:
         return Table(traces, rows, memory)
-    places = operation_places(traces, time)
+    places = _places(traces, time)
     added = {place for place in places if isinstance(place, str)} - {row.phase for row in rows}
     ordered = in_order(rows, {phase: AROUND[phase] for phase in added})
     table = Table(traces, tuple(ordered), memory, time)
@@ -145,17 +134,18 @@ def table_of(
     return replace(table, lines=tuple(_with_times(ordered, spans)), spans=spans)
 
 
-def operation_places(traces: Traces, time: Estimate) -> tuple[int | str, ...]:
+def _places(traces: Traces, time: Estimate) -> list[int | str]:
     """Return each timed operation's position in ``traces.timeline``, or its phase outside the traces."""
-    ops, index = traces.timeline.ops, 0
+    ops = traces.timeline.ops
     places: list[int | str] = []
+    index = 0
     for op in time.timeline.ops:
         if index < len(ops) and op is ops[index]:
             places.append(index)
             index += 1
         else:
             places.append(DIGESTS if index == 0 else LOSS if index < len(ops) - 1 else OPTIMIZER_STEP)
-    return tuple(places)
+    return places
 
 
 def _with_times(rows: Iterable[Row], spans: Iterable[tuple[int, Span]]) -> Iterator[Row]:

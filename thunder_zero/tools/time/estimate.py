@@ -1,13 +1,18 @@
 """``tz.tools.estimate``: forecasts the time of a step on a device, from its traces or its timeline.
 
-::
+Each operation has a cost, and the operations run on lanes::
+
+    compute  y <- x, w        FLOPs of the product, bytes of x, w and y      seconds on the compute lane
+    gather   fut0 <- t_w      a ring of 8 ranks: 7 steps, bytes sent         seconds on the wire inside a node
 
     compute   | x | x      |wait| x     | x |
     shard         | gather a    | gather b |
                   ^ launch      ^ a wire carries one collective at a time
 
-Collectives of torch's tensor parallelism have their own wire, ``tensor``. If a replica is inside one node, the wires
-``shard`` and ``tensor`` share the node's links.
+All ranks form one ring, unless sharding is hybrid. In hybrid sharding, an all-reduce between replicas runs over ranks
+that are ``world_size`` apart. Tensor-parallel ranks are neighbours, so distances are multiplied by their number. Their
+collectives have their own wire, ``tensor``. If a replica is inside one node, the wires ``shard`` and ``tensor`` share
+the node's links.
 
 A collective starts when operations before its launch have ended and its wire is free. A wait ends with its collective.
 On a calibrated device, launches and waits also take time from compute, and collectives may slow compute down.
@@ -16,21 +21,33 @@ On a calibrated device, launches and waits also take time from compute, and coll
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from thunder_zero.plan.amounts import duration
-from thunder_zero.schedule.ops import Compute, Return, ends_collective, starts_collective
+from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR, Mesh
+from thunder_zero.plan.traffic import gather_work, reduce_work
+from thunder_zero.schedule.ops import (
+    Compute,
+    Exchange,
+    Gather,
+    Launch,
+    Op,
+    Return,
+    Work,
+    ends_collective,
+    starts_collective,
+)
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.devices.device import Cost, Device, Lane
-from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.forecast.around import whole_step
+from thunder_zero.tools.devices.device import Cost, Device, Lane, device_of
 from thunder_zero.tools.forecast.for_loss import Loss
+from thunder_zero.tools.forecast.memory import recorder_of
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.printing.words import folded, summed_up
-from thunder_zero.tools.time.costs import REACHED, compute_dtype, costs_of, in_node
 from thunder_zero.tools.time.lanes import Lanes, Span
 from thunder_zero.traces.compiled import Traces
+
+REACHED = 0.57, 0.66  # the shares of a bound that published runs reached: docs/plan.md
 
 
 def estimate(
@@ -50,30 +67,21 @@ def estimate(
     Args:
         device: a :class:`~thunder_zero.tools.Device`, a key of ``tz.tools.DEVICES`` such as ``"h100"``, or the path of
             a file (``.json``) from ``thunder-zero calibrate``.
-        loss: a function from the result of forward to the loss (default: no loss).
-        optimizer: a class of optimizers, or a function from parameters to an optimizer (default: no optimizer). The
-            cost of a loss or an optimizer is the sum over its operators.
+        loss, optimizer: as for :func:`thunder_zero.tools.memory` (default: none). The cost is the sum over operators.
     """
     if not isinstance(traces, Traces):
         raise TypeError(f"estimate takes Traces, got {type(traces).__name__}; pass what trace or traces_of returns")
-    return step_time(whole_step(traces, loss, optimizer), device_of(device), model=traces.lifted)
+    return step_time(recorder_of(traces, loss, optimizer).step_timeline(), device_of(device), model=traces.lifted)
 
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """The time of forward and backward in a step, and of the loss and the optimizer if :func:`estimate` received them.
+    """The time of a step: of forward and backward, and of the loss and the optimizer if :func:`estimate` had them."""
 
-    Attributes:
-        timeline: the operations.
-        device: the device that runs the operations.
-        costs: the cost of each operation.
-        model_seconds: time of the model's FLOPs at the device's peak, without recomputation.
-    """
-
-    timeline: Timeline
-    device: Device
-    costs: tuple[Cost, ...]
-    model_seconds: float
+    timeline: Timeline  # the operations
+    device: Device  # the device that runs them
+    costs: tuple[Cost, ...]  # the cost of each operation
+    model_seconds: float  # time of the model's FLOPs at the device's peak, without recomputation
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -169,12 +177,9 @@ def step_time(timeline: Timeline, device: Device, *, model: Timeline | None = No
 
 def model_seconds(timeline: Timeline, device: Device) -> list[float]:
     """Return the time of each operation's FLOPs at the device's peak, or 0 for a recomputed operation."""
-    return [
-        op.flops / device.peak(compute_dtype(op, timeline))
-        if isinstance(op, Compute) and op.flops and not op.repeated
-        else 0.0
-        for op in timeline.ops
-    ]
+    flops = (op.flops if isinstance(op, Compute) and not op.repeated else 0 for op in timeline.ops)
+    pairs = zip(flops, timeline.ops, strict=True)
+    return [count / device.peak(compute_dtype(op, timeline)) if count else 0.0 for count, op in pairs]
 
 
 def simulate(timeline: Timeline, costs: Sequence[Cost], device: Device) -> tuple[Span, ...]:
@@ -195,3 +200,93 @@ def simulate(timeline: Timeline, costs: Sequence[Cost], device: Device) -> tuple
         elif isinstance(op, Compute | Return):  # a return takes no time, and ends the critical path
             lanes.compute(index, cost.seconds, always=True)
     return lanes.spans()
+
+
+# A collective's wire, and the arguments of ``Device.collective``: kind, number of ranks, distance between neighbours in
+# ranks, bytes that the busiest rank sends, number of messages from each rank to its neighbour, tensors in the bucket.
+Ring = tuple[Lane, tuple[str, int, int, int, int, int]]
+
+
+def ring(op: Op, timeline: Timeline) -> Ring | None:
+    """Return the ring of a launch, or None if no bytes are sent. An all-to-all has the bytes and steps of a scatter."""
+    if not (nbytes := timeline.traffic(op).busiest):
+        return None
+    mesh = timeline.plan.mesh
+    if isinstance(op, Compute) and isinstance(op.work, Exchange):
+        moves, ranks = op.work.moves, mesh.tensor.size
+        return Lane.TENSOR, (moves, ranks, 1, nbytes, (1 + (moves == "all_reduce")) * (ranks - 1), 1)
+    assert isinstance(op, Launch), "nothing else sends bytes"
+    ranks, tensors = timeline.plan.ranks_over(op.over), len(op.params)
+    if op.over == TENSOR:
+        return Lane.TENSOR, ("all_reduce", ranks, 1, nbytes, 2 * (ranks - 1), tensors)
+    lane, stride = Lane.SHARD if op.over == SHARD else Lane.REPLICATE, mesh.tensor.size
+    if op.over == REPLICATE:
+        stride *= mesh.shard.size
+    elif timeline.params_of(op)[0].sharded:
+        return lane, ("gather" if isinstance(op, Gather) else "scatter", ranks, stride, nbytes, ranks - 1, tensors)
+    return lane, ("all_reduce", ranks, stride, nbytes, 2 * (ranks - 1), tensors)
+
+
+def traffic_bytes(op: Op, timeline: Timeline) -> int:
+    """Return the bytes that a computation reads and writes, or 0 for a view and for an operation of another kind.
+
+    Count each tensor once, and for an expanded tensor the memory that it views. For an indexed tensor, such as an
+    embedding table, count at most the written bytes. Count only the inputs and outputs of a fused region.
+    """
+    if not isinstance(op, Compute) or op.between_slices or op.work in (Work.NONE, Work.VIEW):
+        return 0
+    size, written_bytes = timeline.nbytes, sum(timeline.nbytes(name) for name in op.updates or op.writes)
+    read = [name for name in dict.fromkeys(op.reads) if name not in op.updates]
+    read_bytes = [min(size(name), size(timeline.memory(name)) or size(name)) for name in read]
+    if op.work is Work.INDEX:
+        read_bytes = [min(nbytes, written_bytes) for nbytes in read_bytes]
+    return written_bytes + sum(read_bytes)
+
+
+def compute_dtype(op: Op, timeline: Timeline) -> str:
+    """Return the dtype of the first floating-point tensor that an operation reads.
+
+    If it reads no such tensor, return the dtype of the first tensor. If it reads no tensor, return "".
+    """
+    dtypes = [timeline.values[name].dtype for name in op.reads if name in timeline.values]
+    return next((dtype for dtype in dtypes if "float" in dtype), next(iter(dtypes), ""))
+
+
+def costs_of(timeline: Timeline, device: Device) -> tuple[Cost, ...]:
+    """Return the cost of each operation."""
+    return tuple(_cost(op, timeline, device) for op in timeline.ops)
+
+
+def _cost(op: Op, timeline: Timeline, device: Device) -> Cost:
+    if isinstance(op, Compute) and isinstance(op.work, Exchange):
+        return _cost_of_ring(op, timeline, device)
+    if isinstance(op, Launch):
+        cost, plan = _cost_of_ring(op, timeline, device), timeline.plan
+        work = [
+            gather_work(plan, param) if isinstance(op, Gather) else reduce_work(plan, param, op.over)
+            for param in timeline.params_of(op)
+        ]
+        coding = [sum(nbytes) for nbytes in zip(*work, strict=True)]  # memory traffic to encode, and to decode
+        encode, decode = (device.seconds(0, "", nbytes, Work.POINTWISE) if nbytes else 0.0 for nbytes in coding)
+        launch, finish = cost.launch_seconds + encode, cost.finish_seconds + decode
+        return replace(cost, traffic_bytes=sum(coding), launch_seconds=launch, finish_seconds=finish)
+    if not isinstance(op, Compute) or op.work in (Work.NONE, Work.AWAIT):
+        return Cost()
+    nbytes = traffic_bytes(op, timeline)
+    seconds = device.seconds(op.flops, compute_dtype(op, timeline), nbytes, str(op.work))
+    return Cost(flops=op.flops, traffic_bytes=nbytes, seconds=seconds)
+
+
+def in_node(mesh: Mesh, device: Device) -> bool:
+    """Return whether a replica is inside one node."""
+    return mesh.shard.size * mesh.tensor.size <= device.devices_per_node
+
+
+def _cost_of_ring(op: Op, timeline: Timeline, device: Device) -> Cost:
+    """Return the cost of a collective. If a replica is on several nodes, all rings share a node's network cards."""
+    if (found := ring(op, timeline)) is None:
+        return Cost()
+    lane, arguments = found
+    shares = lane is Lane.REPLICATE and not in_node(timeline.plan.mesh, device)
+    sent_bytes = timeline.traffic(op).busiest
+    return replace(device.collective(*arguments), sent_bytes=sent_bytes, lane=Lane.SHARD if shares else lane)

@@ -22,16 +22,18 @@ from thunder_zero.tools.devices.device import Cost, Lane
 HALF = 0.5  # the largest share of the core for rings while compute runs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Span:
-    """An interval of time on a lane."""
+    """An interval of time on a lane. Nothing changes it after the simulation."""
 
     op: int  # index of the operation in the timeline
     lane: Lane
-    # start, end: seconds since the step began
+    # start, end: seconds since the step began. A ring first has the time of its launch, and inf until it starts. While
+    # it runs, its end is the time when it ends if it gets its share of the core from now on.
     start: float
     end: float
     waits: Lane | None = None  # the wire for which compute waits, if it waits
+    cost: Cost = field(default_factory=Cost)  # of a ring, if it gets the share ``load`` of the core
 
     @property
     def seconds(self) -> float:
@@ -39,42 +41,28 @@ class Span:
         return self.end - self.start
 
 
-@dataclass(slots=True, eq=False)
-class _Ring:
-    """A ring that was launched."""
-
-    op: int
-    lane: Lane
-    cost: Cost  # with its seconds on the wire if it gets the share ``load`` of the core
-    launched: float
-    start: float = inf
-    end: float = inf  # the time when the ring ends if it gets its share from now on
-
-
 @dataclass
 class Lanes:
     """The lanes of a simulation that visits operations in order. Lanes in ``_shared`` share one link."""
 
     _shared: frozenset[Lane] = frozenset()
-    _spans: list[Span | _Ring] = field(default_factory=list)
+    _spans: list[Span] = field(default_factory=list)
     _now: float = 0.0  # the end of compute so far
     _free: dict[Lane, float] = field(default_factory=dict)  # the end of the last ring on each lane
-    _queues: dict[Lane, deque[_Ring]] = field(default_factory=dict)
-    _launched: dict[str, _Ring] = field(default_factory=dict)  # rings by handle
+    _queues: dict[Lane, deque[Span]] = field(default_factory=dict)  # rings that have not ended
+    _launched: dict[str, Span] = field(default_factory=dict)  # rings by handle
     _quiet: float = 0.0  # before this time, no ring ends, and none slows compute or another ring
 
     def spans(self) -> tuple[Span, ...]:
         """End all rings, and return all spans."""
         self._advance(inf)
-        return tuple(
-            item if isinstance(item, Span) else Span(item.op, item.lane, item.start, item.end) for item in self._spans
-        )
+        return tuple(self._spans)
 
     def launch(self, op: int, handle: str, cost: Cost) -> None:
         """Queue the ring of a launch, unless no bytes are sent."""
         self._quiet = 0.0
         if cost.lane:
-            ring = self._launched[handle] = _Ring(op, cost.lane, cost, self._now)
+            ring = self._launched[handle] = Span(op, cost.lane, self._now, inf, cost=cost)
             self._spans.append(ring)
             self._queues.setdefault(cost.lane, deque()).append(ring)
 
@@ -139,21 +127,19 @@ class Lanes:
             if computes:
                 until += elapsed * taken_share
 
-    def _running(self) -> list[_Ring]:
+    def _running(self) -> list[Span]:
         return [queue[0] for queue in self._queues.values() if queue and queue[0].start <= self._now]
 
-    def _sharing(self, ring: _Ring, running: list[_Ring]) -> int:
+    def _sharing(self, ring: Span, running: list[Span]) -> int:
         """Return the number of running rings that use the link of ``ring``."""
         return sum(other.lane in self._shared for other in running) if ring.lane in self._shared else 1
 
     def _begin_rings(self) -> None:
         """Start the first ring in each lane's queue, unless it already runs."""
         for lane, queue in self._queues.items():
-            if not queue or queue[0].start < inf:
-                continue
-            ring = queue[0]
-            ring.start = max(ring.launched, self._free.get(lane, 0.0))
-            ring.end = ring.start + ring.cost.wire_seconds
+            if queue and queue[0].end == inf:
+                queue[0].start = max(queue[0].start, self._free.get(lane, 0.0))
+                queue[0].end = queue[0].start + queue[0].cost.wire_seconds
 
 
 def _end_at(end: float, now: float, speed: float) -> float:

@@ -40,8 +40,7 @@ from thunder_zero.sharded.optimizers import parameters_of
 from thunder_zero.sharded.sharded_model import owner_of
 from thunder_zero.sharded.state import State
 from thunder_zero.tools.compiled_programs import programs
-from thunder_zero.tools.devices.device import Device
-from thunder_zero.tools.devices.named import DEVICES, device_of
+from thunder_zero.tools.devices.device import DEVICES, Device, device_of
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.text import table_of, text_of_table

@@ -20,12 +20,11 @@ from thunder_zero.plan.amounts import duration, float_dtype, name_of
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import STAGES, Policy, Times
 from thunder_zero.plan.precision import MixedPrecision
-from thunder_zero.tools.devices.device import Device
-from thunder_zero.tools.devices.named import device_of
+from thunder_zero.tools.devices.device import Device, device_of
 from thunder_zero.tools.dry_run import ProgramSource
 from thunder_zero.tools.forecast.for_loss import Loss
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
-from thunder_zero.tools.models.named import MODELS
+from thunder_zero.tools.models import MODELS
 from thunder_zero.tools.plan.plan_training import PRECISION
 from thunder_zero.tools.plan.subject import subject_of
 from thunder_zero.tools.printing.words import count
