@@ -11,7 +11,8 @@ from thunder_zero.tools.plan.training_plan import MeshShape, meshes
 
 
 def longer(signs: str, marks: list[int], copies: int) -> str:
-    return "".join(signs[index] for index in lengthen(signs, marks, copies)[0])
+    parts = lengthen(signs, marks, copies)
+    return "".join(signs[part.lines.start : part.lines.stop] * part.times for part in parts)
 
 
 def test_a_period_that_occurs_twice_is_repeated() -> None:

@@ -63,14 +63,22 @@ class NotPeriodic(Exception):
     """Raised if the traced blocks do unequal work, so that more blocks must be traced."""
 
 
-def lengthen(keys: Sequence[Hashable], marks: Sequence[int], copies: int) -> tuple[list[int], range | None]:
-    """Return the source of each position of a sequence with ``copies`` more periods, and the period."""
+class Part(NamedTuple):
+    """Successive lines of a phase, as indices of traced lines, and how often they run."""
+
+    lines: range
+    times: int
+
+
+def lengthen(keys: Sequence[Hashable], marks: Sequence[int], copies: int) -> tuple[Part, ...]:
+    """Return the parts of a sequence with ``copies`` more periods."""
+    whole = range(len(keys))
     if not copies:
-        return list(range(len(keys))), None
+        return (Part(whole, 1),)
     period = find_period(keys, marks)
     if period is None:
         raise NotPeriodic
-    return [*range(period.stop), *([*period] * copies), *range(period.stop, len(keys))], period
+    return Part(whole[: period.start], 1), Part(period, 1 + copies), Part(whole[period.stop :], 1)
 
 
 def _marks_of(timeline: Timeline, units: Sequence[str]) -> set[int]:
@@ -135,23 +143,19 @@ def _lines(fold: Fold, costs: Mapping[int, tuple[Cost, float]]) -> list[Line]:
     return lines
 
 
-def _order(fold: Fold, lines: Sequence[Line], units: Sequence[str], copies: int) -> Iterator[tuple[int, int]]:
-    """Yield the lines of the longer step, as indices of traced lines, with the distances of waits to their launches."""
-    marks, phase_start = _marks_of(fold.timeline, units), 0
+def _parts(fold: Fold, lines: Sequence[Line], units: Sequence[str], copies: int) -> Iterator[Part]:
+    """Yield the parts of the longer step, up to the optimizer's step."""
+    marks, start = _marks_of(fold.timeline, units), 0
     for phase, group in groupby(fold.lines, key=lambda line: line.phase):
         in_phase = [line.op for line in group]
-        keys = lines[phase_start : phase_start + len(in_phase)]
+        keys = lines[start : start + len(in_phase)]
         begins = [position for position, op in enumerate(in_phase) if id(op) in marks and keys[position].op]
         is_repeated = copies if phase in ("forward", "backward") else 0
-        order, period = lengthen(keys, begins, is_repeated)
-        if period is not None:
-            _require_balance(keys[period.start : period.stop])
-        for source in order:
-            link = keys[source].link
-            if period is not None and source >= period.stop and source - link < period.start:
-                link += copies * len(period)  # the launch stays in front of the periods
-            yield phase_start + source, link
-        phase_start += len(in_phase)
+        for part in lengthen(keys, begins, is_repeated) if phase != OPTIMIZER_STEP else ():
+            if part.times > 1:
+                _require_balance(keys[part.lines.start : part.lines.stop])
+            yield Part(range(start + part.lines.start, start + part.lines.stop), part.times)
+        start += len(in_phase)
 
 
 def _require_balance(period: Sequence[Line]) -> None:
@@ -184,9 +188,7 @@ def whole_step(fold: Fold, device: Device, units: Sequence[str], copies: int) ->
     traced = step_time(timeline, device)
     costs = zip(timeline.ops, traced.costs, model_seconds(timeline, device), strict=True)
     lines = _lines(fold, {id(op): (cost, seconds) for op, cost, seconds in costs})
-    order = list(_order(fold, lines, units, copies))
-    steps = [index for index, line in enumerate(fold.lines) if line.phase == OPTIMIZER_STEP]
-    repeated = [item for item in order if item[0] not in steps]
+    parts = list(_parts(fold, lines, units, copies))
     block = [storage for storage in fold.allocations if _is_in(units, storage.name)]
     alive = Counter[Holds]()
     for storage in fold.allocations:
@@ -197,24 +199,21 @@ def whole_step(fold: Fold, device: Device, units: Sequence[str], copies: int) ->
             alive[storage.kind] += copies * storage.nbytes
     count = sum(storage.line < 0 for storage in fold.allocations) + copies * sum(storage.line < 0 for storage in block)
     at_rest = sum(alive[kind] for kind in AT_REST)
-    total, peak, peak_index, most = sum(alive.values()), 0, 0, count
-    for index, (source, _) in enumerate(repeated):
-        line = lines[source]
-        if total + line.rise > peak:
-            peak, peak_index = total + line.rise, index
-        total, count = total + line.total, count + line.storages
-        most = max(most, count)
-    for source, times in Counter(source for source, _ in repeated[: peak_index + 1]).items():
-        alive.update({kind: times * nbytes for kind, nbytes in lines[source].kinds})
+    bytes_of = [(line.rise, line.total) for line in lines]
+    peak, at_peak = _highest(parts, sum(alive.values()), bytes_of)
+    most, _ = _highest(parts, count, [(line.storages, line.storages) for line in lines])
+    for index, times in _runs_until(parts, at_peak):
+        alive.update({kind: times * nbytes for kind, nbytes in lines[index].kinds})
     stepped = sum(storage.nbytes for storage in block if storage.kind in STEPPED)
+    steps = [line for line in fold.lines if line.phase == OPTIMIZER_STEP]
     return WholeStep(
-        _with_costs(traced, fold, lines, repeated),
+        _with_costs(traced, fold, lines, parts),
         at_rest,
         peak,
-        optimizer_step=fold.lines[steps[-1]].highest + copies * stepped if steps else 0,
-        phase=fold.lines[repeated[peak_index][0]].phase,
+        optimizer_step=steps[-1].highest + copies * stepped if steps else 0,
+        phase=fold.lines[at_peak.line].phase,
         by_kind={str(kind): nbytes for kind, nbytes in alive.most_common() if nbytes},
-        storages=most,
+        storages=max(count, most),
         trained=sum(
             prod(timeline.plan.shard_shape(param)) * param.dtype.itemsize * (1 + copies * _is_in(units, param.path))
             for param in timeline.plan.params
@@ -223,29 +222,69 @@ def whole_step(fold: Fold, device: Device, units: Sequence[str], copies: int) ->
     )
 
 
+class Moment(NamedTuple):
+    """A run of a line: the index of its part, the number of earlier runs, and the index of the line."""
+
+    part: int
+    run: int
+    line: int
+
+
+def _highest(parts: Sequence[Part], alive: int, changes: Sequence[tuple[int, int]]) -> tuple[int, Moment]:
+    """Return the highest level of the longer step, and when it is reached first.
+
+    ``alive`` is the level at the start. Each line has its rise while it runs, and its change of the level. A repeated
+    part changes the level by the same amount in each run, so that its first or its last run is the highest.
+    """
+    highest, moment = 0, Moment(0, 0, 0)
+    for number, part in enumerate(parts):
+        for run in sorted({0, part.times - 1}):
+            level = alive + run * sum(changes[index][1] for index in part.lines)
+            for index in part.lines:
+                rise, change = changes[index]
+                if level + rise > highest:
+                    highest, moment = level + rise, Moment(number, run, index)
+                level += change
+        alive += part.times * sum(changes[index][1] for index in part.lines)
+    return highest, moment
+
+
+def _runs_until(parts: Sequence[Part], moment: Moment) -> Iterator[tuple[int, int]]:
+    """Yield the lines that have run at the end of a moment, and how often."""
+    for part in parts[: moment.part]:
+        yield from ((index, part.times) for index in part.lines)
+    yield from ((index, moment.run + (index <= moment.line)) for index in parts[moment.part].lines)
+
+
 def _is_in(units: Sequence[str], name: str) -> bool:
     """Return whether a parameter, or a storage of one, belongs to the first unit."""
     return bool(units) and name.startswith(f"{units[0]}.")
 
 
-def _with_costs(traced: Estimate, fold: Fold, lines: Sequence[Line], order: Sequence[tuple[int, int]]) -> Estimate:
+def _with_costs(traced: Estimate, fold: Fold, lines: Sequence[Line], parts: Sequence[Part]) -> Estimate:
     """Return the estimate of a longer step. Lines between those of collectives are one operation."""
     ops: list[Op] = []
     costs: list[Cost] = []
-    runs: dict[tuple[int, int], Cost] = {}  # sums, keyed by the first and the last line of a run
     linked = {index: op for index, (_, op, *_) in enumerate(fold.lines) if op is not None and _has_handle(op)}
-    stops = [position for position, (source, _) in enumerate(order) if source in linked]
-    for start, stop in pairwise([-1, *stops, len(order)]):
-        if start + 1 < stop:
-            key = order[start + 1][0], order[stop - 1][0]
-            runs[key] = runs.get(key) or _sum([lines[source].cost for source, _ in order[start + 1 : stop]])
-            ops.append(Compute((), ()))
-            costs.append(runs[key])
-        if stop < len(order):
-            source, link = order[stop]
-            ops.append(_with_handle(linked[source], f"handle {stop - link}"))
-            costs.append(lines[source].cost)
-    seconds = sum(lines[source].seconds for source, _ in order)
+    start, last = 0, dict[int, int]()  # positions in the longer step: of a run, and of the latest run of each line
+    for part in parts:
+        between = [part.lines.start - 1, *(index for index in part.lines if index in linked), part.lines.stop]
+        pieces = [([line.cost for line in lines[left + 1 : right]], right) for left, right in pairwise(between)]
+        sums = [(_sum(run) if run else None, index) for run, index in pieces]
+        for run in range(part.times):
+            for cost, index in sums:
+                if cost is not None:
+                    ops.append(Compute((), ()))
+                    costs.append(cost)
+                if index < part.lines.stop:
+                    position, link = start + index - part.lines.start, lines[index].link
+                    last[index] = position
+                    # An earlier part's launch may be repeated; a later run's launch is in the run before.
+                    launch = position - link if run else last[index - link]
+                    ops.append(_with_handle(linked[index], f"handle {launch}"))
+                    costs.append(lines[index].cost)
+            start += len(part.lines)
+    seconds = sum(part.times * lines[index].seconds for part in parts for index in part.lines)
     timeline = replace(traced.timeline, ops=tuple(ops))
     return replace(traced, timeline=timeline, costs=tuple(costs), model_seconds=seconds)
 
