@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -18,7 +20,7 @@ from thunder_zero.checkpoint.manifest import Manifest
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.safetensors_files import TensorToWrite, dtype_to_write
 from thunder_zero.tools.printing.progress import show_progress
-from thunder_zero.tools.printing.text import stdout_console
+from thunder_zero.tools.printing.words import WIDTH
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def inspect(path: Path, *, verify_files: bool = False) -> None:
     source = open_checkpoint(path, verify_files=verify_files)
     if verify_files:
         source.require_readable()
-    console = stdout_console()
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(_table(source))
     console.print(_summary(source, saved), highlight=False)
 

@@ -20,7 +20,6 @@ from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.tools.devices.device import Device, Lane
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.models.named import NamedModel
-from thunder_zero.tools.plan.overhead import OVERHEAD, OVERHEAD_OF_CPU, TRAFFIC, overhead_bytes
 from thunder_zero.tools.plan.programs import Slicing, SubjectPrograms
 from thunder_zero.tools.plan.subject import Subject, subject_of
 from thunder_zero.tools.plan.training_plan import (
@@ -35,6 +34,33 @@ from thunder_zero.tools.plan.training_plan import (
 from thunder_zero.tools.printing.progress import show_steps
 
 PRECISION = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+MiB, GiB = 1 << 20, 1 << 30
+
+# CUDA's context, the code of kernels and the workspaces of cuBLAS took 723 MiB with the first tensor
+# (https://discuss.pytorch.org/t/73021, 2020), here rounded up.
+CONTEXT = GiB
+# An NCCL communicator has 32 channels and 2 directions. Each channel and direction has buffers for the protocols simple
+# (4 MiB), LL (512 KiB) and LL128 (about 4.7 MiB; DEFAULT_BUFFSIZE and others in
+# https://github.com/NVIDIA/nccl/blob/master/src/init.cc).
+COMMUNICATOR = 32 * 2 * int(9.2 * MiB)
+# Torch's allocator has a segment of small blocks and one of large blocks that are not full. It rounds each block up to
+# a multiple of BLOCK (https://github.com/pytorch/pytorch/blob/main/c10/core/AllocatorConfig.h: kSmallBuffer,
+# kLargeBuffer, kMinBlockSize).
+SEGMENTS = 2 * MiB + 20 * MiB
+BLOCK = 512
+OVERHEAD = (
+    f"overhead that is no tensor: {CONTEXT >> 20:,} MiB for CUDA's context, {COMMUNICATOR >> 20} MiB for each NCCL "
+    f"communicator (1; 3 with copies), {SEGMENTS >> 20} MiB for segments of the allocator that are not full, and "
+    f"{BLOCK} B for each tensor; fragments are not counted"
+)
+# On two gloo ranks, a process took 409 MiB after three steps of a model of 130 kB (torch 2.13.0), here rounded up.
+PROCESS = 512 * MiB
+OVERHEAD_OF_CPU = (
+    f"overhead that is no tensor: {PROCESS >> 20} MiB for the process with Python, torch and Thunder; fragments are "
+    f"not counted"
+)
+
+TRAFFIC = 7  # times a shard's bytes: AdamW reads parameter, gradient and two averages, and writes all but the gradient
 
 
 def plan_training(
@@ -66,9 +92,8 @@ def plan_training(
     >>> tz.tools.plan_training(module, tokens, world_size=16).chosen
 
     Args:
-        model: a key of ``tz.tools.MODELS`` (llama3-8b, llama3-70b, llama3-405b, gpt-1.3b), a ``tz.tools.NamedModel``,
-            a plain module (also on the meta device), or ``FILE.py:function``. The function must return ``(module,
-            input, ...)`` or ``(module, (input, ...), {name: input, ...})``.
+        model: a key of ``tz.tools.MODELS``, a ``tz.tools.NamedModel``, a plain module (also on the meta device), or
+            ``FILE.py:function``, which returns ``(module, input, ...)`` or ``(module, (input, ...), {name: input})``.
         args, kwargs: the arguments of a module's forward, for one rank's share of a batch.
         world_size: number of ranks that train, such as 128 for 16 nodes of 8.
         device: as for :func:`thunder_zero.tools.estimate`.
@@ -89,10 +114,8 @@ def plan_training(
             module over a mesh (default: a named model's own plan).
 
     Raises:
-        ValueError: ``model`` or ``device`` is unknown, an option does not fit the model, or no parameter is trained. It
-            is also raised if ranks do not fill nodes, ``tp`` does not divide the devices of a node or has no plan, or
-            ``global_batch`` is not a multiple of the data-parallel ranks.
-        TypeError: ``model`` or ``device`` has a wrong type.
+        ValueError: also if no parameter is trained, ranks do not fill nodes, ``tp`` does not divide the devices of a
+            node, or ``global_batch`` is not a multiple of the data-parallel ranks.
         RuntimeError: ``tp`` is more than 1 and there is a process group.
     """
     stages = _known_stages(stages)
@@ -115,20 +138,11 @@ def plan_training(
     if max(sizes) > 1 and slicing is None:
         raise ValueError(f"tp is {tp!r}, and nothing says how to slice {subject.name}; give tp_plan=")
     asked = Policy(2, mixed_precision=precision, gather_format=gather_format, reduce_format=reduce_format)
-    asked = replace(asked, frozen_format=frozen_format)
+    asked, programs = replace(asked, frozen_format=frozen_format), dict[int, SubjectPrograms]()
     with show_steps("tz.tools.plan_training", count) as show:
-        programs = {
-            size: SubjectPrograms(
-                subjects[size],
-                asked,
-                meshes(3, world_size, described.devices_per_node, size)[0].shards,
-                described,
-                show,
-                size,
-                slicing or {},
-            )
-            for size in sizes
-        }
+        for size in sizes:
+            shards = meshes(3, world_size, described.devices_per_node, size)[0].shards
+            programs[size] = SubjectPrograms(subjects[size], asked, shards, described, show, size, slicing or {})
         rows = _rows(programs, stages, world_size, memory, show)
     chosen, code = best_of(rows), ""
     if chosen is not None:
@@ -150,10 +164,7 @@ def plan_training(
         chosen=chosen,
         reason=reason_of(rows, chosen, memory, subject.batch),
         code=code,
-        assumed=(
-            *assumed(subject, asked, described, returns_loss=returns_loss),
-            *((OF_SLICES,) if max(sizes) > 1 else ()),
-        ),
+        assumed=(*assumed(subject, asked, described, returns_loss=returns_loss), *[OF_SLICES] * (max(sizes) > 1)),
         is_bound=not described.is_measured,
     )
 
@@ -262,6 +273,18 @@ def _row(
     )
 
 
+def overhead_bytes(device: Device, copies: int, storages: int, slices: int = 1) -> int:
+    """Return the bytes of a device's memory on a rank that belong to no tensor. Measured devices are CPUs.
+
+    ``copies`` is the number of replicas, ``slices`` the number of tensor-parallel ranks. ``storages`` is the number of
+    storages, whose sizes the allocator rounds up to blocks.
+    """
+    if device.is_measured:
+        return PROCESS
+    communicators = (1 if copies == 1 else 3) + (slices > 1)
+    return CONTEXT + communicators * COMMUNICATOR + SEGMENTS + storages * BLOCK
+
+
 OWN_SLICES = """styles = tz.tools.MODELS["{}"].tp_plan
 parallelize_module(module, mesh["tp"], styles)  # a Llama's logits: Shard(-1), for loss_parallel"""
 SLICES = 'parallelize_module(module, mesh["tp"], ...)  # yours: tp_plan'
@@ -310,9 +333,8 @@ def assumed(subject: Subject, asked: Policy, device: Device, *, returns_loss: bo
         loss = "the one number that the model returns is its loss"
     else:
         loss = "the loss is left out, since the model does not return one number and no loss= was given"
-    time_assumptions = MEASURED if device.is_measured else DESCRIBED
     return (
-        *time_assumptions,
+        *(MEASURED if device.is_measured else DESCRIBED),
         f"compute in {compute}, gradients on the wire in {reduce}; {shards} shards and AdamW's two averages, stepped "
         f"by AdamW(fused=True); {loss}; memory is that of lines that are not fused",
         "a collective is a flat ring, with a latency for each rank that a message passes",

@@ -23,14 +23,12 @@ from thunder_zero.plan.formats import FORMATS, Formats
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import RECOMPUTE, STAGES, Policy, is_count
 from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED
-from thunder_zero.tools.printing.text import table_of, text_of_table
-from thunder_zero.tools.printing.words import summed_up
+from thunder_zero.tools.printing.words import aligned, summed_up
 from thunder_zero.tools.time.costs import REACHED
 
 FACTOR = 8  # the ratio between the numbers of shards of successive meshes
 NARROW = 80  # width of the text
 RUNS = "torchtitan's Llama 3.1 8B on 8 H100, December 2024"  # docs/plan.md
-COLUMNS = ("stage", "shards", "recompute", "needs", "sent", "exposed", "step", "tokens/s", "MFU", "fits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +61,6 @@ def meshes(stage: int, world_size: int, devices_per_node: int, slices: int = 1) 
     """Return the meshes to compare for a stage: sharding over one node, over 8, 64, ... nodes, and over all ranks.
 
     For DDP there is one mesh. Each mesh has ``slices`` tensor-parallel ranks inside a node.
-
-    Raises:
-        ValueError: the ranks do not fill nodes, or ``slices`` does not divide the ranks of a node.
     """
     if not is_count(world_size) or not world_size:
         raise ValueError(f"world_size is {world_size!r}; give the number of ranks, at least 1")
@@ -136,41 +131,24 @@ class PlanRow:
 
 @dataclass(frozen=True, repr=False)
 class TrainingPlan:
-    """A recommended stage and mesh for a training run, with the table that supports the choice.
+    """A recommended stage and mesh for a training run, with the table that supports the choice."""
 
-    Attributes:
-        model: name of the model.
-        parameters: number of elements of all parameters.
-        blocks: number of identical blocks.
-        world_size: number of ranks.
-        device: name of the device.
-        devices_per_node: devices of a node.
-        memory_bytes: memory of a rank.
-        tokens: tokens of a data-parallel rank in a step. For a global batch, this is the number with the first ``tp``.
-        global_tokens: tokens of all ranks in a step, or None if there is no global batch.
-        rows: stages and meshes, in the order of the table.
-        chosen: the recommended row; None if no row fits.
-        reason: the reason for the recommendation, in one sentence.
-        code: Python code to paste; "" if no row fits.
-        assumed: the assumptions behind the figures, as sentences.
-        is_bound: True if times are lower bounds, because the device was not measured.
-    """
-
-    model: str
-    parameters: int
-    blocks: int
-    world_size: int
-    device: str
+    model: str  # name of the model
+    parameters: int  # number of elements of all parameters
+    blocks: int  # number of identical blocks
+    world_size: int  # number of ranks
+    device: str  # name of the device
     devices_per_node: int
-    memory_bytes: int
+    memory_bytes: int  # memory of a rank
+    # tokens of a data-parallel rank in a step. For a global batch, this is the number with the first ``tp``.
     tokens: int
-    global_tokens: int | None
-    rows: tuple[PlanRow, ...]
-    chosen: PlanRow | None
-    reason: str
-    code: str
-    assumed: tuple[str, ...]
-    is_bound: bool
+    global_tokens: int | None  # tokens of all ranks in a step, or None if there is no global batch
+    rows: tuple[PlanRow, ...]  # stages and meshes, in the order of the table
+    chosen: PlanRow | None  # the recommended row; None if no row fits
+    reason: str  # the reason for the recommendation, in one sentence
+    code: str  # Python code to paste; "" if no row fits
+    assumed: tuple[str, ...]  # the assumptions behind the figures, as sentences
+    is_bound: bool  # True if times are lower bounds, because the device was not measured
 
     @property
     def expected_tokens_per_second(self) -> tuple[float, float] | None:
@@ -196,16 +174,17 @@ class TrainingPlan:
 
     def table(self) -> str:
         """Return the table, with a line for each row, in 80 columns."""
-        columns, rows = list(COLUMNS), [self._cells(row) for row in self.rows]
-        if any(row.mesh.slices > 1 for row in self.rows):
-            columns[2:3] = ["tp", "again"]  # shorter than "recompute"
-            rows = [(*cells[:2], str(row.mesh.slices), *cells[2:]) for row, cells in zip(self.rows, rows, strict=True)]
-        return text_of_table(table_of(columns, rows, ("stage", "fits"), apart=1), NARROW)
+        has_slices = any(row.mesh.slices > 1 for row in self.rows)
+        recompute = ("tp", "again") if has_slices else ("recompute",)
+        columns = ("stage", "shards", *recompute, "needs", "sent", "exposed", "step", "tokens/s", "MFU", "fits")
+        rows = [self._cells(row, has_slices) for row in self.rows]
+        return aligned([columns, *rows], left=(0, len(columns) - 1), apart=1)
 
-    def _cells(self, row: PlanRow) -> tuple[str, ...]:
+    def _cells(self, row: PlanRow, has_slices: bool) -> tuple[str, ...]:
         return (
             STAGES[row.stage].name,
             row.mesh.data,
+            *[str(row.mesh.slices)] * has_slices,
             row.recompute,
             size(row.needed_bytes),
             size(row.sent_bytes),

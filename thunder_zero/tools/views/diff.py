@@ -23,8 +23,7 @@ from thunder_zero.schedule.ops import Compute
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.schedule.units import backward_ends
-from thunder_zero.tools.printing.text import table_of, text_of_table
-from thunder_zero.tools.printing.words import WIDTH, count, summed_up
+from thunder_zero.tools.printing.words import WIDTH, aligned, count, summed_up
 from thunder_zero.tools.table.table import Table, step_table
 from thunder_zero.traces.compiled import Traces
 
@@ -168,7 +167,7 @@ def _lines(difference: Difference, max_groups: int) -> Iterator[str]:
     rows = [*groups[:max_groups], ("all", *_cells(difference.total))]
     room = WIDTH - sum(max(map(len, column)) + 2 for column in zip(COLUMNS, *(row[1:] for row in rows), strict=True))
     rows = [(name if len(name) <= room else f"…{name[1 - room :]}", *cells) for name, *cells in rows]
-    lines = text_of_table(table_of(("unit", *COLUMNS), rows, ("unit",)), WIDTH).splitlines()
+    lines = aligned([("unit", *COLUMNS), *rows]).splitlines()
     if len(groups) > max_groups:
         lines.insert(-1, f"... {len(groups) - max_groups} more: table() has them")
     yield from lines

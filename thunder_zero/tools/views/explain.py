@@ -25,8 +25,7 @@ from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.traffic import Traffic, gather_traffic, reduce_traffic
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.printing.text import place_of
-from thunder_zero.tools.printing.words import WIDTH, clip, summed_up
+from thunder_zero.tools.printing.words import WIDTH, clip, place_of, summed_up
 from thunder_zero.tools.table.lines import with_code
 from thunder_zero.tools.table.rows import COMPUTES, Row
 from thunder_zero.tools.table.table import Table, table_of

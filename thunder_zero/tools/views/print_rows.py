@@ -21,8 +21,7 @@ from rich.text import Text
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.mesh import TENSOR
 from thunder_zero.plan.params import Plan
-from thunder_zero.tools.printing.text import fill, fold, place_of
-from thunder_zero.tools.printing.words import WIDTH, clip
+from thunder_zero.tools.printing.words import WIDTH, clip, fill, fold, place_of
 from thunder_zero.tools.table.rows import Row, label_of
 
 NARROWEST, WIDEST = 80, 140

@@ -14,7 +14,7 @@ from thunder_zero.schedule.names import label_of
 from thunder_zero.schedule.ops import Work
 from thunder_zero.tools.devices.device import Device, Lane
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.printing.text import place_of
+from thunder_zero.tools.printing.words import place_of
 from thunder_zero.tools.table.rows import Row, label
 from thunder_zero.tools.table.table import Table, table_of
 from thunder_zero.tools.time.estimate import Estimate, estimate

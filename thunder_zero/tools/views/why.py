@@ -44,8 +44,7 @@ from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import DEVICES, device_of
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.forecast.watch import NoForecast
-from thunder_zero.tools.printing.text import table_of, text_of_table
-from thunder_zero.tools.printing.words import WIDTH, folded
+from thunder_zero.tools.printing.words import aligned, folded
 from thunder_zero.tools.time.estimate import estimate
 from thunder_zero.traces.compiled import Traces
 
@@ -209,7 +208,7 @@ def _page(followed: Followed, resident_before: int, device: Device | None) -> st
     ]
     forwards = f" of {more + 1} forwards each" * (more > 0)
     title = f"{name}, median of {len(steps)} step{'s' * (len(steps) > 1)}{forwards}"
-    table = text_of_table(table_of(("", "forecast", "measured"), rows), WIDTH)
+    table = aligned([("", "forecast", "measured"), *rows])
     listed = f"programs\n{compiled!r}" if (compiled := programs(followed.model)) else ""
     largest = _largest(forecast, measured, followed.waits)
     return "\n".join(filter(None, (title, table, folded(no_forecast), largest, listed)))

@@ -18,8 +18,7 @@ from thunder_zero.plan.policy import STAGES
 from thunder_zero.schedule.ops import Compute
 from thunder_zero.tools.devices.device import Lane
 from thunder_zero.tools.forecast.figures import Holds, Memory, Storage, outside_of_the_peak
-from thunder_zero.tools.printing.text import place_of
-from thunder_zero.tools.printing.words import short
+from thunder_zero.tools.printing.words import place_of, short
 from thunder_zero.tools.table.rows import CODES, COMPUTES, label, label_of
 from thunder_zero.tools.table.table import Table
 from thunder_zero.tools.views.diff import COLUMNS, alike, difference_of, require_one_module
