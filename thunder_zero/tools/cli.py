@@ -25,7 +25,7 @@ from typing import Any
 from thunder_zero.tools.devices.named import DEVICES
 from thunder_zero.tools.models.named import MODELS
 from thunder_zero.tools.table.rows import PHASES
-from thunder_zero.tools.views.selection import ONLY
+from thunder_zero.tools.views.print_rows import ONLY
 
 INPUTS = "(module, input, ...) or (module, (input, ...), {name: input, ...})"
 INTERRUPTED = 130  # the exit code that shells use for an interrupted command

@@ -53,39 +53,29 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
     """
     described = None if device is None else device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
-    _require_parameter(path, traces)
-    table = table_of(traces, time=estimate(traces, described) if described else None, codes=False)
-    return explanation_of(table, traces.plan.by_name[path])
-
-
-def _require_parameter(path: str, traces: Traces) -> None:
-    plan = traces.plan
-    if path in plan.by_name:
-        return
+    params = traces.plan.by_name
     if path in traces.others.values():
         raise ValueError(
             f"{path!r} is a buffer, or a parameter that Policy.ignored names; nothing gathers or reduces it"
         )
-    near = get_close_matches(path, plan.by_name, NEAR, cutoff=0.5) or list(plan.by_name)[:NEAR]
-    raise ValueError(f"there is no parameter {path!r}; the nearest names are {', '.join(map(repr, near))}")
+    if path not in params:
+        near = get_close_matches(path, params, NEAR, cutoff=0.5) or list(params)[:NEAR]
+        raise ValueError(f"there is no parameter {path!r}; the nearest names are {', '.join(map(repr, near))}")
+    table = table_of(traces, time=estimate(traces, described) if described else None, codes=False)
+    return explanation_of(table, params[path])
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """The life of one parameter in a step of one rank.
+    """The life of one parameter in a step of one rank."""
 
-    Attributes:
-        step: the table of the step.
-        param: the parameter's entry in the plan: path, shape, dtypes, unit, lifetime.
-        gathers: the rows of each gather, keyed by "gather" (the launch), "wait", "first use", "last use" (of the
-            parameter, or of a view or a cast of it) and "free". A key is missing if there is no such row.
-        gradient: the rows of the gradient, keyed by "made", "reduce" (the launch) or "defer" (under ``no_sync``),
-            "across" (the launch over replicas) and "wait". Empty without a gradient.
-    """
-
-    step: Table
-    param: Param
+    step: Table  # the table of the step
+    param: Param  # the parameter's entry in the plan: path, shape, dtypes, unit, lifetime
+    # the rows of each gather, keyed by "gather" (the launch), "wait", "first use", "last use" (of the parameter, or of
+    # a view or a cast of it) and "free". A key is missing if there is no such row.
     gathers: tuple[Mapping[str, Row], ...]
+    # the rows of the gradient, keyed by "made", "reduce" (the launch) or "defer" (under ``no_sync``), "across" (the
+    # launch over replicas) and "wait". Empty without a gradient.
     gradient: Mapping[str, Row]
 
     @property
@@ -175,7 +165,10 @@ def _lines(explanation: Explanation, max_gathers: int) -> Iterator[str]:
     param, plan, gradient = explanation.param, explanation.step.traces.plan, explanation.gradient
     yield from wrap(f"{_name(param)}; {place_of(plan)}", WIDTH)
     if plan.mesh.is_sliced:
-        yield from _part("slice", _slice(param, plan))
+        axis = plan.mesh.tensor
+        piece = f"part {axis.place} of {axis.size} of {_shape(plan.whole_shape(param))}, along dimension {param.sliced}"
+        all_of_it = f"none: each of the {axis.size} ranks of tensor parallelism computes with all of it"
+        yield from _part("slice", all_of_it if param.sliced is None else piece)
     yield from _part("at rest", _at_rest(param, plan))
     yield from _part("", explanation.lifetime)
     if param.sharded and not explanation.gathers:
@@ -195,14 +188,6 @@ def _name(param: Param) -> str:
     aliases = f", also {', '.join(param.aliases)}" if param.aliases else ""
     unit = f"unit {param.unit}" if param.unit else "the root unit"
     return f"{param.path}{aliases}: {_shape(param.shape)} {name_of(param.dtype)}, in {unit}"
-
-
-def _slice(param: Param, plan: Plan) -> str:
-    """Describe this rank's slice of the parameter, from torch's tensor parallelism."""
-    axis, whole = plan.mesh.tensor, _shape(plan.whole_shape(param))
-    if param.sliced is None:
-        return f"none: each of the {axis.size} ranks of tensor parallelism computes with all of it"
-    return f"part {axis.place} of {axis.size} of {whole}, along dimension {param.sliced}"
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -279,9 +264,8 @@ def _gradient_lines(rows: Mapping[str, Row], explanation: Explanation) -> Iterat
 
 
 def _traffic(traffic: Traffic, encoding: Format | None, rounds: str) -> str:
-    text = f"this rank sends {traffic.sent:,} B and receives {traffic.received:,} B of it"
-    rounding = "" if encoding is None else f", as {encoding}: rounded {rounds}, off by at most {encoding.error(rounds)}"
-    return text + rounding
+    rounding = f", as {encoding}: rounded {rounds}, off by at most {encoding.error(rounds)}" if encoding else ""
+    return f"this rank sends {traffic.sent:,} B and receives {traffic.received:,} B of it{rounding}"
 
 
 def _company(launch: Row, explanation: Explanation) -> str:

@@ -17,8 +17,7 @@ from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
 from thunder_zero.tools.forecast.memory import require_forecast_of
 from thunder_zero.tools.table.rows import PHASES, Row
 from thunder_zero.tools.table.table import Table, step_table, table_of
-from thunder_zero.tools.views.print_rows import QUIET, print_rows, print_total, write
-from thunder_zero.tools.views.selection import format_timeline, select
+from thunder_zero.tools.views.print_rows import QUIET, format_timeline, print_rows, print_total, select, write
 from thunder_zero.tools.views.shown_code import shown
 from thunder_zero.traces.compiled import Traces
 

@@ -17,7 +17,6 @@ from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.schedule.ops import Compute, Free, Gather, Op, Wait
 from thunder_zero.schedule.prefetch import Bound
-from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.table.rows import Row, label
 from thunder_zero.tools.table.table import Table
 
@@ -49,7 +48,10 @@ def _why_gather(table: Table, op: Gather) -> str:
         return f"it starts right before its use: Policy.{'prefetch' if sizes.ahead_bytes else 'in_flight_bytes'}=0"
     if bound is Bound.EARLIER:
         return "it starts after the gather before it, whose use comes first, or after the line that writes its shard"
-    place, count = _place(timeline, after), "one unit" if sizes.prefetch == 1 else f"{sizes.prefetch} units"
+    before, count = timeline.ops[after], "one unit" if sizes.prefetch == 1 else f"{sizes.prefetch} units"
+    place = "right before backward first reads a bucket that forward gathered"
+    if isinstance(before, Wait):
+        place = f"right after the wait for {label(before.params, timeline.plan, gradients=False)}"
     return {
         Bound.PREFETCH: f"it starts {place}, {count} ahead (Policy.prefetch)",
         Bound.TIMES: f"it starts {place}: by the measured times (Policy.times) it still ends before its use",
@@ -57,14 +59,6 @@ def _why_gather(table: Table, op: Gather) -> str:
         Bound.IN_FLIGHT: f"it starts {place}: earlier, more than {size(sizes.in_flight_bytes)} would be in flight "
         "(Policy.in_flight_bytes)",
     }[bound]
-
-
-def _place(timeline: Timeline, after: int) -> str:
-    """Describe a position, such as ``right after the wait for blocks.1: 6 parameters``."""
-    op = timeline.ops[after]
-    if isinstance(op, Wait):
-        return f"right after the wait for {label(op.params, timeline.plan, gradients=False)}"
-    return "right before backward first reads a bucket that forward gathered"
 
 
 def why_free(table: Table, wait: Row, free: Row | None, *, is_read: bool) -> str:
