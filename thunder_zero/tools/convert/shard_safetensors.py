@@ -30,7 +30,7 @@ def shard_safetensors(
     *,
     dtype: torch.dtype | str | None = None,
 ) -> Path:
-    """Make a checkpoint of a model from safetensors files, as ``ranks`` ranks would have saved it.
+    """Make a checkpoint of a model from safetensors files, as ``ranks`` ranks would have saved it. Return its folder.
 
     This is the inverse of :func:`consolidate`. It needs no process group, and holds only one rank's rows of a tensor in
     memory. Any number of ranks can load the checkpoint. The link ``latest``, used to resume training, is not changed.
@@ -40,17 +40,8 @@ def shard_safetensors(
     Args:
         source: a file, the index of several files (``model.safetensors.index.json``), or a folder with
             ``model.safetensors``, an index, or other files. ``aliases`` in the metadata names tied weights.
-        checkpoint: the folder to write.
         ranks: number of files. Each file has the rows of one rank.
         dtype: dtype of the floating-point tensors, such as ``"bfloat16"`` (default: as in the source).
-
-    Returns:
-        The folder.
-
-    Raises:
-        ValueError: ``ranks``, ``dtype`` or the name ``checkpoint`` is invalid, or ``source`` has no safetensors file or
-            a damaged file.
-        OSError: a file cannot be read or written.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; pass the number of files, 1 or more")

@@ -54,7 +54,9 @@ ONLY: Mapping[str, Callable[[Row], bool]] = {
 def print_rows(rows: Sequence[Row | int], plan: Plan, phase: str, console: Console) -> None:
     """Print a table of a phase's rows and gaps. Code is folded to the width of its column."""
     width = min(max(console.width, NARROWEST), WIDEST) if console.is_terminal else WIDTH
-    columns = _widths(rows, width)
+    has_alive = any(isinstance(row, Row) and row.alive is not None for row in rows)
+    parameters = PARAMETERS - has_alive
+    columns = width - KIND - parameters - (2 + has_alive) * (BYTES + 1) - 2, parameters, has_alive
     syntax = Syntax("", "python", theme="ansi_dark", background_color="default")
     _print_title(plan, phase, columns, console)
     if not rows:
@@ -75,13 +77,6 @@ def print_rows(rows: Sequence[Row | int], plan: Plan, phase: str, console: Conso
     console.print()
 
 
-def _widths(rows: Sequence[Row | int], width: int) -> Widths:
-    """Return the widths of the columns of code and of parameters, and whether there is a column of bytes alive."""
-    has_alive = any(isinstance(row, Row) and row.alive is not None for row in rows)
-    parameters, columns_of_bytes = PARAMETERS - has_alive, 2 + has_alive
-    return width - KIND - parameters - columns_of_bytes * BYTES - 4 - has_alive, parameters, has_alive
-
-
 def _print_title(plan: Plan, phase: str, columns: Widths, console: Console) -> None:
     """Print the title of a phase and the heads of the columns. A long title gets its own line."""
     code_width, params_width, has_alive = columns
@@ -96,10 +91,7 @@ def _print_title(plan: Plan, phase: str, columns: Widths, console: Console) -> N
 
 
 def print_total(rows: Sequence[Row | int], console: Console) -> None:
-    """Print the number of collectives, the bytes that this rank sends, and the most gathered bytes.
-
-    Collectives of tensor parallelism and deferred gradients each get a further line.
-    """
+    """Print the number of collectives, the bytes that this rank sends, and the most gathered bytes."""
     shown = [row for row in rows if isinstance(row, Row)]
     gathers, reduces = (sum(row.kind == kind for row in shown) for kind in ("gather", "reduce"))
     sent, slices = sum(row.sent or 0 for row in shown), [row.sent for row in shown if row.kind == TENSOR and row.sent]

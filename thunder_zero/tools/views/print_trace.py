@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import IO, Any
 
@@ -46,11 +45,9 @@ def print_trace(
     """Print the trace that runs, with the meaning of each line. If several ranks call this, only ``rank`` prints.
 
     The first three lines are a legend. A line of the trace gathers, waits, computes, frees or reduces. The columns on
-    the right are the parameters, the bytes that this rank sends, and the bytes alive after the line. There are two
-    columns of bytes alive: gathered parameters, and all tensors. The bytes of all tensors are a forecast of
-    :func:`thunder_zero.tools.memory`. This forecast includes a loss and an optimizer only if ``memory`` does. The peak
-    is marked. The last line is a summary. A terminal gets highlighted text. In a file, the text
-    is plain and 100 columns wide.
+    the right are the parameters, the bytes that this rank sends, and the bytes alive after the line: of gathered
+    parameters, and of all tensors, as :func:`thunder_zero.tools.memory` forecasts them. This forecast includes a loss
+    and an optimizer only if ``memory`` does. A file gets plain text, 100 columns wide.
 
     >>> tz.print_trace(model, "forward", unit="blocks.0")
     >>> tz.print_trace(traces, memory=tz.tools.memory(traces, loss=loss, optimizer=torch.optim.AdamW))
@@ -93,7 +90,15 @@ def print_trace(
         write(console, f"# {table.no_memory}\n")
     write(console, HOW_TO_READ + HOW_TO_READ_SLICES * traces.plan.mesh.is_sliced, QUIET)
     for name in PHASES[phase]:
-        printed += _print_phase(name, table, console, unit=unit, only=only, every_line=every_line)
+        all_rows = (rows_of if every_line else shown_rows)(table, name)
+        if not all_rows:
+            write(console, "# no backward: nothing here needs a gradient\n")
+            continue
+        chosen = select(all_rows, traces.plan, unit, only)
+        print_rows(chosen, traces.plan, name if traces.facts.synced else f"{name} under no_sync", console)
+        if table.memory is not None and (name, table.memory.peak_line.phase) == ("forward", "loss"):
+            write(console, f"# the peak of the step: {size(table.memory.peak)} alive in the loss\n")
+        printed += chosen
     for line in outside_of_the_peak(memory) if memory else ():
         write(console, f"# {line}")
     print_total(printed, console)
@@ -130,21 +135,6 @@ def shown_rows(table: Table, phase: str) -> tuple[Row, ...]:
 def rows_of(table: Table, phase: str) -> tuple[Row, ...]:
     """Return the rows of a phase."""
     return table.rows(where=lambda row: row.phase == phase)
-
-
-def _print_phase(
-    phase: str, table: Table, console: Console, *, unit: str | None, only: str | None, every_line: bool
-) -> Sequence[Row | int]:
-    """Print a phase and return the printed rows."""
-    all_rows, traces, forecast = (rows_of if every_line else shown_rows)(table, phase), table.traces, table.memory
-    if not all_rows:
-        write(console, "# no backward: nothing here needs a gradient\n")
-        return ()
-    chosen = select(all_rows, traces.plan, unit, only)
-    print_rows(chosen, traces.plan, phase if traces.facts.synced else f"{phase} under no_sync", console)
-    if forecast is not None and (phase, forecast.peak_line.phase) == ("forward", "loss"):
-        write(console, f"# the peak of the step: {size(forecast.peak)} alive in the loss\n")
-    return chosen
 
 
 def json_of(traces: Traces, phase: str = "both", *, unit: str | None = None, only: str | None = None) -> dict[str, Any]:

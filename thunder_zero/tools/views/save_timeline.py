@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,6 @@ def save_timeline(
 
     Args:
         path: the file to write, JSON in Chrome's trace event format.
-        model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
         device: the device of the forecast, as for :func:`thunder_zero.tools.estimate`.
         measured: a file from ``torch.profiler.profile.export_chrome_trace``, which may be compressed (``.gz``).
     """
@@ -80,7 +79,7 @@ def _forecast_events(table: Table, forecast: Estimate, pid: int) -> Iterator[Eve
             times = {"ts": span.start * MICRO, "dur": span.seconds * MICRO}
             yield place | _named(span, table.lines[line], forecast) | times
     previous = None
-    for row in (row for row in table.lines if row.op is not None):
+    for row in table.rows(where=lambda row: row.op is not None):
         if row.gathered != previous:
             counter: Event = {"ph": "C", "pid": pid, "name": "gathered bytes", "args": {"bytes": row.gathered}}
             yield counter | {"ts": (row.end or 0.0) * MICRO}
@@ -114,8 +113,8 @@ def events_of(path: Path) -> list[Event]:
     return events
 
 
-def _aligned(events: Sequence[Event], forecast: Estimate) -> list[Event]:
-    """Return the events of a profile, shifted to the times of the forecast.
+def _aligned(events: list[Event], forecast: Estimate) -> list[Event]:
+    """Shift the events of a profile in place to the times of the forecast, and return them.
 
     The first common launch of a collective is aligned. Otherwise the profile's first event is aligned.
     """
@@ -126,6 +125,6 @@ def _aligned(events: Sequence[Event], forecast: Estimate) -> list[Event]:
     launches = [event for event in timed if event.get("name") in names]
     first: Event = min(launches or timed, key=lambda event: event["ts"], default={"ts": 0.0})
     offset = names.get(first.get("name", ""), 0.0) - first["ts"]
-    return [
-        event | {"ts": event["ts"] + offset} if isinstance(event.get("ts"), int | float) else event for event in events
-    ]
+    for event in timed:
+        event["ts"] += offset
+    return events

@@ -28,7 +28,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -36,6 +35,7 @@ from thunder_zero.capture.compilations import resident_bytes
 from thunder_zero.capture.zero_module import ZeroModule, captured_forward, traces_of
 from thunder_zero.plan.amounts import duration, size
 from thunder_zero.plan.policy import STAGES
+from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.optimizers import parameters_of
 from thunder_zero.sharded.sharded_model import owner_of
 from thunder_zero.sharded.state import State
@@ -94,17 +94,6 @@ class Followed:
             figures |= {FORWARDS: state.training_forwards - forwards, PEAK: _peak(state.device)}
             self.steps.append(figures)
             self.waits.append(waits)
-
-
-def _traces(model: ZeroModule, synced: bool) -> Iterator[Traces]:
-    for number, graph in enumerate(captured_forward(model).ran):
-        if any(entry.synced is synced for entry in graph):
-            yield traces_of(model, synced, number)
-
-
-def _nbytes(value: object) -> int:
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return local.nbytes if isinstance(local, Tensor) else 0
 
 
 def _peak(device: torch.device) -> int:
@@ -189,7 +178,15 @@ def _device_here() -> Device | None:
 def _page(followed: Followed, resident_before: int, device: Device | None) -> str:
     """Return the page of a model. ``resident_before`` is the process's resident memory before the script, in bytes."""
     state, steps = followed.model.state, followed.steps
-    synced, deferred = (list(_traces(followed.model, synced)) for synced in (True, False))
+    graphs = list(enumerate(captured_forward(followed.model).ran))
+    synced, deferred = (
+        [
+            traces_of(followed.model, kind, index)
+            for index, graph in graphs
+            if any(entry.synced is kind for entry in graph)
+        ]
+        for kind in (True, False)
+    )
     name = f"{state.name}: {STAGES[state.plan.policy.stage].name}, {state.plan.mesh}"
     if not steps or not synced:
         return f"why: {name}: no step was measured, as the first compiles; let the script take three or more"
@@ -240,7 +237,8 @@ def _memory(followed: Followed, traces: Sequence[Traces], peak: int, resident_be
     if peak and on_cpu:
         peak = max(peak - resident_before - sum(program["nbytes"] for program in programs(followed.model)), 0)
     try:
-        states = sum(_nbytes(item) for kept in followed.optimizer.state.values() for item in kept.values())
+        kept = (item for states in followed.optimizer.state.values() for item in states.values())
+        states = sum(local(item).nbytes for item in kept if isinstance(item, Tensor))
         forecast = size(memory(traces[0]).peak + states) if len(traces) == 1 else "several graphs"
     except NoForecast:
         forecast = "unknown"
