@@ -13,7 +13,7 @@ column ``tp``, and the column ``recompute`` is called ``again``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from math import ceil
 from textwrap import wrap
 from typing import Any
@@ -236,7 +236,12 @@ def reason_of(rows: Sequence[PlanRow], chosen: PlanRow | None, memory_bytes: int
     if chosen is None:
         return _nothing_fits(rows, memory_bytes, batch)
     fitting = [row for row in rows if row.fits]
-    comparisons = [text for text in (_too_large(rows, chosen, memory_bytes), _slower(fitting, chosen)) if text]
+    lower, comparisons = [row for row in rows if not row.fits and row.stage < chosen.stage], list[str]()
+    if lower:
+        least = min(lower, key=lambda row: row.needed_bytes)
+        comparisons.append(f"{least.name} would take {size(least.needed_bytes)}")
+    if slower := [row for row in fitting if row.tokens_per_second < MUCH_SLOWER * chosen.tokens_per_second]:
+        comparisons.append(_slower(max(slower, key=lambda row: row.tokens_per_second), chosen))
     because = f": {', and '.join(comparisons)}" if comparisons else ""
     return f"{chosen.name_with_ranks} is {_best(rows, fitting, chosen, size(memory_bytes))}{because}"
 
@@ -253,21 +258,8 @@ def _best(rows: Sequence[PlanRow], fitting: Sequence[PlanRow], chosen: PlanRow, 
     return f"within {1 - AS_FAST:.1%} of {fastest}, and needs the least memory of those"
 
 
-def _too_large(rows: Sequence[PlanRow], chosen: PlanRow, memory_bytes: int) -> str:
-    """Describe the smallest row of a lower stage that does not fit. Return "" if there is no such row."""
-    lower = [row for row in rows if not row.fits and row.stage < chosen.stage]
-    if not lower:
-        return ""
-    least = min(lower, key=lambda row: row.needed_bytes)
-    return f"{least.name} would take {size(least.needed_bytes)}"
-
-
-def _slower(fitting: Sequence[PlanRow], chosen: PlanRow) -> str:
-    """Describe how much slower the next row is, and why. Return "" if no row is much slower."""
-    slower = [row for row in fitting if row.tokens_per_second < MUCH_SLOWER * chosen.tokens_per_second]
-    if not slower:
-        return ""
-    next_row = max(slower, key=lambda row: row.tokens_per_second)
+def _slower(next_row: PlanRow, chosen: PlanRow) -> str:
+    """Describe how much slower a row is than the chosen row, and why."""
     less = 1 - next_row.tokens_per_second / chosen.tokens_per_second
     parts = {
         "{} more of communication are exposed": next_row.exposed_seconds - chosen.exposed_seconds,
@@ -314,6 +306,23 @@ START = {
     "cuda": ('torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))', 'torch.distributed.init_process_group("nccl")'),
     "cpu": ('torch.distributed.init_process_group("gloo")',),
 }
+CODE = """
+policy = tz.Policy(
+    stage={policy.stage},
+    recompute={policy.recompute!r},
+    mixed_precision=tz.MixedPrecision(
+        {policy.mixed_precision.param_dtype}, reduce_dtype={policy.mixed_precision.reduce_dtype}
+    ),
+{formats}    bucket_bytes={policy.bucket_bytes:_},
+    in_flight_bytes={policy.in_flight_bytes:_},
+    prefetch={policy.prefetch},
+)
+with torch.device("meta"):  # without values
+    {build}
+{mesh}torch.manual_seed(0)  # every rank draws the same values, and keeps its rows
+# reset_parameters draws them; or pass init=function, or weights=folder
+model = tz.compile(module, policy{argument})
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)"""
 
 
 def code_of(row: PlanRow, policy: Policy, build: str, slicing: str = "", device: str = "cuda") -> str:
@@ -322,48 +331,22 @@ def code_of(row: PlanRow, policy: Policy, build: str, slicing: str = "", device:
     ``build`` is a line of code that makes ``module``, which the code runs on the meta device. ``slicing`` is code that
     slices the module over ``mesh["tp"]``. ``device`` is "cuda" or "cpu".
     """
-    imports: list[str] = []
-    argument, mesh = "", []
-    shape: tuple[int, ...] = (row.mesh.replicas, row.mesh.shards)
-    names: tuple[str, ...] = ("replicate", "shard")
-    if row.mesh.slices > 1:
-        has_copies = row.mesh.replicas > 1
-        shape = (*(shape if has_copies else shape[1:]), row.mesh.slices)
-        names = ("dp_replicate", "dp_shard", "tp") if has_copies else ("dp", "tp")
-    if row.mesh.replicas > 1 or row.mesh.slices > 1:
+    imports = [*(["import os", ""] if device == "cuda" else []), "import torch", "import thunder_zero as tz"]
+    (replicas, shards, slices), argument, mesh = astuple(row.mesh), "", list[str]()
+    axes = {"replicate": replicas, "shard": shards}
+    if slices > 1:
+        axes = {"dp_replicate": replicas, "dp_shard": shards} if replicas > 1 else {"dp": shards}
+        axes["tp"] = slices
+    if replicas > 1 or slices > 1:
         imports.append("from torch.distributed.device_mesh import init_device_mesh")
-        dims = ", ".join(f'"{name}"' for name in names)
-        mesh = ["mesh = init_device_mesh(", f'    "{device}", {shape}, mesh_dim_names=({dims})', ")"]
+        dims = ", ".join(f'"{axis}"' for axis in axes)
+        mesh = ["mesh = init_device_mesh(", f'    "{device}", {(*axes.values(),)}, mesh_dim_names=({dims})', ")"]
         argument = ", mesh=mesh"
-    if row.mesh.slices > 1:
+    if slices > 1:
         if "parallelize_module" in slicing:
             imports.append("from torch.distributed.tensor.parallel import parallelize_module")
         mesh += slicing.splitlines()
-    precision = policy.mixed_precision
-    lines = [
-        *(("import os", "") if device == "cuda" else ()),
-        "import torch",
-        "import thunder_zero as tz",
-        *imports,
-        "",
-        *START[device],
-        "policy = tz.Policy(",
-        f"    stage={policy.stage},",
-        f"    recompute={policy.recompute!r},",
-        "    mixed_precision=tz.MixedPrecision(",
-        f"        {precision.param_dtype}, reduce_dtype={precision.reduce_dtype}",
-        "    ),",
-        *(f"    {name}={form}," for name in FORMATS if (form := _format(getattr(policy, name)))),
-        f"    bucket_bytes={policy.bucket_bytes:_},",
-        f"    in_flight_bytes={policy.in_flight_bytes:_},",
-        f"    prefetch={policy.prefetch},",
-        ")",
-        'with torch.device("meta"):  # without values',
-        f"    {build}",
-        *mesh,
-        "torch.manual_seed(0)  # every rank draws the same values, and keeps its rows",
-        "# reset_parameters draws them; or pass init=function, or weights=folder",
-        f"model = tz.compile(module, policy{argument})",
-        "optimizer = torch.optim.AdamW(model.parameters(), fused=True)",
-    ]
-    return "\n".join(lines)
+    formats = [f"    {name}={form},\n" for name in FORMATS if (form := _format(getattr(policy, name)))]
+    lines, mesh_lines = [*imports, "", *START[device]], [f"{line}\n" for line in mesh]
+    rest = {"formats": "".join(formats), "build": build, "mesh": "".join(mesh_lines), "argument": argument}
+    return "\n".join(lines) + CODE.format(policy=policy, **rest)
