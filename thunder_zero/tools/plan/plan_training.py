@@ -22,15 +22,7 @@ from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.models.named import NamedModel
 from thunder_zero.tools.plan.programs import Slicing, SubjectPrograms
 from thunder_zero.tools.plan.subject import Subject, subject_of
-from thunder_zero.tools.plan.training_plan import (
-    AS_FAST,
-    MeshShape,
-    PlanRow,
-    TrainingPlan,
-    code_of,
-    meshes,
-    reason_of,
-)
+from thunder_zero.tools.plan.training_plan import AS_FAST, MeshShape, PlanRow, TrainingPlan, code_of, meshes, reason_of
 from thunder_zero.tools.printing.progress import show_steps
 
 PRECISION = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)

@@ -64,10 +64,7 @@ class SubjectPrograms:
 
     @contextmanager
     def _part(self) -> Iterator[tuple[nn.Module, Mapping[str, int], frozenset[str]]]:
-        """Temporarily slice the module for tensor-parallel ranks.
-
-        The block gets the dimensions of sliced parameters, and the parameters whose gradients these ranks sum, too.
-        """
+        """Yield a tensor-parallel rank's part, the sliced dimensions, and the parameters with partial gradients."""
         if self.slices == 1:
             yield self.subject.module, {}, frozenset()
             return
@@ -93,23 +90,20 @@ class SubjectPrograms:
 
         The number of traced blocks grows until the blocks repeat, up to all blocks.
         """
-        blocks = self.subject.blocks
-        for count in [count for count in (*TRACED, blocks) if count >= self.enough.get(policy, 0)]:
+        alike = self.subject.alike
+        for count in [count for count in (*TRACED, len(alike)) if count >= self.enough.get(policy, 0)]:
+            traced = alike[:count]
+            traces = self._schedule(policy, mesh, len(traced))
+            self.tell(f"forecasts the memory of {STAGES[policy.stage].name} on {mesh}, recompute={policy.recompute!r}")
+            with uncollected():
+                fold = Fold(Recorder(traces, "nccl", self.subject.loss, FusedAdamW), traces.timeline).run()
             try:
-                evaluated = self._evaluate(policy, mesh, min(count, blocks))
+                step = whole_step(fold, self.device, traced, len(alike) - len(traced))
             except NotPeriodic:
                 continue
             self.enough[policy] = count
-            return evaluated, min(count, blocks)
+            return step, len(traced)
         raise AssertionError("a model that is traced whole repeats nothing")
-
-    def _evaluate(self, policy: Policy, mesh: MeshShape, traced: int) -> WholeStep:
-        traces = self._schedule(policy, mesh, traced)
-        self.tell(f"forecasts the memory of {STAGES[policy.stage].name} on {mesh}, recompute={policy.recompute!r}")
-        with uncollected():
-            fold = Fold(Recorder(traces, "nccl", self.subject.loss, FusedAdamW), traces.timeline).run()
-        alike = self.subject.alike
-        return whole_step(fold, self.device, alike[:traced], len(alike) - traced)
 
     @cached_property
     def loss_bytes(self) -> int:
@@ -142,17 +136,10 @@ class SubjectPrograms:
         """Return the module with ``traced`` blocks, captured once for all policies and meshes."""
         if traced not in self.captured:
             self.tell(f"captures {self.subject.name} with {traced} of {self.subject.blocks} blocks")
-            policy, subject = self.policy(3, "none"), self.subject
+            policy, mesh, inputs = self.policy(3, "none"), self._small_mesh(), (self.subject.args, self.subject.kwargs)
             with self._part() as (part, slices, partial):
                 self.captured[traced] = ProgramSource(
-                    part,
-                    subject.args,
-                    subject.kwargs,
-                    policy,
-                    self._small_mesh(),
-                    device=self.device,
-                    slices=slices,
-                    partial=partial,
+                    part, *inputs, policy, mesh, device=self.device, slices=slices, partial=partial
                 )
         return self.captured[traced]
 

@@ -19,16 +19,7 @@ from itertools import groupby, pairwise
 from math import prod
 from typing import NamedTuple
 
-from thunder_zero.schedule.ops import (
-    Compute,
-    Gather,
-    Launch,
-    Op,
-    Wait,
-    ends,
-    ends_collective,
-    starts_collective,
-)
+from thunder_zero.schedule.ops import Compute, Gather, Launch, Op, Wait, ends, ends_collective, starts_collective
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Cost, Device
 from thunder_zero.tools.forecast.figures import AT_REST, Holds
@@ -145,20 +136,15 @@ def _order(fold: Fold, lines: Sequence[Line], units: Sequence[str], copies: int)
         is_repeated = copies if phase in ("forward", "backward") else 0
         order, period = lengthen(keys, begins, is_repeated)
         if period is not None:
-            _require_balance(keys[period.start : period.stop])
+            kinds = Counter(line.op for line in keys[period.start : period.stop])
+            if kinds["gather"] + kinds["reduce"] != kinds["wait"]:
+                raise NotPeriodic
         for source in order:
             link = keys[source].link
             if period is not None and source >= period.stop and source - link < period.start:
                 link += copies * len(period)  # the launch stays in front of the periods
             yield phase_start + source, link
         phase_start += len(in_phase)
-
-
-def _require_balance(period: Sequence[Line]) -> None:
-    """Raise NotPeriodic if a period has more or fewer waits than launches."""
-    kinds = Counter(line.op for line in period)
-    if kinds["gather"] + kinds["reduce"] != kinds["wait"]:
-        raise NotPeriodic
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +219,16 @@ def _with_costs(traced: Estimate, fold: Fold, lines: Sequence[Line], order: Sequ
     ops: list[Op] = []
     costs: list[Cost] = []
     runs: dict[tuple[int, int], Cost] = {}  # sums, keyed by the first and the last line of a run
-    linked = {index: op for index, (_, op, *_) in enumerate(fold.lines) if op is not None and _has_handle(op)}
+    ops_of_lines = ((index, line.op) for index, line in enumerate(fold.lines) if line.op is not None)
+    linked = {index: op for index, op in ops_of_lines if starts_collective(op) or ends_collective(op)}
     stops = [position for position, (source, _) in enumerate(order) if source in linked]
     for start, stop in pairwise([-1, *stops, len(order)]):
         if start + 1 < stop:
             key = order[start + 1][0], order[stop - 1][0]
-            runs[key] = runs.get(key) or _sum([lines[source].cost for source, _ in order[start + 1 : stop]])
+            if key not in runs:
+                run = [lines[source].cost for source, _ in order[start + 1 : stop]]
+                flops, traffic = sum(cost.flops for cost in run), sum(cost.traffic_bytes for cost in run)
+                runs[key] = Cost(flops=flops, traffic_bytes=traffic, seconds=sum(cost.seconds for cost in run))
             ops.append(Compute((), ()))
             costs.append(runs[key])
         if stop < len(order):
@@ -248,18 +238,6 @@ def _with_costs(traced: Estimate, fold: Fold, lines: Sequence[Line], order: Sequ
     seconds = sum(lines[source].seconds for source, _ in order)
     timeline = replace(traced.timeline, ops=tuple(ops))
     return replace(traced, timeline=timeline, costs=tuple(costs), model_seconds=seconds)
-
-
-def _sum(costs: Sequence[Cost]) -> Cost:
-    return Cost(
-        flops=sum(cost.flops for cost in costs),
-        traffic_bytes=sum(cost.traffic_bytes for cost in costs),
-        seconds=sum(cost.seconds for cost in costs),
-    )
-
-
-def _has_handle(op: Op) -> bool:
-    return starts_collective(op) or ends_collective(op)
 
 
 def _with_handle(op: Op, handle: str) -> Op:

@@ -48,12 +48,12 @@ class Subject:
             yield self.module
             return
         members = self.module.get_submodule(self.alike[0].rpartition(".")[0])._modules
-        original = dict(members)
-        removed = {path.rpartition(".")[2] for path in self.alike[count:]}
-        kept = [(name, block) for name, block in original.items() if name not in removed]
-        is_numbered = all(name.isdecimal() for name in original)
+        original, removed = dict(members), {path.rpartition(".")[2] for path in self.alike[count:]}
+        kept = {name: block for name, block in original.items() if name not in removed}
+        if all(name.isdecimal() for name in original):
+            kept = {str(index): block for index, block in enumerate(kept.values())}
         members.clear()
-        members.update((str(index) if is_numbered else name, block) for index, (name, block) in enumerate(kept))
+        members.update(kept)
         try:
             yield self.module
         finally:
@@ -75,6 +75,7 @@ def subject_of(
     ``model`` is a module, a named model or its key in ``MODELS``, or ``FILE.py:function``. ``length`` and
     ``micro_batch`` are options of a named model, and the other arguments those of a module or a file.
     """
+    name = model.name if isinstance(model, NamedModel) else model
     if isinstance(model, nn.Module):
         if length is not None or micro_batch != 1:
             option = "micro_batch" if length is None else "sequence_length"
@@ -83,28 +84,20 @@ def subject_of(
     elif not isinstance(model, NamedModel | str):
         raise TypeError(f"model is of type {type(model).__name__}; give a torch.nn.Module, a name, or FILE.py:function")
     elif args or kwargs:
-        raise ValueError(f"{_name_of(model)} comes with inputs; give inputs with a module alone")
+        raise ValueError(f"{name} comes with inputs; give inputs with a module alone")
     elif isinstance(model, str) and ".py:" in model:
-        subject = _of_file(model, length, micro_batch, loss)
+        if length is not None or micro_batch != 1:
+            raise ValueError(f"{model} makes its own inputs; change their shapes there, not with other options")
+        module, args, kwargs = module_and_inputs(model)
+        build = f"module = ...  # yours: {model} returns it"
+        subject = replace(of_module(module, args, kwargs, loss), name=model, batch=1, build=build)
     elif loss is not None:
-        raise ValueError(f"{_name_of(model)} comes with a loss; give loss= with a model of your own")
+        raise ValueError(f"{name} comes with a loss; give loss= with a model of your own")
     else:
         subject = _by_name(model, length, micro_batch)
     if not any(param.requires_grad for param in subject.module.parameters()):
         raise ValueError(f"{subject.name} has no parameter that requires a gradient; there is no training to plan")
     return subject
-
-
-def _name_of(model: NamedModel | str) -> str:
-    return model if isinstance(model, str) else model.name
-
-
-def _of_file(place: str, length: int | None, micro_batch: int, loss: Callable[[Any], Tensor] | None) -> Subject:
-    if length is not None or micro_batch != 1:
-        raise ValueError(f"{place} makes its own inputs; change their shapes there, not with other options")
-    module, args, kwargs = module_and_inputs(place)
-    subject = of_module(module, args, kwargs, loss)
-    return replace(subject, name=place, batch=1, build=f"module = ...  # yours: {place} returns it")
 
 
 def _by_name(model: NamedModel | str, length: int | None, micro_batch: int) -> Subject:
@@ -134,8 +127,7 @@ def of_module(
 ) -> Subject:
     """Return the subject of a module with its inputs.
 
-    The number of tokens is the number of elements of the first integer tensor of two dimensions. If there is no such
-    tensor, it is the number of rows of the first tensor.
+    Tokens are the elements of the first integer tensor of two dimensions, or else the rows of the first tensor.
     """
     tensors = [leaf for leaf in tree_iter((args, dict(kwargs))) if isinstance(leaf, Tensor)]
     integers = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.ndim == 2]
