@@ -48,15 +48,11 @@ CHOSEN = ("reshard_after_forward", "keep_unsharded", "recompute_units", "bucket_
 
 
 class DoesNotFit(ValueError):
-    """Raised if no policy fits. The message has the missing bytes, the contents of the peak, and possible remedies.
-
-    Attributes:
-        least_bytes: the smallest peak that was found.
-    """
+    """Raised if no policy fits. The message has the missing bytes, the contents of the peak, and possible remedies."""
 
     def __init__(self, message: str, least_bytes: int = 0) -> None:
         super().__init__(message)
-        self.least_bytes = least_bytes
+        self.least_bytes = least_bytes  # the smallest peak that was found
 
 
 def fit(
@@ -101,7 +97,7 @@ def fit(
             ratio of an H100 with NVLink, and of a CPU on 1 Gbit/s).
 
     Raises:
-        DoesNotFit: no policy fits. This is a subclass of ValueError.
+        DoesNotFit: no policy fits.
         RuntimeError: the module is sliced, and ``mesh`` is not given.
     """
     _require(module, flops_per_byte)
@@ -171,8 +167,7 @@ def _searched(recorder: Recorder, search: Search, memory_bytes: int) -> Candidat
         if (least := search.least()).peak <= memory_bytes:
             return least
     plan, step = recorder.plan, as_asked.optimizer_step or 0
-    recomputed = tuple(unit for unit in plan.units if unit in plan.recomputed)
-    requested = replace(search.asked, recompute_units=recomputed)
+    requested = replace(search.asked, recompute_units=tuple(unit for unit in plan.units if unit in plan.recomputed))
     cheap = search.candidate(replace(requested, recompute="cheap")).peak
     least = min(search.least(), search.candidate(requested), key=lambda candidate: candidate.peak)
     message = refusal(as_asked, least, as_asked.peak - cheap, memory_bytes)

@@ -20,8 +20,7 @@ from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.tools.devices.device import Device, Lane
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.models.named import NamedModel
-from thunder_zero.tools.plan.programs import Slicing, SubjectPrograms
-from thunder_zero.tools.plan.subject import Subject, subject_of
+from thunder_zero.tools.plan.subject import Slicing, Subject, SubjectPrograms, subject_of
 from thunder_zero.tools.plan.training_plan import AS_FAST, MeshShape, PlanRow, TrainingPlan, code_of, meshes, reason_of
 from thunder_zero.tools.printing.progress import show_steps
 
@@ -237,7 +236,7 @@ def _row(
     programs: SubjectPrograms, stage: int, mesh: MeshShape, recompute: str, memory_bytes: int, show: Callable[..., None]
 ) -> PlanRow:
     step, traced = programs.evaluate(programs.policy(stage, recompute), mesh)
-    overhead = overhead_bytes(programs.device, mesh.replicas, step.storages, mesh.slices)
+    overhead = overhead_bytes(programs.device, mesh, step.storages)
     peak, speed = max(step.peak, step.optimizer_step), programs.device.memory_bytes_per_second
     show(f"simulates a step of {STAGES[stage].name} on {mesh}")
     estimate, loss, optimizer = step.estimate, programs.loss_bytes / speed, TRAFFIC * step.trained / speed
@@ -265,15 +264,11 @@ def _row(
     )
 
 
-def overhead_bytes(device: Device, copies: int, storages: int, slices: int = 1) -> int:
-    """Return the bytes of a device's memory on a rank that belong to no tensor. Measured devices are CPUs.
-
-    ``copies`` is the number of replicas, ``slices`` the number of tensor-parallel ranks. ``storages`` is the number of
-    storages, whose sizes the allocator rounds up to blocks.
-    """
-    if device.is_measured:
+def overhead_bytes(device: Device, mesh: MeshShape, storages: int) -> int:
+    """Return the bytes of a rank's memory that belong to no tensor. The allocator rounds ``storages`` up to blocks."""
+    if device.is_measured:  # a CPU
         return PROCESS
-    communicators = (1 if copies == 1 else 3) + (slices > 1)
+    communicators = (1 if mesh.replicas == 1 else 3) + (mesh.slices > 1)
     return CONTEXT + communicators * COMMUNICATOR + SEGMENTS + storages * BLOCK
 
 
