@@ -131,7 +131,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/views/",      IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces capture tools/printing "
                                                               "tools/devices tools/time tools/forecast tools/table "
                                                               "tools/views/print_rows")),
-    Room("tools/convert/",    IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan checkpoint tools/printing")),
+    Room("tools/convert.py",  IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan checkpoint tools/printing")),
     Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint tools/convert tools/devices "
                                                               "tools/dry_run tools/from_file tools/models "
                                                               "tools/plan tools/table/rows tools/views")),

@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _inspect(add: Add) -> Command:
     def run(checkpoint: Path, verify_files: bool) -> None:
-        from thunder_zero.tools.convert.consolidate import inspect
+        from thunder_zero.tools.convert import inspect
 
         inspect(checkpoint, verify_files=verify_files)
 
@@ -93,7 +93,7 @@ def _inspect(add: Add) -> Command:
 
 def _consolidate(add: Add) -> Command:
     def run(checkpoint: Path, out: Path, **options: Any) -> None:
-        from thunder_zero.tools.convert.consolidate import consolidate
+        from thunder_zero.tools.convert import consolidate
 
         written = consolidate(checkpoint, out, **options)
         print("\n".join(f"{path}  {path.stat().st_size:,} B" for path in written))
@@ -110,7 +110,7 @@ def _consolidate(add: Add) -> Command:
 
 def _shard(add: Add) -> Command:
     def run(source: Path, checkpoint: Path, ranks: int, dtype: str | None) -> None:
-        from thunder_zero.tools.convert.shard_safetensors import shard_safetensors
+        from thunder_zero.tools.convert import shard_safetensors
 
         print(shard_safetensors(source, checkpoint, ranks, dtype=dtype))
 

@@ -182,11 +182,7 @@ def _pieces(code: str, widths: Sequence[int]) -> list[str]:
         part, limit = code[start:stop], (min(widths) if depth < 2 else max(widths)) - len(INDENT)
         if len(part.rstrip()) <= limit or all(deep < depth for _, deep in breaks):
             return [part]
-        ends = [
-            start,
-            *(position for position, deep in breaks if deep == depth and start < position < stop),
-            stop,
-        ]
+        ends = [start, *(position for position, deep in breaks if deep == depth and start < position < stop), stop]
         return [piece for span in pairwise(ends) for piece in split(*span, depth + 1)]
 
     return split(0, len(code), 0)

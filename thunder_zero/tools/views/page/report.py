@@ -124,14 +124,7 @@ def page_of(
 
 
 def report_of(
-    model: str,
-    *,
-    world_size: int,
-    stage: int,
-    beside: int | None,
-    device: str,
-    dtype: str | None,
-    blocks: int | None,
+    model: str, *, world_size: int, stage: int, beside: int | None, device: str, dtype: str | None, blocks: int | None
 ) -> Data:
     """Return the page of a named model, or of a model from ``FILE.py:function``, with AdamW and the model's loss.
 
