@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,8 @@ class OpenCheckpoint:
 
     def values(self, prefix: str) -> dict[str, Any]:
         """Return the non-tensor values whose keys begin with a prefix."""
-        keys = [
-            key
-            for key, stored in self.metadata.state_dict_metadata.items()
-            if key.startswith(prefix) and not isinstance(stored, TensorStorageMetadata)
-        ]
+        entries, tensors = self.metadata.state_dict_metadata, self.tensors("")
+        keys = [key for key in entries if key.startswith(prefix) and key not in tensors]
         values = read_entries(self.path, self.metadata, keys)
         return {key.removeprefix(prefix): value for key, value in values.items()}
 
@@ -260,13 +257,12 @@ def shard_safetensors(
     path = Path(checkpoint)
     model_file = Path(source) / f"model{SUFFIX}"  # the folder may also contain the optimizer's file
     weights = SafetensorsWeights(model_file if model_file.is_file() else Path(source))
-    described = [weights.describe(name, key_of((MODEL, name)), target) for name in weights]
-    tensors = {tensor.key: tensor for tensor in described}
+    tensors = [weights.describe(name, key_of((MODEL, name)), target) for name in weights]
     folder.prepare(path)
-    staging, total = folder.staging_of(path), sum(tensor.nbytes for tensor in described)
+    staging, total = folder.staging_of(path), sum(tensor.nbytes for tensor in tensors)
     try:
         with show_progress(f"write {path.name}", total) as done:
-            planners = (FromFiles(tensors, weights, ranks, rank, done) for rank in range(ranks))
+            planners = (FromFiles(tensors, weights, Mesh.of(ranks, rank), done) for rank in range(ranks))
             parts = [write_planned(staging, rank, planner) for rank, planner in enumerate(planners)]
         folder.publish(path, ranks, write_metadata(staging, parts), latest=False)
     except BaseException:
@@ -279,22 +275,18 @@ class FromFiles(WritePlanner):
     """DCP's plan to write the rows of one rank. Rows are read from files lazily, just before a write."""
 
     def __init__(
-        self,
-        tensors: Mapping[str, TensorToWrite],
-        weights: SafetensorsWeights,
-        ranks: int,
-        rank: int,
-        done: Callable[[int], None],
+        self, tensors: Sequence[TensorToWrite], weights: SafetensorsWeights, mesh: Mesh, done: Callable[[int], None]
     ) -> None:
-        keys: Entries = {(MODEL, tensor.name): torch.empty(tensor.shape, device="meta") for tensor in tensors.values()}
-        keys |= {(MODEL, alias): (MODEL, tensor.name) for tensor in tensors.values() for alias in tensor.aliases}
+        keys: Entries = {(MODEL, tensor.name): torch.empty(tensor.shape, device="meta") for tensor in tensors}
+        keys |= {(MODEL, alias): (MODEL, tensor.name) for tensor in tensors for alias in tensor.aliases}
         super().__init__(keys)
-        self._tensors, self._weights, self._ranks, self._rank, self._done = tensors, weights, ranks, rank, done
+        self._tensors = {tensor.key: tensor for tensor in tensors}
+        self._weights, self._mesh, self._done = weights, mesh, done
 
     def create_local_plan(self) -> SavePlan:
         """Return DCP's plan to write this rank's rows."""
-        items = [item for tensor in self._tensors.values() for item in _items(tensor, self._ranks, self._rank)]
-        return SavePlan(items, planner_data=self.mappings)
+        items = (_item(tensor, self._mesh) for tensor in self._tensors.values())
+        return SavePlan([item for item in items if item is not None], planner_data=self.mappings)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Read the rows of an item, or the whole tensor if it has no dimensions."""
@@ -307,18 +299,18 @@ class FromFiles(WritePlanner):
         return rows
 
 
-def _items(tensor: TensorToWrite, ranks: int, rank: int) -> Iterator[WriteItem]:
-    """Yield a write item for a rank's rows of a tensor, if the rank has rows."""
-    geometry = cut_rows(tensor.shape, Mesh.of(ranks, rank))
+def _item(tensor: TensorToWrite, mesh: Mesh) -> WriteItem | None:
+    """Return a write item for a rank's rows of a tensor, or None if the rank has no rows."""
+    geometry = cut_rows(tensor.shape, mesh)
     start, stop, _ = geometry.rows.indices(tensor.shape[0] if tensor.shape else 1)
-    if (start == stop) if geometry.is_cut else rank:
-        return
+    if (start == stop) if geometry.is_cut else mesh.shard.place:
+        return None
     sizes = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
     offsets = torch.Size([start, *[0] * (len(sizes) - 1)] if sizes else [])
     data = TensorWriteData(
         ChunkStorageMetadata(offsets, torch.Size(sizes)), TensorProperties(tensor.dtype), torch.Size(tensor.shape)
     )
-    yield WriteItem(MetadataIndex(tensor.key, offsets), WriteItemType.SHARD, tensor_data=data)
+    return WriteItem(MetadataIndex(tensor.key, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 def inspect(path: Path, *, verify_files: bool = False) -> None:
@@ -335,13 +327,7 @@ def inspect(path: Path, *, verify_files: bool = False) -> None:
         for key, stored in source.tensors("").items():
             source.read(key, stored.properties.dtype)
         source.values("")
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    console.print(_table(source))
-    console.print(_summary(source, saved), highlight=False)
-
-
-def _table(source: OpenCheckpoint) -> Table:
-    """Return a table of parameters and buffers, or of all tensors if the checkpoint has no model."""
+    # parameters and buffers, or all tensors if the checkpoint has no model
     table = Table("parameter or buffer", "shape", "dtype")
     table.add_column("bytes", justify="right")
     for tensor in source.tensors_to_write("model.") or source.tensors_to_write(""):
@@ -349,7 +335,9 @@ def _table(source: OpenCheckpoint) -> Table:
         table.add_row(tensor.name, shape, dtype, f"{tensor.nbytes:,}")
         for alias in tensor.aliases:
             table.add_row(alias, f"= {tensor.name}", "", "")
-    return table
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console.print(table)
+    console.print(_summary(source, saved), highlight=False)
 
 
 def _summary(source: OpenCheckpoint, saved: Manifest | None) -> str:
