@@ -1,14 +1,5 @@
 """``thunder-zero``: the command for checkpoints, traces, plans, reports and this machine.
 
-thunder-zero inspect CHECKPOINT [--verify]
-thunder-zero consolidate CHECKPOINT OUT.safetensors [--dtype bfloat16] [--optimizer] [--ema NAME]
-thunder-zero shard IN.safetensors CHECKPOINT [--ranks 8] [--dtype float32]
-thunder-zero trace FILE.py:function [--world-size 8] [--stage 3] [--rank 0] [--all] [--json]
-thunder-zero report FILE.py:function [--out report.html] [--world-size 8] [--stage 3] [--beside 2] [--json]
-thunder-zero plan --model llama3-8b --world-size 1024 [--device h100] [--memory-bytes 80GiB] [--json]
-thunder-zero why [--device machine.json] SCRIPT.py [its arguments]
-thunder-zero calibrate OUT.json [--seconds 30]
-
 ``python -m thunder_zero`` is the same command.
 """
 

@@ -15,21 +15,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from thunder_zero.checkpoint import folder, manifest
 from thunder_zero.checkpoint.contents import EMAS, GROUPS, MODEL, OPTIM, STATE, name_some, split_rank_prefix
 from thunder_zero.checkpoint.dcp_read import places_by_key, read_entries, read_metadata
 from thunder_zero.checkpoint.dcp_write import Entries, WritePlanner, key_of, write_metadata, write_planned
-from thunder_zero.checkpoint.folder import create_together
-from thunder_zero.checkpoint.manifest import Manifest
 from thunder_zero.plan.amounts import bytes_of, float_dtype, name_of
 from thunder_zero.plan.geometry import cut_rows
 from thunder_zero.plan.mesh import Mesh
@@ -51,14 +43,14 @@ class OpenCheckpoint:
     """A checkpoint on disk, with DCP's description of its contents. Keys of its results omit the prefix."""
 
     path: Path
-    metadata: Metadata
+    metadata: dcp.Metadata
 
-    def tensors(self, prefix: str) -> dict[str, TensorStorageMetadata]:
+    def tensors(self, prefix: str) -> dict[str, dcp.TensorStorageMetadata]:
         """Return the tensors whose keys begin with a prefix."""
         return {
             key.removeprefix(prefix): stored
             for key, stored in self.metadata.state_dict_metadata.items()
-            if key.startswith(prefix) and isinstance(stored, TensorStorageMetadata)
+            if key.startswith(prefix) and isinstance(stored, dcp.TensorStorageMetadata)
         }
 
     def values(self, prefix: str) -> dict[str, Any]:
@@ -172,7 +164,7 @@ def consolidate(
     prefixes = (f"{MODEL}.", f"{OPTIM}.") if optimizer else (f"{MODEL}.",)
     _warn_of_omissions(out, extra_states, [name for name in source.keys_of_single_ranks() if name.startswith(prefixes)])
     total = sum(tensor.nbytes for tensor in (*model, *states))
-    with show_progress(f"write {out.name}", total) as advance, create_together() as create:
+    with show_progress(f"write {out.name}", total) as advance, folder.create_together() as create:
 
         def read(tensor: TensorToWrite) -> Tensor:
             value = source.read(tensor.key, tensor.dtype)
@@ -308,9 +300,11 @@ def _item(tensor: TensorToWrite, mesh: Mesh) -> WriteItem | None:
     sizes = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
     offsets = torch.Size([start, *[0] * (len(sizes) - 1)] if sizes else [])
     data = TensorWriteData(
-        ChunkStorageMetadata(offsets, torch.Size(sizes)), TensorProperties(tensor.dtype), torch.Size(tensor.shape)
+        dcp.ChunkStorageMetadata(offsets, torch.Size(sizes)),
+        dcp.TensorProperties(tensor.dtype),
+        torch.Size(tensor.shape),
     )
-    return WriteItem(MetadataIndex(tensor.key, offsets), WriteItemType.SHARD, tensor_data=data)
+    return WriteItem(dcp.MetadataIndex(tensor.key, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 def inspect(path: Path, *, verify_files: bool = False) -> None:
@@ -340,7 +334,7 @@ def inspect(path: Path, *, verify_files: bool = False) -> None:
     console.print(_summary(source, saved), highlight=False)
 
 
-def _summary(source: OpenCheckpoint, saved: Manifest | None) -> str:
+def _summary(source: OpenCheckpoint, saved: manifest.Manifest | None) -> str:
     """Describe the numbers of ranks, tensors, files and bytes, and the optimizer's step."""
     states = len(source.tensors("optim."))
     step = source.optimizer_step()

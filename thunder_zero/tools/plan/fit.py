@@ -76,25 +76,21 @@ def fit(
     """Return the cheapest policy whose forecast peak fits into ``memory_bytes``.
 
     The search chooses ``Policy.keep_unsharded`` (alone, or with the last units, which ``reshard_after_forward=None``
-    adds), ``Policy.recompute_units``, and the bytes of buckets and in flight.
-    The cost is the bytes that a rank sends, plus 128 KiB for each launch, and a byte for ``flops_per_byte`` FLOPs of
-    recomputed work. The printed table has the costs for other amounts of memory. Under ``torchrun`` every rank calls
-    this function, and rank 0 decides.
+    adds), ``Policy.recompute_units``, and the bytes of buckets and in flight. The cost is the bytes that a rank sends,
+    plus 128 KiB for each launch, and a byte for ``flops_per_byte`` FLOPs of recomputed work. The printed table has the
+    costs for other amounts of memory. Under ``torchrun`` every rank calls this function, and rank 0 decides.
 
     >>> policy = tz.tools.fit(module, tokens, memory_bytes="24GiB", world_size=8, optimizer=torch.optim.AdamW)
 
     Args:
         module: a plain module, possibly on the meta device.
-        args, kwargs: the arguments of its forward.
         memory_bytes: memory of a rank, such as ``"24GiB"``. The optimizer's step must fit as well.
         world_size: number of ranks (default: the size of the default process group).
         policy: a policy with the values of all other fields, such as the stage (default: ZeRO-3). ``recompute="units"``
             becomes ``"cheap"``.
-        file: the file to print to (default: the standard output).
         loss, optimizer, backend, reserve: as for :func:`thunder_zero.tools.memory`.
         fuse, replicas, mesh, dp_mesh_dims: as for :func:`thunder_zero.trace`.
-        flops_per_byte: FLOPs of recomputed work that cost as much as one byte on the wire (default: 1,000, about the
-            ratio of an H100 with NVLink, and of a CPU on 1 Gbit/s).
+        flops_per_byte: FLOPs that cost as much as a byte on the wire (default: about an H100's ratio with NVLink).
 
     Raises:
         DoesNotFit: no policy fits.

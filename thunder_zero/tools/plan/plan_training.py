@@ -86,20 +86,16 @@ def plan_training(
         model: a key of ``tz.tools.MODELS``, a ``tz.tools.NamedModel``, a plain module (also on the meta device), or
             ``FILE.py:function``, which returns ``(module, input, ...)`` or ``(module, (input, ...), {name: input})``.
         args, kwargs: the arguments of a module's forward, for one rank's share of a batch.
-        world_size: number of ranks that train, such as 128 for 16 nodes of 8.
         device: as for :func:`thunder_zero.tools.estimate`.
         memory_bytes: memory of a device, a number or a string such as ``"80GiB"`` (default: ``device``'s memory).
         loss: a function from a module's outputs to the loss (default: forward returns the loss).
-        devices_per_node: number of devices of a node (default: from ``device``).
         sequence_length: tokens of a sequence, for a named model (default: the model's).
-        micro_batch: sequences of a rank in a step, for a named model. Doubling ``tp`` then halves the batch of all
-            ranks.
+        micro_batch: sequences of a rank in a step, for a named model. Twice the ``tp`` halves the batch of all ranks.
         global_batch: sequences of all ranks in a step, in place of ``micro_batch``, equal for every ``tp``.
         precision: dtypes of compute and of reduced gradients (default: bfloat16, float32). Parameters and the
             optimizer's state keep their dtypes.
         gather_format, reduce_format: as in :class:`thunder_zero.Policy`, for stages 1 to 3 (default: None).
         frozen_format: as in :class:`thunder_zero.Policy`, for stages 2 and 3 (default: None).
-        stages: stages to compare (default: 0 to 3).
         tp: number of tensor-parallel ranks inside a node, or several numbers to compare, such as ``(1, 2, 4, 8)``.
         tp_plan: styles keyed by name, as for ``parallelize_module``, or a function that slices a meta copy of the
             module over a mesh (default: a named model's own plan).

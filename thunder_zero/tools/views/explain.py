@@ -6,6 +6,8 @@ In: traces and the path of a parameter. Out: an :class:`Explanation`, which prin
     forward
       gather    fut0 = zero_all_gather(t_w, 'h.0.w')
                 alone; it starts with forward, so that it ends as soon as it can
+
+The reasons come from the passes of the schedule. ``why_...`` functions say why a line stands where it stands.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ class Explanation:
     @property
     def lifetime(self) -> str:
         """A description of when the stage gathers and frees the parameter."""
-        return lifetime(self.step, self.param, len(self.gathers))
+        return _lifetime(self.step, self.param, len(self.gathers))
 
     @property
     def traffic(self) -> Traffic:
@@ -189,8 +191,13 @@ def _lines(explanation: Explanation, max_gathers: int) -> Iterator[str]:
         yield f"... and {hidden_gathers} more gathers: table() has them"
     if gradient:
         yield from _gradient_lines(gradient, explanation)
+    elif not param.requires_grad:
+        yield from _part("gradient", "none: it is frozen (requires_grad=False)")
     else:
-        yield from _part("gradient", f"none: {why_no_gradient(explanation.step, param)}")
+        has_backward = explanation.step.traces.backward is not None
+        yield from _part(
+            "gradient", f"none: {'backward does not reach it' if has_backward else 'there is no backward'}"
+        )
     yield from _part("a step", _totals(explanation))
 
 
@@ -356,7 +363,7 @@ def why_free(table: Table, wait: Row, free: Row | None, *, is_read: bool) -> str
     later = (row for path in free.params for row in table.by_param[path] if (row.op or 0) > (free.op or 0))
     if any(row.kind == "gather" for row in later):
         return "after its last use in this phase; it is gathered again"
-    return "after its last use" if free.phase == "backward" else f"after its last use; {no_backward(table)}"
+    return "after its last use" if free.phase == "backward" else f"after its last use; {_no_backward(table)}"
 
 
 def why_wait(table: Table, wait: Row) -> str:
@@ -372,19 +379,12 @@ def why_wait(table: Table, wait: Row) -> str:
     return f"before {event}, more than {limit} would be in flight (Policy.in_flight_bytes)"
 
 
-def no_backward(table: Table) -> str:
+def _no_backward(table: Table) -> str:
     """Return why nothing in backward reads a parameter."""
     return "backward does not read it" if table.traces.timeline.ops[-1].backward else "there is no backward"
 
 
-def why_no_gradient(table: Table, param: Param) -> str:
-    """Return the reason why a parameter has no gradient."""
-    if not param.requires_grad:
-        return "it is frozen (requires_grad=False)"
-    return "there is no backward" if table.traces.backward is None else "backward does not reach it"
-
-
-def lifetime(table: Table, param: Param, gathers: int) -> str:
+def _lifetime(table: Table, param: Param, gathers: int) -> str:
     """Describe when the stage gathers and frees a parameter. ``gathers`` counts the gathers in a step."""
     stage = STAGES[table.traces.plan.policy.stage]
     if not param.sharded:
@@ -396,21 +396,20 @@ def lifetime(table: Table, param: Param, gathers: int) -> str:
     if stage.kept_unsharded:
         return f"{stage.name} gathers it once, in forward, and frees it after its last use"
     if not param.kept_unsharded and gathers == 1:
-        return f"{stage.name} frees it after its last use in forward; {no_backward(table)}"
+        return f"{stage.name} frees it after its last use in forward; {_no_backward(table)}"
     if not param.kept_unsharded:
         return f"{stage.name} frees it after its last use in each phase, and gathers it again for backward"
-    is_named = param.unit in table.traces.plan.policy.keep_unsharded
-    last = "it is among the last that forward gathers, and staying does not raise the peak of gathered bytes"
-    why = "Policy.keep_unsharded names its unit" if is_named else last
+    why = "it is among the last that forward gathers, and staying does not raise the peak of gathered bytes"
+    if param.unit in table.traces.plan.policy.keep_unsharded:
+        why = "Policy.keep_unsharded names its unit"
     return f"{stage.name} gathers it once for forward and backward: {why}"
 
 
 def _why_replicated(param: Param, plan: Plan) -> str:
-    policy, nbytes = plan.policy, prod(param.shape) * param.dtype.itemsize
-    if not STAGES[policy.stage].sharded:
+    least, nbytes = plan.policy.replicate_below_bytes, prod(param.shape) * param.dtype.itemsize
+    if not STAGES[plan.policy.stage].sharded:
         return "DDP shards nothing"
     if not cut_rows(param.shape, plan.mesh).is_cut:
         return "it has no rows to cut"
-    if nbytes < policy.replicate_below_bytes:
-        return f"its {size(nbytes)} are below Policy.replicate_below_bytes={policy.replicate_below_bytes:,}"
-    return "Policy.replicated names it"
+    too_small = f"its {size(nbytes)} are below Policy.replicate_below_bytes={least:,}"
+    return too_small if nbytes < least else "Policy.replicated names it"

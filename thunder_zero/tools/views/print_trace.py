@@ -86,17 +86,15 @@ def print_trace(
 
     Args:
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`. A
-            timeline is printed whole, with a line for each operation. A line begins with the operation's number, as in
-            errors: "op 22". It shows the operation's kind, writes, reads and parameters.
+            timeline is printed whole, a line for each operation, with its number as in errors: "op 22".
         phase: "forward", "backward" or "both".
-        file: the file to print to (default: the standard output).
         unit: print only the compute and the collectives of this unit (default: all units).
         only: "parameters" for the lines that handle or read a parameter, "communication" for the lines that launch or
             end a collective of the schedule (default: all lines). The number of omitted lines is printed.
         every_line: True to print each line as it runs. By default a view is printed inside the line that reads it, as
             in ``aten.mm(x, w.t())``. Unpacking and the ``del`` of activations are left out by default.
         memory: a forecast of memory for these traces. Its figures at rest and in the optimizer's step are also printed.
-        rank: the rank of the default process group that prints. A process without a group is rank 0.
+        rank: the rank of the default process group that prints.
     """
     if phase not in PHASES:
         raise ValueError(f"phase is {phase!r}; choose 'forward', 'backward' or 'both'")

@@ -69,7 +69,6 @@ def report(
 
     Args:
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
-        path: the file to write.
         device: the device of the forecast, as for :func:`thunder_zero.tools.estimate`.
         measured: times to show beside the forecast: the result of :func:`thunder_zero.tools.measure_times`.
         beside: other traces of the module to show on the page, such as traces of another stage.
@@ -126,10 +125,7 @@ def page_of(
 def report_of(
     model: str, *, world_size: int, stage: int, beside: int | None, device: str, dtype: str | None, blocks: int | None
 ) -> Data:
-    """Return the page of a named model, or of a model from ``FILE.py:function``, with AdamW and the model's loss.
-
-    ``thunder-zero report --help`` describes the arguments.
-    """
+    """Return the page of a model for the arguments of ``thunder-zero report``, with AdamW and the model's loss."""
     described, subject = device_of(device), subject_of(model)
     if blocks is not None and blocks < 1:
         raise ValueError(f"blocks is {blocks}; give how many of the {subject.blocks} alike blocks to keep, at least 1")
@@ -166,8 +162,8 @@ def html_of(data: Any) -> str:
 def by_times(forecast: Estimate, times: Times) -> Estimate:
     """Return the estimate with measured seconds between waits for gathers, and with the measured gather speed.
 
-    Lines before the first wait or after the last wait of a phase are not measured. The mean factor of the measured
-    lines scales these lines. Measured compute includes load, launch and finish, so they become 0.
+    The mean factor of the measured lines scales lines before the first wait or after the last wait of a phase, which
+    are not measured. Measured compute includes load, launch and finish, so they become 0.
     """
     ops = forecast.timeline.ops
     costs = [replace(cost, load=0.0, launch_seconds=0.0, finish_seconds=0.0) for cost in forecast.costs]
