@@ -91,8 +91,7 @@ def subject_of(
 ) -> Subject:
     """Return the subject that the arguments describe.
 
-    ``model`` is a module, a named model or its key in ``MODELS``, or ``FILE.py:function``. ``length`` and
-    ``micro_batch`` are options of a named model, and the other arguments those of a module or a file.
+    ``length`` and ``micro_batch`` are options of a named model, and the other arguments those of a module or a file.
     """
     name = model.name if isinstance(model, NamedModel) else model
     if isinstance(model, nn.Module):
@@ -218,10 +217,9 @@ class SubjectPrograms:
             yield part, slices, partial
 
     def policy(self, stage: int, recompute: str) -> Policy:
-        """Return a policy that leads to equal schedules on all meshes.
+        """Return a policy that leads to equal schedules on all meshes: a bucket holds a block.
 
-        A bucket holds a block. One block is prefetched, and one reduction is in flight while backward computes the next
-        block.
+        One block is prefetched, and one reduction is in flight while backward computes the next block.
         """
         asked = self.asked if stage else Policy(mixed_precision=self.asked.mixed_precision)
         asked = replace(asked, frozen_format=None) if stage == 1 else asked
@@ -229,10 +227,7 @@ class SubjectPrograms:
         return replace(policy, bucket_bytes=self.block_bytes, prefetch=1, in_flight_bytes=2 * self.block_bytes)
 
     def evaluate(self, policy: Policy, mesh: MeshShape) -> tuple[WholeStep, int]:
-        """Return the memory and the time of a step of the whole model, and the number of traced blocks.
-
-        The number of traced blocks grows until the blocks repeat, up to all blocks.
-        """
+        """Return the step of the whole model, and the number of traced blocks, which grows until they repeat."""
         alike = self.subject.alike
         for count in [count for count in (*TRACED, len(alike)) if count >= self.enough.get(policy, 0)]:
             traced = alike[:count]
@@ -260,10 +255,7 @@ class SubjectPrograms:
         return len(flat) == 1 and tuple(flat[0].shape) == ()
 
     def _schedule(self, policy: Policy, mesh: MeshShape, traced: int) -> Traces:
-        """Return the traces for a mesh, without their lines.
-
-        All meshes with replicas share one schedule. So do all meshes without replicas.
-        """
+        """Return the traces for a mesh, without their lines. All meshes with (or without) replicas share a schedule."""
         key = policy, mesh.replicas > 1, traced
         if key not in self.scheduled:
             with self.subject.with_blocks(traced), uncollected():
@@ -272,8 +264,7 @@ class SubjectPrograms:
                 traces = captured.schedule(policy, self._small_mesh(min(mesh.replicas, 2)))
                 self.scheduled[key] = for_loss(traces, loss) if loss else traces
         traces = self.scheduled[key]
-        timeline = replace(traces.timeline, plan=replace(traces.plan, mesh=mesh.at_rank_0()))
-        return replace(traces, timeline=timeline)
+        return replace(traces, timeline=replace(traces.timeline, plan=replace(traces.plan, mesh=mesh.at_rank_0())))
 
     def _capture(self, traced: int) -> ProgramSource:
         """Return the module with ``traced`` blocks, captured once for all policies and meshes."""
@@ -298,16 +289,14 @@ class FusedAdamW(torch.optim.AdamW):
 
 def sliced_copy(module: nn.Module, mesh: DeviceMesh, slicing: Slicing) -> nn.Module:
     """Return a copy of the module on the meta device, sliced over a one-dimensional mesh."""
-    tensors = chain(module.parameters(), module.buffers())
-    memo: dict[int, Any] = {id(tensor): _without_values(tensor) for tensor in tensors}
+    memo: dict[int, Any] = {}  # tensors without values, which the copy has
+    for tensor in chain(module.parameters(), module.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        is_param, trained = isinstance(tensor, nn.Parameter), tensor.requires_grad
+        memo[id(tensor)] = nn.Parameter(empty, requires_grad=trained) if is_param else empty
     copy = deepcopy(module, memo)
     if callable(slicing):
         slicing(copy, mesh)
     else:
         parallelize_module(copy, mesh, dict(slicing))
     return copy
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

@@ -56,6 +56,7 @@ def data_of(name: str, table: Table, note: str = "") -> Data:
         bar |= {"lane": lanes.index(bar["lane"]), "waits": int(bar["waits"]), **times}
     wires = {wire for _, wire in lanes if wire}
     names = [", ".join([WAITING.get(kind, kind), *([wire] if wire and wires - {wire} else [])]) for kind, wire in lanes]
+    phases = {phase: list(rows) for phase, rows in groupby(table.lines, key=lambda row: row.phase)}
     no_memory = table.no_memory and f"There is no forecast of memory: {table.no_memory}."
     data = {
         "name": name,
@@ -67,7 +68,7 @@ def data_of(name: str, table: Table, note: str = "") -> Data:
         "left_out": [] if memory is None else outside_of_the_peak(memory)[1:],
         "units": list(units),
         "parameters": [{"path": param.path, "explained": str(explanation_of(table, param))} for param in plan.params],
-        "phases": list(_phases(table)),
+        "phases": [{"name": phase, "start": rows[0].start, "end": rows[-1].end} for phase, rows in phases.items()],
         "lines": _lines(table, units, collectives),
         "rows": list(_rows(table)),
         "runs": list(_runs(table, units)),
@@ -189,12 +190,6 @@ def _runs(table: Table, units: Mapping[str, int]) -> Iterator[list[int]]:
     for (unit, _), run in groupby(computing, key=lambda index: (rows[index].unit, rows[index].phase)):
         lines = list(run)
         yield [units[unit], lines[0], lines[-1]]
-
-
-def _phases(table: Table) -> Iterator[Data]:
-    for name, group in groupby(table.lines, key=lambda row: row.phase):
-        rows = list(group)
-        yield {"name": name, "start": rows[0].start, "end": rows[-1].end}
 
 
 def _lines(table: Table, units: Mapping[str, int], collectives: Sequence[Data]) -> Data:
