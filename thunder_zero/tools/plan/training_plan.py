@@ -197,31 +197,25 @@ class TrainingPlan:
 
 
 def _text(plan: TrainingPlan) -> Iterator[str]:
-    yield from wrap(_heading(plan), NARROW)
+    traced, tokens, whose = max(row.traced_blocks for row in plan.rows), plan.tokens, "a rank"
+    if plan.global_tokens is not None:
+        tokens, whose = plan.global_tokens, "all ranks"
+    heading = (
+        f"{plan.model}: {plan.parameters / 1e9:.2f} B parameters on {plan.world_size:,} {plan.device} of "
+        f"{size(plan.memory_bytes)}, {plan.devices_per_node} in a node; {tokens:,} tokens of {whose} a step"
+    )
+    repeated = f"; {traced} of {plan.blocks} blocks traced" if traced < plan.blocks else ""
+    yield from wrap(f"{heading}{repeated}", NARROW)
     yield plan.table()
     yield from wrap(f"{plan.reason}.", NARROW)
     if (expected := plan.expected_tokens_per_second) and plan.chosen:
         fewest, most = (f"{tokens:,.0f}" for tokens in expected)
         mfu = " to ".join(f"{share * plan.chosen.mfu:.0%}" for share in REACHED)
-        sentence = (
-            f"These are bounds. Expect {fewest} to {most} tokens/s, MFU {mfu}: what {RUNS}, reached of such a bound."
-        )
-        yield from wrap(sentence, NARROW)
+        expectation = f"Expect {fewest} to {most} tokens/s, MFU {mfu}: what {RUNS}, reached of such a bound."
+        yield from wrap(f"These are bounds. {expectation}", NARROW)
     yield f"\n{plan.code}\n" if plan.code else ""
     for sentence in plan.assumed:
         yield from wrap(f"- {sentence}", NARROW, subsequent_indent="  ")
-
-
-def _heading(plan: TrainingPlan) -> str:
-    traced = max(row.traced_blocks for row in plan.rows)
-    repeated = f"; {traced} of {plan.blocks} blocks traced" if traced < plan.blocks else ""
-    tokens = f"{plan.tokens:,} tokens of a rank a step"
-    if plan.global_tokens is not None:
-        tokens = f"{plan.global_tokens:,} tokens of all ranks a step"
-    return (
-        f"{plan.model}: {plan.parameters / 1e9:.2f} B parameters on {plan.world_size:,} {plan.device} of "
-        f"{size(plan.memory_bytes)}, {plan.devices_per_node} in a node; {tokens}{repeated}"
-    )
 
 
 AS_FAST = 0.995  # a row with this share of the fastest row's tokens/s counts as equally fast
@@ -268,11 +262,11 @@ def _slower(next_row: PlanRow, chosen: PlanRow) -> str:
         "the optimizer takes {} longer": next_row.optimizer_seconds - chosen.optimizer_seconds,
     }
     largest = max(parts, key=parts.__getitem__)
-    recompute_text = ""
+    text = f"{next_row.name} is {less:.0%} slower, where {largest.format(duration(parts[largest]))}"
     if RECOMPUTE.index(next_row.recompute) > RECOMPUTE.index(chosen.recompute):
         conjunction = "as" if "computes" in largest else "and"
-        recompute_text = f", {conjunction} it has to recompute={next_row.recompute!r} to fit"
-    return f"{next_row.name} is {less:.0%} slower, where {largest.format(duration(parts[largest]))}{recompute_text}"
+        text += f", {conjunction} it has to recompute={next_row.recompute!r} to fit"
+    return text
 
 
 def _nothing_fits(rows: Sequence[PlanRow], memory_bytes: int, batch: int) -> str:

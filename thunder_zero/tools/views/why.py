@@ -52,6 +52,10 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 STEP, COMPUTE, WAITS, OPTIMIZER = "a step", "forward, backward", "waits for collectives", "the optimizer's step"
 CORE, FORWARDS, PEAK = "with a core (process)", "forwards", "most memory of tensors"
 PARTS = (COMPUTE, WAITS, OPTIMIZER)
+NO_DEVICE = (
+    "no forecast of time: run thunder-zero calibrate machine.json, under torchrun as the script runs, and pass "
+    "--device machine.json"
+)
 CAUSES = {
     COMPUTE: "measured, they have the loss, the data and Python's own time, too, and what else runs on the machine",
     WAITS: "another rank comes late, or the network is not that of the forecast",
@@ -178,15 +182,10 @@ def _device_here() -> Device | None:
 def _page(followed: Followed, resident_before: int, device: Device | None) -> str:
     """Return the page of a model. ``resident_before`` is the process's resident memory before the script, in bytes."""
     state, steps = followed.model.state, followed.steps
-    graphs = list(enumerate(captured_forward(followed.model).ran))
-    synced, deferred = (
-        [
-            traces_of(followed.model, kind, index)
-            for index, graph in graphs
-            if any(entry.synced is kind for entry in graph)
-        ]
-        for kind in (True, False)
-    )
+    synced, deferred = list[Traces](), list[Traces]()
+    for index, graph in enumerate(captured_forward(followed.model).ran):
+        for kind in {entry.synced for entry in graph}:
+            (synced if kind else deferred).append(traces_of(followed.model, kind, index))
     name = f"{state.name}: {STAGES[state.plan.policy.stage].name}, {state.plan.mesh}"
     if not steps or not synced:
         return f"why: {name}: no step was measured, as the first compiles; let the script take three or more"
@@ -214,18 +213,13 @@ def _page(followed: Followed, resident_before: int, device: Device | None) -> st
 def _forecast(runs: Sequence[Traces], device: Device | None) -> tuple[dict[str, float], str]:
     """Return (seconds keyed by part of the step, ""). If there is no forecast, return ({}, reason)."""
     if device is None:
-        return {}, (
-            "no forecast of time: run thunder-zero calibrate machine.json, under torchrun as the script runs, and pass "
-            "--device machine.json"
-        )
+        return {}, NO_DEVICE
     try:
         estimates = [estimate(traces, device) for traces in runs]
     except ValueError as error:  # the device was calibrated with other ranks or dtypes
         return {}, f"no forecast of time: {error}"
-    return {
-        COMPUTE: sum(forecast.compute_seconds for forecast in estimates),
-        WAITS: sum(forecast.exposed_seconds for forecast in estimates),
-    }, ""
+    compute = sum(forecast.compute_seconds for forecast in estimates)
+    return {COMPUTE: compute, WAITS: sum(forecast.exposed_seconds for forecast in estimates)}, ""
 
 
 def _memory(followed: Followed, traces: Sequence[Traces], peak: int, resident_before: int) -> tuple[str, str]:
