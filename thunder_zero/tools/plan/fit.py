@@ -102,7 +102,10 @@ def fit(
     # the search chooses recompute_units
     searched = replace(asked, recompute="cheap") if asked.recompute == "units" else asked
     if mesh is None and dp_mesh_dims is None:
-        planned, slices, partial = Mesh.of(_ranks(world_size), replicas=replicas), dict[str, int](), frozenset[str]()
+        if world_size is None and not has_groups():
+            raise ValueError("world_size is None, and there is no process group; give the number of ranks")
+        ranks = process_group(None).size() if world_size is None else world_size
+        planned, slices, partial = Mesh.of(ranks, replicas=replicas), dict[str, int](), frozenset[str]()
     elif world_size is not None or replicas != 1:
         raise ValueError("mesh says how many ranks there are; leave out world_size and replicas")
     else:
@@ -135,14 +138,6 @@ def fit(
         return {name: getattr(best.policy, name) for name in CHOSEN}  # functions in a policy cannot be sent
 
     return replace(searched, **on_rank_0("tz.tools.fit", decide))
-
-
-def _ranks(world_size: int | None) -> int:
-    if world_size is not None:
-        return world_size
-    if not has_groups():
-        raise ValueError("world_size is None, and there is no process group; give the number of ranks")
-    return process_group(None).size()
 
 
 def _require(module: nn.Module, flops_per_byte: float) -> None:

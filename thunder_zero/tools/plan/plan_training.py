@@ -157,9 +157,8 @@ def plan_training(
 
 
 def _known_stages(stages: Sequence[int]) -> tuple[int, ...]:
-    known = range(len(STAGES))
     is_some = isinstance(stages, Sequence) and bool(stages)
-    if not is_some or any(not is_count(stage) or stage not in known for stage in stages):
+    if not is_some or any(not is_count(stage) or stage not in range(len(STAGES)) for stage in stages):
         raise ValueError(f"stages is {stages!r}; give some of 0, 1, 2 and 3, such as (2, 3)")
     return tuple(dict.fromkeys(stages))
 
@@ -283,11 +282,8 @@ def best_of(rows: Sequence[PlanRow]) -> PlanRow | None:
     """Return the row with the least memory among fitting rows that are nearly as fast as the fastest fitting row."""
     fitting = [row for row in rows if row.fits]
     fastest = max((row.tokens_per_second for row in fitting), default=0.0)
-    return min(
-        (row for row in fitting if row.tokens_per_second >= AS_FAST * fastest),
-        key=lambda row: row.needed_bytes,
-        default=None,
-    )
+    fast = (row for row in fitting if row.tokens_per_second >= AS_FAST * fastest)
+    return min(fast, key=lambda row: row.needed_bytes, default=None)
 
 
 MEASURED = ("each line takes as long as lines of its kind and size took where the device was measured",)

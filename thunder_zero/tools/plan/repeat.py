@@ -34,20 +34,17 @@ def find_period(keys: Sequence[Hashable], marks: Sequence[int]) -> range | None:
     ``marks`` are the ascending positions where identical blocks begin. The length of a period is the distance between
     two successive marks.
     """
-    periods = (_period_around(keys, first, second - first) for first, second in pairwise(marks))
-    return next((period for period in periods if period), None)
-
-
-def _period_around(keys: Sequence[Hashable], position: int, length: int) -> range:
-    """Return the first period of ``length`` in the run of repeating keys around a position; empty if there is none."""
-    if length <= 0 or keys[position] != keys[position + length]:
-        return range(0)
-    start = stop = position
-    while start and keys[start - 1] == keys[start - 1 + length]:
-        start -= 1
-    while stop + length < len(keys) and keys[stop] == keys[stop + length]:
-        stop += 1
-    return range(start, start + length) if stop - start >= length else range(0)
+    for mark, following in pairwise(marks):
+        length, start, stop = following - mark, mark, mark  # of the run of repeating keys around the mark
+        if not length or keys[mark] != keys[following]:
+            continue
+        while start and keys[start - 1] == keys[start - 1 + length]:
+            start -= 1
+        while stop + length < len(keys) and keys[stop] == keys[stop + length]:
+            stop += 1
+        if stop - start >= length:
+            return range(start, start + length)
+    return None
 
 
 class NotPeriodic(Exception):

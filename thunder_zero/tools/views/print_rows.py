@@ -33,8 +33,6 @@ Widths = tuple[int, int, bool]  # of the code, of the parameters; whether there 
 STYLES: dict[str, str] = {
     "gather": "cyan",
     "wait": "blue",
-    "compute": "",
-    "return": "",
     "free": "green",
     "reduce": "magenta",
     "defer": "magenta",
@@ -162,11 +160,8 @@ def select(rows: Sequence[Row], plan: Plan, unit: str | None, only: str | None) 
 def _of_unit(rows: Sequence[Row], plan: Plan, unit: str) -> list[int]:
     paths = {param.path for param in plan.params if param.unit == unit}
     touching = [index for index, row in enumerate(rows) if not paths.isdisjoint(row.params)]
-    using = [
-        index
-        for index in touching
-        if rows[index].kind in COMPUTES or (rows[index].kind == "wait" and not rows[index].gradients)
-    ]
+    waits = [index for index in touching if rows[index].kind == "wait" and not rows[index].gradients]
+    using = sorted([*waits, *(index for index in touching if rows[index].kind in COMPUTES)])
     return sorted({*touching, *(range(using[0], using[-1]) if using else ())})
 
 
