@@ -93,7 +93,24 @@ class Explanation:
     @property
     def lifetime(self) -> str:
         """A description of when the stage gathers and frees the parameter."""
-        return _lifetime(self.step, self.param, len(self.gathers))
+        param, gathers, plan = self.param, len(self.gathers), self.step.traces.plan
+        stage = STAGES[plan.policy.stage]
+        if not param.sharded:
+            return f"every rank has all of it: {_why_replicated(param, plan)}"
+        if param.resident:
+            return f"{stage.name} shards it for the optimizer; all of it stays in memory, so that nothing is freed"
+        if gathers == 0:
+            return f"{stage.name} gathers it where it is used"
+        if stage.kept_unsharded:
+            return f"{stage.name} gathers it once, in forward, and frees it after its last use"
+        if not param.kept_unsharded and gathers == 1:
+            return f"{stage.name} frees it after its last use in forward; {_no_backward(self.step)}"
+        if not param.kept_unsharded:
+            return f"{stage.name} frees it after its last use in each phase, and gathers it again for backward"
+        why = "it is among the last that forward gathers, and staying does not raise the peak of gathered bytes"
+        if param.unit in plan.policy.keep_unsharded:
+            why = "Policy.keep_unsharded names its unit"
+        return f"{stage.name} gathers it once for forward and backward: {why}"
 
     @property
     def traffic(self) -> Traffic:
@@ -382,27 +399,6 @@ def why_wait(table: Table, wait: Row) -> str:
 def _no_backward(table: Table) -> str:
     """Return why nothing in backward reads a parameter."""
     return "backward does not read it" if table.traces.timeline.ops[-1].backward else "there is no backward"
-
-
-def _lifetime(table: Table, param: Param, gathers: int) -> str:
-    """Describe when the stage gathers and frees a parameter. ``gathers`` counts the gathers in a step."""
-    stage = STAGES[table.traces.plan.policy.stage]
-    if not param.sharded:
-        return f"every rank has all of it: {_why_replicated(param, table.traces.plan)}"
-    if param.resident:
-        return f"{stage.name} shards it for the optimizer; all of it stays in memory, so that nothing is freed"
-    if gathers == 0:
-        return f"{stage.name} gathers it where it is used"
-    if stage.kept_unsharded:
-        return f"{stage.name} gathers it once, in forward, and frees it after its last use"
-    if not param.kept_unsharded and gathers == 1:
-        return f"{stage.name} frees it after its last use in forward; {_no_backward(table)}"
-    if not param.kept_unsharded:
-        return f"{stage.name} frees it after its last use in each phase, and gathers it again for backward"
-    why = "it is among the last that forward gathers, and staying does not raise the peak of gathered bytes"
-    if param.unit in table.traces.plan.policy.keep_unsharded:
-        why = "Policy.keep_unsharded names its unit"
-    return f"{stage.name} gathers it once for forward and backward: {why}"
 
 
 def _why_replicated(param: Param, plan: Plan) -> str:
