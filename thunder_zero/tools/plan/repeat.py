@@ -171,14 +171,11 @@ def whole_step(fold: Fold, device: Device, units: Sequence[str], copies: int) ->
     steps = [index for index, line in enumerate(fold.lines) if line.phase == OPTIMIZER_STEP]
     repeated = [item for item in order if item[0] not in steps]
     block = [storage for storage in fold.allocations if _is_in(units, storage.name)]
-    alive = Counter[Holds]()
-    for storage in fold.allocations:
-        if storage.line < 0:
-            alive[storage.kind] += storage.nbytes
-    for storage in block:
-        if storage.line < 0 and storage.kind in AT_REST:
-            alive[storage.kind] += copies * storage.nbytes
-    count = sum(storage.line < 0 for storage in fold.allocations) + copies * sum(storage.line < 0 for storage in block)
+    resting, alive = [storage for storage in fold.allocations if storage.line < 0], Counter[Holds]()
+    for storage in resting:
+        is_repeated = storage.kind in AT_REST and _is_in(units, storage.name)
+        alive[storage.kind] += storage.nbytes * (1 + copies * is_repeated)
+    count = sum(1 + copies * _is_in(units, storage.name) for storage in resting)
     at_rest = sum(alive[kind] for kind in AT_REST)
     total, peak, peak_index, most = sum(alive.values()), 0, 0, count
     for index, (source, _) in enumerate(repeated):

@@ -99,16 +99,15 @@ def page_of(
     first, *others = (
         step_table(each, device=device, loss=loss, optimizer=optimizer) for each in (traces, beside) if each is not None
     )
-    name, tables = STAGES[traces.plan.policy.stage].name, [first]
-    programs = [data_of(name, first)]
+    shown = {STAGES[traces.plan.policy.stage].name: first}
     if measured is not None:
         assert first.time is not None
-        tables.append(table_of(first.traces, first.memory, by_times(first.time, measured)))
-        programs.append(data_of("measured times", tables[-1], BY_TIMES))
+        shown["measured times"] = table_of(first.traces, first.memory, by_times(first.time, measured))
     for table in others:
-        other = STAGES[table.traces.plan.policy.stage].name
-        tables.append(table)
-        programs.append(data_of(f"{other}, second" if other == name else other, table))
+        name = STAGES[table.traces.plan.policy.stage].name
+        shown[f"{name}, second" if name in shown else name] = table
+    tables = list(shown.values())
+    programs = [data_of(name, table, BY_TIMES * (name == "measured times")) for name, table in shown.items()]
     parameters = sum(prod(traces.plan.whole_shape(param)) for param in traces.plan.params)
     model = "A step" if isinstance(model_or_traces, Traces) else type(plain_of(model_or_traces)).__name__
     dtypes = dict.fromkeys(name_of(param.compute_dtype) for param in traces.plan.params)
