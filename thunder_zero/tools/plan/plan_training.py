@@ -306,12 +306,9 @@ def assumed(subject: Subject, asked: Policy, device: Device, *, returns_loss: bo
     if asked.frozen_format:
         reduce = f"{reduce}; from stage 2 on frozen parameters rest as {asked.frozen_format}"
     shards = " and ".join(dict.fromkeys(name_of(param.dtype) for param in subject.module.parameters()))
-    if subject.loss:
-        loss = "the loss is eager torch's"
-    elif returns_loss:
-        loss = "the one number that the model returns is its loss"
-    else:
-        loss = "the loss is left out, since the model does not return one number and no loss= was given"
+    loss = "the loss is left out, since the model does not return one number and no loss= was given"
+    if subject.loss or returns_loss:
+        loss = "the loss is eager torch's" if subject.loss else "the one number that the model returns is its loss"
     return (
         *(MEASURED if device.is_measured else DESCRIBED),
         f"compute in {compute}, gradients on the wire in {reduce}; {shards} shards and AdamW's two averages, stepped "

@@ -88,10 +88,7 @@ class Candidate:
 
     @cached_property
     def kept(self) -> frozenset[str]:
-        """The units, without the root, that stay gathered from forward to backward.
-
-        ``Policy.keep_unsharded`` names units. With ``reshard_after_forward=None`` the schedule adds further units.
-        """
+        """The units, without the root, that stay gathered: ``Policy`` names them, and the schedule may add some."""
         plan = self.timeline.plan
         return frozenset(plan.by_name[path].unit for path in plan.kept_unsharded) - {ROOT}
 
@@ -216,12 +213,9 @@ class Search:
         return relaxed if relaxed.peak <= memory_bytes and relaxed.cost <= best.cost else best
 
     def least(self) -> Candidate:
-        """Return the candidate with the fewest bytes that the search finds. Units may have different choices.
-
-        The bucket sizes are the sizes with the fewest bytes when all units have one choice.
-        """
+        """Return the candidate with the fewest bytes that the search finds. Units may have different choices."""
         alike = (self.alike(choice, sized) for choice in self.options for sized in self.sized)
-        best = min(alike, key=lambda candidate: candidate.peak)
+        best = min(alike, key=lambda candidate: candidate.peak)  # its bucket sizes are kept
         step = best.peak // 8
         while step > best.peak // FINEST:
             lower = self._best_sized(best.policy, best.peak - step)

@@ -143,10 +143,8 @@ def of_module(
     kwargs: Mapping[str, Any] = MappingProxyType({}),
     loss: Callable[[Any], Tensor] | None = None,
 ) -> Subject:
-    """Return the subject of a module with its inputs.
-
-    Tokens are the elements of the first integer tensor of two dimensions, or else the rows of the first tensor.
-    """
+    """Return the subject of a module with its inputs."""
+    # tokens are the elements of the first integer tensor of two dimensions, or else the rows of the first tensor
     tensors = [leaf for leaf in tree_iter((args, dict(kwargs))) if isinstance(leaf, Tensor)]
     integers = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.ndim == 2]
     tokens = integers[0].numel() if integers else prod(tensors[0].shape[:-1]) if tensors else 1

@@ -43,9 +43,9 @@ def save_timeline(
 ) -> None:
     """Write the forecast of a step for https://ui.perfetto.dev, optionally beside a profile of measured steps.
 
-    The forecast has a lane for compute, a lane for each wire, and a counter of gathered bytes. Each event names its
-    parameters. The event's arguments are the line of the trace, FLOPs and bytes. The profile is shifted in time, so
-    that its first launch of a collective coincides with the forecast's first launch.
+    The file is JSON in Chrome's trace event format, with a lane for compute, a lane for each wire, and a counter of
+    gathered bytes. Each event names its parameters, its line of the trace, its FLOPs and bytes. The profile is shifted
+    in time, so that its first launch of a collective coincides with the forecast's first launch.
 
     >>> with torch.profiler.profile() as profile:
     ...     step()
@@ -53,7 +53,6 @@ def save_timeline(
     >>> tz.tools.save_timeline("trace.json", model, device="h100", measured="measured.json")
 
     Args:
-        path: the file to write, JSON in Chrome's trace event format.
         device: the device of the forecast, as for :func:`thunder_zero.tools.estimate`.
         measured: a file from ``torch.profiler.profile.export_chrome_trace``, which may be compressed (``.gz``).
     """
