@@ -29,7 +29,7 @@ from thunder_zero.schedule import Plan, passes, verify, verify_recompute
 from thunder_zero.schedule.free import free
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.tools.dry_run import ProgramSource
-from thunder_zero.tools.views.selection import format_timeline
+from thunder_zero.tools.views.print_rows import format_timeline
 from thunder_zero.traces.insert import insert_reductions, insert_synchronize
 from thunder_zero.traces.lift import lift
 from thunder_zero.traces.lower import lower

@@ -10,7 +10,7 @@ from show import WIDTH, mb
 
 import thunder_zero as tz
 from thunder_zero.tools.table.rows import Row
-from thunder_zero.tools.views.reasons import why_free
+from thunder_zero.tools.views.explain import why_free
 
 INDENT = 12  # columns
 

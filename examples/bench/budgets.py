@@ -20,7 +20,7 @@ from examples.bench.memory_table import PAGE, mib
 from examples.bench.page import with_section
 from examples.bench.step_memory import forecast, forecast_of, measure, traces_of
 from thunder_zero.tools.forecast.memory import recorder_of
-from thunder_zero.tools.plan.candidate import Candidate
+from thunder_zero.tools.plan.search import Candidate
 
 TASK, WORLD_SIZE = "small GPT", 2
 SHARES = (0.1, 0.5, 0.9)  # of the way from the least to the most

@@ -20,8 +20,7 @@ import thunder_zero as tz
 from tests.harness.errors import fails
 from thunder_zero.safetensors_files import TensorToWrite, split_into_files
 from thunder_zero.tools import cli, consolidate
-from thunder_zero.tools.convert import open_checkpoint
-from thunder_zero.tools.convert.open_checkpoint import OpenCheckpoint
+from thunder_zero.tools.convert import OpenCheckpoint
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -226,7 +225,7 @@ def test_checkpoints_of_other_tools_can_be_inspected_and_consolidated(
 
 
 def test_an_interrupt_is_reported_in_one_line(command: Command) -> None:
-    with mock.patch.object(open_checkpoint, "inspect", side_effect=KeyboardInterrupt()):
+    with mock.patch("thunder_zero.tools.convert.inspect", side_effect=KeyboardInterrupt()):
         assert command("inspect", "latest") == (130, "", "thunder-zero: interrupted\n")
 
 

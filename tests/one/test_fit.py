@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 import thunder_zero as tz
@@ -21,9 +20,8 @@ from thunder_zero.tools.dry_run import ProgramSource
 from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.forecast.memory import recorder_of
 from thunder_zero.tools.forecast.recorder import Recorder
-from thunder_zero.tools.plan.candidate import Candidate
-from thunder_zero.tools.plan.fit_text import print_trade_off
-from thunder_zero.tools.plan.search import CHOICES, Search, with_choices
+from thunder_zero.tools.plan.fit import trade_off
+from thunder_zero.tools.plan.search import CHOICES, Candidate, Search, with_choices
 
 import thunder
 
@@ -244,10 +242,9 @@ def test_the_trade_off_counts_units_that_the_schedule_chose() -> None:
     named_none, named_first = (Candidate(recorder, source.schedule(policy).timeline) for policy in policies)
     assert named_none.kept == set(UNITS[2:])  # none is named
     assert named_first.kept == {UNITS[0], UNITS[2]}
-    out = StringIO()
     again = replace(named_none)
-    print_trade_off([named_none, again, named_first], again, Console(file=out, width=100))
-    assert ["<- chosen" in row for row in out.getvalue().splitlines()[1:]] == [True, False]
+    rows = trade_off([named_none, again, named_first], again).splitlines()[1:]
+    assert ["<- chosen" in row for row in rows] == [True, False]
 
 
 def test_itemsizes_are_torchs() -> None:

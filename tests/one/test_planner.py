@@ -24,8 +24,7 @@ from thunder_zero.tools.cli import main
 from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.models import LLAMA_STYLES, DecoderSizes, Llama, cross_entropy
 from thunder_zero.tools.plan.plan_training import OWN_SLICES, best_of
-from thunder_zero.tools.plan.programs import FusedAdamW, SubjectPrograms, sliced_copy
-from thunder_zero.tools.plan.subject import Subject, of_module, subject_of
+from thunder_zero.tools.plan.subject import FusedAdamW, Subject, SubjectPrograms, of_module, sliced_copy, subject_of
 from thunder_zero.tools.plan.training_plan import MeshShape, PlanRow, code_of, reason_of
 
 H100 = tz.tools.DEVICES["h100"]

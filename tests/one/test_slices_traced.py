@@ -27,8 +27,7 @@ from thunder_zero.schedule.ops import Compute, Gather, Reduce, ends, starts_coll
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Lane
 from thunder_zero.tools.time.estimate import ring
-from thunder_zero.tools.views.page.measured import by_times
-from thunder_zero.tools.views.page.report import page_of
+from thunder_zero.tools.views.page.report import by_times, page_of
 
 DOCS_PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallel.md"
 

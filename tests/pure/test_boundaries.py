@@ -119,9 +119,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
                                                               "tools/devices tools/time tools/dry_run "
                                                               "tools/forecast tools/from_file "
                                                               "tools/models tools/table/rows")),
-    Room("tools/views/selection.py",NOT,NOT,   NOT,     rooms("plan schedule tools/printing tools/table/rows")),
-    Room("tools/views/print_rows.py",NOT,NOT,  NOT,     rooms("plan schedule tools/printing tools/table/rows "
-                                                              "tools/views/selection")),
+    Room("tools/views/print_rows.py",NOT,NOT,  NOT,     rooms("plan schedule tools/printing tools/table/rows")),
     Room("tools/views/page/", IMPORT, NOT,     TYPES,   rooms("plan schedule compat traces capture tools/printing "
                                                               "tools/devices tools/dry_run tools/forecast "
                                                               "tools/time tools/table tools/models "
@@ -131,8 +129,8 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
                                                               "tools/time")),
     Room("tools/views/",      IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces capture tools/printing "
                                                               "tools/devices tools/time tools/forecast tools/table "
-                                                              "tools/views/selection tools/views/print_rows")),
-    Room("tools/convert/",    IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan checkpoint tools/printing")),
+                                                              "tools/views/print_rows")),
+    Room("tools/convert.py",  IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan checkpoint tools/printing")),
     Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint tools/convert tools/devices "
                                                               "tools/dry_run tools/from_file tools/models "
                                                               "tools/plan tools/table/rows tools/views")),

@@ -14,8 +14,7 @@ from thunder_zero.schedule.lifetimes import bytes_alive, lifetimes
 from thunder_zero.schedule.ops import Compute, Gather, Work
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Value
-from thunder_zero.tools.plan.candidate import UnitCost, flops_to_repeat
-from thunder_zero.tools.plan.search import cheapest
+from thunder_zero.tools.plan.search import UnitCost, cheapest, flops_to_repeat
 
 UNITS = 7
 CHOICES = st.builds(UnitCost, left=st.integers(0, 9), peak=st.integers(0, 20), cost=st.integers(0, 9))

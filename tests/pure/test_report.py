@@ -19,10 +19,9 @@ from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.ops import Compute, Free, Gather, Op, Reduce, Return, Wait
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.printing.text import fold
+from thunder_zero.tools.printing.words import fold
 from thunder_zero.tools.table.rows import Row, explained, label
-from thunder_zero.tools.views.print_rows import print_rows, print_total
-from thunder_zero.tools.views.selection import format_timeline, select
+from thunder_zero.tools.views.print_rows import format_timeline, print_rows, print_total, select
 
 POLICY = Policy(stage=3)
 PARAMS = (

@@ -24,7 +24,7 @@ from tests.harness.errors import fails
 from tests.harness.models import Small, fresh, sharded
 from tests.harness.ranks import RanksPool
 from thunder_zero.tools import cli
-from thunder_zero.tools.convert.open_checkpoint import OpenCheckpoint
+from thunder_zero.tools.convert import OpenCheckpoint
 
 STEPS = 2
 

@@ -21,8 +21,7 @@ import thunder_zero as tz
 from tests.harness.errors import fails
 from tests.harness.ranks import LONG, RanksPool
 from thunder_zero.hugging_face import parallelize
-from thunder_zero.tools.plan.programs import SubjectPrograms, sliced_copy
-from thunder_zero.tools.plan.subject import of_module
+from thunder_zero.tools.plan.subject import SubjectPrograms, of_module, sliced_copy
 from thunder_zero.tools.plan.training_plan import MeshShape
 
 pytestmark = [

@@ -9,7 +9,7 @@ In: a module and inputs, a model that ran, or a checkpoint. Out: frozen data wit
                                                   |
                                                   +- plan/ many policies, stages and meshes
 
-    checkpoint on disk <-- convert/ --> safetensors files
+    checkpoint on disk <-- convert.py --> safetensors files
 """
 
 from typing import TYPE_CHECKING
@@ -18,8 +18,8 @@ from thunder_zero.lazy import lazy
 
 if TYPE_CHECKING:  # the public names, which are imported when they are first used
     from thunder_zero.tools.compiled_programs import programs as programs
-    from thunder_zero.tools.convert.consolidate import consolidate as consolidate
-    from thunder_zero.tools.convert.shard_safetensors import shard_safetensors as shard_safetensors
+    from thunder_zero.tools.convert import consolidate as consolidate
+    from thunder_zero.tools.convert import shard_safetensors as shard_safetensors
     from thunder_zero.tools.devices.calibrate import calibrate as calibrate
     from thunder_zero.tools.devices.device import DEVICES as DEVICES
     from thunder_zero.tools.devices.device import Device as Device

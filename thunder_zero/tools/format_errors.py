@@ -22,7 +22,7 @@ EXPONENT = "{:.2e}".format
 
 
 class WireErrors(PrintedRows):
-    """The errors that formats cause: for each parameter a row, keyed by column. They print as a table.
+    """The errors that formats cause: for each parameter that is trained or has a format a row. They print as a table.
 
     ``"gather"`` is the norm of the error of the gathered weights, divided by the norm of the weights. ``"gradient"`` is
     the same for gradients, and ``"cosine"`` compares the exact and the rounded gradient. Both are NaN without one.
@@ -45,20 +45,14 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
     restored. Other effects of ``step`` are not undone.
 
     >>> print(tz.tools.wire_error(model, lambda: loss_of(model, batch).backward()))
-    parameter      gathers, reductions  gather    gradient  cosine
+    parameter           gathers, reductions  gather    gradient  cosine
     blocks.0.up.weight  int8/128, int8/128   6.51e-03  9.84e-03  0.999952
-    ...
 
     Args:
         model: a model with ZeroTransform.
         step: a function that runs forward and backward of ``model`` on one batch, without an optimizer's step.
 
-    Returns:
-        An entry for each parameter that is trained or has a format, in the order of the plan.
-
     Raises:
-        TypeError: ``model`` is not sharded, or ``step`` is not a function.
-        ValueError: the policy has no formats, or ``step`` gives no gradients.
         RuntimeError: ``no_sync`` has deferred gradients, which the step would reduce.
     """
     state = zero_module(model).state
@@ -103,10 +97,7 @@ def _gradients(state: State, step: Callable[[], object]) -> dict[str, Tensor]:
 
 def _errors(pairs: Iterable[tuple[Tensor, Tensor]], state: State) -> tuple[list[float], list[float]]:
     """Return, for each pair (x, y) of rows, the norm of y - x divided by that of x, and their cosine similarity."""
-    rank_sums = torch.tensor([_sums(x.detach().double(), y.detach().double()) for x, y in pairs], dtype=torch.float64)
-    xx, yy, xy = torch.stack(all_gather_object(rank_sums, state.group)).sum(0).unbind(1)
+    doubles = ((x.detach().double(), y.detach().double()) for x, y in pairs)
+    sums = torch.stack([torch.stack([(x * x).sum(), (y * y).sum(), (x * y).sum()]).cpu() for x, y in doubles])
+    xx, yy, xy = torch.stack(all_gather_object(sums, state.group)).sum(0).unbind(1)
     return ((xx + yy - 2 * xy).clamp(min=0) / xx).sqrt().tolist(), (xy / (xx * yy).sqrt()).tolist()
-
-
-def _sums(x: Tensor, y: Tensor) -> tuple[float, float, float]:
-    return (x * x).sum().item(), (y * y).sum().item(), (x * y).sum().item()

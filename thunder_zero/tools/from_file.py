@@ -19,10 +19,7 @@ PACKAGE, TORCH = Path(__file__).resolve().parents[1], Path(nn.__file__).resolve(
 
 
 def module_and_inputs(place: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Call the function in ``FILE.py:function``. Return the module and its positional and keyword inputs.
-
-    The function returns ``(module, input, ...)``, or ``(module, (input, ...), {name: input, ...})``.
-    """
+    """Call the function in ``FILE.py:function``. Return the module and its positional and keyword inputs."""
     with _imported(place) as function:
         result = function()
     if not isinstance(result, tuple) or len(result) < 2 or not isinstance(result[0], nn.Module):

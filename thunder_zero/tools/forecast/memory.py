@@ -20,7 +20,7 @@ from thunder_zero.tools.forecast.for_loss import Loss, for_loss
 from thunder_zero.tools.forecast.recorder import Recorder
 from thunder_zero.tools.forecast.rehearsal import TRANSPORTS, MakeOptimizer
 from thunder_zero.tools.forecast.resized import Shapes, resized
-from thunder_zero.tools.printing.text import place_of
+from thunder_zero.tools.printing.words import place_of
 from thunder_zero.tools.table.lines import AROUND, in_order, traced_rows
 from thunder_zero.tools.table.rows import LOSS, OPTIMIZER_STEP, Row, label
 from thunder_zero.traces.compiled import Traces

@@ -1,36 +1,39 @@
 """``tz.tools.fit``: finds the cheapest policy whose step fits into memory.
 
 The module is captured once. Each candidate is a schedule of the same lines, whose memory is a fold over their records.
+The printed table has memory, work and costs::
+
+        peak      sent  done again  units kept  again  in flight  cost
+     100 MiB  50.0 MiB  1.50 GFLOP           1      2   4.00 MiB  1.50  ████████████████
+     120 MiB  40.0 MiB                       3      0   4.00 MiB  1.00  █ <- chosen
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
 
-from rich.console import Console
 from torch import nn
 
 from thunder_zero.capture.arguments import Fuser
 from thunder_zero.comm.agree import on_rank_0
 from thunder_zero.comm.group import has_groups, process_group
 from thunder_zero.comm.slices import mesh_and_slices
-from thunder_zero.plan.amounts import bytes_of
+from thunder_zero.plan.amounts import bytes_of, size
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.dry_run import ProgramSource
+from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED, Memory
 from thunder_zero.tools.forecast.fold import Fold
 from thunder_zero.tools.forecast.for_loss import Loss
 from thunder_zero.tools.forecast.memory import memory_of, recorder_of
 from thunder_zero.tools.forecast.recorder import Recorder
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
-from thunder_zero.tools.plan.candidate import FLOPS_PER_BYTE, Candidate
-from thunder_zero.tools.plan.fit_text import print_trade_off, refusal
-from thunder_zero.tools.plan.search import Search
+from thunder_zero.tools.plan.search import FLOPS_PER_BYTE, Candidate, Search
 from thunder_zero.tools.printing.progress import show_status
-from thunder_zero.tools.printing.words import WIDTH
+from thunder_zero.tools.printing.words import aligned
 
 from thunder.core.module import ThunderModule
 
@@ -39,19 +42,17 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
 
 STEPS = 7  # the most rows of the printed table
+COLUMNS = ("peak", "sent", "done again", "units kept", "again", "in flight", "cost", "")
+BAR = 16  # columns of the longest bar
 CHOSEN = ("reshard_after_forward", "keep_unsharded", "recompute_units", "bucket_bytes", "in_flight_bytes")
 
 
 class DoesNotFit(ValueError):
-    """Raised if no policy fits. The message has the missing bytes, the contents of the peak, and possible remedies.
-
-    Attributes:
-        least_bytes: the smallest peak that was found.
-    """
+    """Raised if no policy fits. The message has the missing bytes, the contents of the peak, and possible remedies."""
 
     def __init__(self, message: str, least_bytes: int = 0) -> None:
         super().__init__(message)
-        self.least_bytes = least_bytes
+        self.least_bytes = least_bytes  # the smallest peak that was found
 
 
 def fit(
@@ -75,40 +76,40 @@ def fit(
     """Return the cheapest policy whose forecast peak fits into ``memory_bytes``.
 
     The search chooses ``Policy.keep_unsharded`` (alone, or with the last units, which ``reshard_after_forward=None``
-    adds), ``Policy.recompute_units``, and the bytes of buckets and in flight.
-    The cost is the bytes that a rank sends, plus 128 KiB for each launch, and a byte for ``flops_per_byte`` FLOPs of
-    recomputed work. The printed table has the costs for other amounts of memory. Under ``torchrun`` every rank calls
-    this function, and rank 0 decides.
+    adds), ``Policy.recompute_units``, and the bytes of buckets and in flight. The cost is the bytes that a rank sends,
+    plus 128 KiB for each launch, and a byte for ``flops_per_byte`` FLOPs of recomputed work. The printed table has the
+    costs for other amounts of memory. Under ``torchrun`` every rank calls this function, and rank 0 decides.
 
     >>> policy = tz.tools.fit(module, tokens, memory_bytes="24GiB", world_size=8, optimizer=torch.optim.AdamW)
 
     Args:
         module: a plain module, possibly on the meta device.
-        args, kwargs: the arguments of its forward.
         memory_bytes: memory of a rank, such as ``"24GiB"``. The optimizer's step must fit as well.
         world_size: number of ranks (default: the size of the default process group).
         policy: a policy with the values of all other fields, such as the stage (default: ZeRO-3). ``recompute="units"``
             becomes ``"cheap"``.
-        file: the file to print to (default: the standard output).
         loss, optimizer, backend, reserve: as for :func:`thunder_zero.tools.memory`.
         fuse, replicas, mesh, dp_mesh_dims: as for :func:`thunder_zero.trace`.
-        flops_per_byte: FLOPs of recomputed work that cost as much as one byte on the wire (default: 1,000, about the
-            ratio of an H100 with NVLink, and of a CPU on 1 Gbit/s).
+        flops_per_byte: FLOPs that cost as much as a byte on the wire (default: about an H100's ratio with NVLink).
 
     Raises:
-        DoesNotFit: no policy fits. This is a subclass of ValueError.
+        DoesNotFit: no policy fits.
         RuntimeError: the module is sliced, and ``mesh`` is not given.
     """
     _require(module, flops_per_byte)
     most = bytes_of("memory_bytes", memory_bytes)
     asked = policy if isinstance(policy, Policy) else Policy(policy)
+    # the search chooses recompute_units
+    searched = replace(asked, recompute="cheap") if asked.recompute == "units" else asked
     if mesh is None and dp_mesh_dims is None:
-        planned, slices, partial = Mesh.of(_ranks(world_size), replicas=replicas), dict[str, int](), frozenset[str]()
+        if world_size is None and not has_groups():
+            raise ValueError("world_size is None, and there is no process group; give the number of ranks")
+        ranks = process_group(None).size() if world_size is None else world_size
+        planned, slices, partial = Mesh.of(ranks, replicas=replicas), dict[str, int](), frozenset[str]()
     elif world_size is not None or replicas != 1:
         raise ValueError("mesh says how many ranks there are; leave out world_size and replicas")
     else:
         planned, slices, partial = mesh_and_slices(module, mesh, dp_mesh_dims)
-    console = Console(file=file, width=WIDTH)
 
     def decide(go_on: Callable[[], None]) -> dict[str, Any]:
         with show_status("tz.tools.fit") as show:
@@ -131,26 +132,12 @@ def fit(
                 tell(f"evaluates schedule {len(search.evaluated) + 1}")
                 return source.schedule(policy, missing=missing).timeline
 
-            search = Search(recorder, _by_unit(asked), schedule, flops_per_byte, reserve)
+            search = Search(recorder, searched, schedule, flops_per_byte, reserve)
             best = _searched(recorder, search, most)
-            rows = _trade_off(search, best)
-        print_trade_off(rows, best, console)
+        print(trade_off(_shown(search, best), best), file=file)
         return {name: getattr(best.policy, name) for name in CHOSEN}  # functions in a policy cannot be sent
 
-    return replace(_by_unit(asked), **on_rank_0("tz.tools.fit", decide))
-
-
-def _by_unit(asked: Policy) -> Policy:
-    """Replace ``recompute="units"`` by ``"cheap"``, since the search chooses ``recompute_units``."""
-    return replace(asked, recompute="cheap") if asked.recompute == "units" else asked
-
-
-def _ranks(world_size: int | None) -> int:
-    if world_size is not None:
-        return world_size
-    if not has_groups():
-        raise ValueError("world_size is None, and there is no process group; give the number of ranks")
-    return process_group(None).size()
+    return replace(searched, **on_rank_0("tz.tools.fit", decide))
 
 
 def _require(module: nn.Module, flops_per_byte: float) -> None:
@@ -171,15 +158,14 @@ def _searched(recorder: Recorder, search: Search, memory_bytes: int) -> Candidat
         if (least := search.least()).peak <= memory_bytes:
             return least
     plan, step = recorder.plan, as_asked.optimizer_step or 0
-    recomputed = tuple(unit for unit in plan.units if unit in plan.recomputed)
-    requested = replace(search.asked, recompute_units=recomputed)
+    requested = replace(search.asked, recompute_units=tuple(unit for unit in plan.units if unit in plan.recomputed))
     cheap = search.candidate(replace(requested, recompute="cheap")).peak
     least = min(search.least(), search.candidate(requested), key=lambda candidate: candidate.peak)
     message = refusal(as_asked, least, as_asked.peak - cheap, memory_bytes)
     raise DoesNotFit(message, max(least.peak, step))
 
 
-def _trade_off(search: Search, best: Candidate) -> list[Candidate]:
+def _shown(search: Search, best: Candidate) -> list[Candidate]:
     """Return evaluated candidates from the least memory to the least cost, including the best."""
     cheapest_first = sorted(search.evaluated.values(), key=lambda candidate: (candidate.cost, candidate.peak))
     most, least = cheapest_first[0].peak, min(candidate.peak for candidate in cheapest_first)
@@ -187,3 +173,46 @@ def _trade_off(search: Search, best: Candidate) -> list[Candidate]:
     rows = [next(candidate for candidate in cheapest_first if candidate.peak <= target) for target in targets]
     by_policy = {candidate.policy: candidate for candidate in (*rows, best)}
     return sorted(by_policy.values(), key=lambda candidate: candidate.peak)
+
+
+def trade_off(rows: Sequence[Candidate], chosen: Candidate) -> str:
+    """Return a table of the candidates. Bars show the costs. Rows with equal figures are printed once."""
+    costs = [candidate.cost for candidate in rows]
+    least, spread = min(costs), max(costs) - min(costs)
+    printed: dict[tuple[str, ...], str] = {}
+    for candidate in rows:
+        plan, flops = candidate.timeline.plan, f"{candidate.flops / 1e9:.2f} GFLOP" if candidate.flops else ""
+        counts = str(len(candidate.kept)), str(len(plan.recomputed)), size(plan.sizes.in_flight_bytes)
+        cost = f"{candidate.cost / (least or 1):.2f}"
+        figures = size(candidate.peak), size(candidate.sent), flops, *counts, cost
+        if candidate is chosen or figures not in printed:
+            bar = "█" * max(round(BAR * (candidate.cost - least) / (spread or 1)), 1)
+            printed[figures] = bar + " <- chosen" * (candidate is chosen)
+    cells = [(*figures, end) for figures, end in printed.items()]
+    return aligned([COLUMNS, *cells], left=(len(COLUMNS) - 1,))
+
+
+def refusal(as_asked: Memory, least: Candidate, by_cheap: int, memory_bytes: int) -> str:
+    """Return a sentence with the missing bytes, the contents of the peak, and possible remedies.
+
+    ``by_cheap`` is what the requested policy saves with ``recompute="cheap"``.
+    """
+    nbytes = max(least.peak, as_asked.optimizer_step or 0)
+    step_text = " (in the optimizer's step)" if nbytes == as_asked.optimizer_step else ""
+    at_peak, policy, plan = as_asked.by_kind, as_asked.plan.policy, least.timeline.plan
+    kinds = ", ".join(f"{size(nbytes)} of {kind}" for kind, nbytes in list(at_peak.items())[:3])
+    sharded, batch = (sum(at_peak.get(kind, 0) for kind in kinds) for kinds in (SHARDED, OF_BATCH))
+    remedies = {
+        "twice the ranks": sharded // 2,
+        "half the batch": batch // 2,
+        "cpu_offload on GPUs": 0 if policy.cpu_offload or as_asked.plan.mesh.is_sliced else sharded,
+        'recompute="cheap"': max(by_cheap, 0) if policy.recompute == "none" else 0,
+    }
+    offers = ", ".join(f"{remedy} (about {size(nbytes)} less)" for remedy, nbytes in remedies.items() if nbytes)
+    count = len(plan.recomputed)
+    again = f"{count or 'no'} unit{'s' * (count > 1)} computed again and " if least.units else ""
+    return (
+        f"no policy fits into {size(memory_bytes)}: the least that was found takes {size(nbytes)}{step_text}, "
+        f"{size(nbytes - memory_bytes)} more, with {again}{size(plan.sizes.in_flight_bytes)} in flight; "
+        f"the peak as asked for, {size(as_asked.peak)}, has {kinds}; what would help: {offers}"
+    )

@@ -19,21 +19,38 @@ from thunder_zero.plan.policy import RECOMPUTE, STAGES, Policy, is_count
 from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.tools.devices.device import Device, Lane, device_of
 from thunder_zero.tools.models import NamedModel
-from thunder_zero.tools.plan.overhead import OVERHEAD, OVERHEAD_OF_CPU, TRAFFIC, overhead_bytes
-from thunder_zero.tools.plan.programs import Slicing, SubjectPrograms
-from thunder_zero.tools.plan.subject import Subject, subject_of
-from thunder_zero.tools.plan.training_plan import (
-    AS_FAST,
-    MeshShape,
-    PlanRow,
-    TrainingPlan,
-    code_of,
-    meshes,
-    reason_of,
-)
+from thunder_zero.tools.plan.subject import Slicing, Subject, SubjectPrograms, subject_of
+from thunder_zero.tools.plan.training_plan import AS_FAST, MeshShape, PlanRow, TrainingPlan, code_of, meshes, reason_of
 from thunder_zero.tools.printing.progress import show_steps
 
 PRECISION = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+MiB, GiB = 1 << 20, 1 << 30
+
+# CUDA's context, the code of kernels and the workspaces of cuBLAS took 723 MiB with the first tensor
+# (https://discuss.pytorch.org/t/73021, 2020), here rounded up.
+CONTEXT = GiB
+# An NCCL communicator has 32 channels and 2 directions. Each channel and direction has buffers for the protocols simple
+# (4 MiB), LL (512 KiB) and LL128 (about 4.7 MiB; DEFAULT_BUFFSIZE and others in
+# https://github.com/NVIDIA/nccl/blob/master/src/init.cc).
+COMMUNICATOR = 32 * 2 * int(9.2 * MiB)
+# Torch's allocator has a segment of small blocks and one of large blocks that are not full. It rounds each block up to
+# a multiple of BLOCK (https://github.com/pytorch/pytorch/blob/main/c10/core/AllocatorConfig.h: kSmallBuffer,
+# kLargeBuffer, kMinBlockSize).
+SEGMENTS = 2 * MiB + 20 * MiB
+BLOCK = 512
+OVERHEAD = (
+    f"overhead that is no tensor: {CONTEXT >> 20:,} MiB for CUDA's context, {COMMUNICATOR >> 20} MiB for each NCCL "
+    f"communicator (1; 3 with copies), {SEGMENTS >> 20} MiB for segments of the allocator that are not full, and "
+    f"{BLOCK} B for each tensor; fragments are not counted"
+)
+# On two gloo ranks, a process took 409 MiB after three steps of a model of 130 kB (torch 2.13.0), here rounded up.
+PROCESS = 512 * MiB
+OVERHEAD_OF_CPU = (
+    f"overhead that is no tensor: {PROCESS >> 20} MiB for the process with Python, torch and Thunder; fragments are "
+    f"not counted"
+)
+
+TRAFFIC = 7  # times a shard's bytes: AdamW reads parameter, gradient and two averages, and writes all but the gradient
 
 
 def plan_training(
@@ -65,33 +82,26 @@ def plan_training(
     >>> tz.tools.plan_training(module, tokens, world_size=16).chosen
 
     Args:
-        model: a key of ``tz.tools.MODELS`` (llama3-8b, llama3-70b, llama3-405b, gpt-1.3b), a ``tz.tools.NamedModel``,
-            a plain module (also on the meta device), or ``FILE.py:function``. The function must return ``(module,
-            input, ...)`` or ``(module, (input, ...), {name: input, ...})``.
+        model: a key of ``tz.tools.MODELS``, a ``tz.tools.NamedModel``, a plain module (also on the meta device), or
+            ``FILE.py:function``, which returns ``(module, input, ...)`` or ``(module, (input, ...), {name: input})``.
         args, kwargs: the arguments of a module's forward, for one rank's share of a batch.
-        world_size: number of ranks that train, such as 128 for 16 nodes of 8.
         device: as for :func:`thunder_zero.tools.estimate`.
         memory_bytes: memory of a device, a number or a string such as ``"80GiB"`` (default: ``device``'s memory).
         loss: a function from a module's outputs to the loss (default: forward returns the loss).
-        devices_per_node: number of devices of a node (default: from ``device``).
         sequence_length: tokens of a sequence, for a named model (default: the model's).
-        micro_batch: sequences of a rank in a step, for a named model. Doubling ``tp`` then halves the batch of all
-            ranks.
+        micro_batch: sequences of a rank in a step, for a named model. Twice the ``tp`` halves the batch of all ranks.
         global_batch: sequences of all ranks in a step, in place of ``micro_batch``, equal for every ``tp``.
         precision: dtypes of compute and of reduced gradients (default: bfloat16, float32). Parameters and the
             optimizer's state keep their dtypes.
         gather_format, reduce_format: as in :class:`thunder_zero.Policy`, for stages 1 to 3 (default: None).
         frozen_format: as in :class:`thunder_zero.Policy`, for stages 2 and 3 (default: None).
-        stages: stages to compare (default: 0 to 3).
         tp: number of tensor-parallel ranks inside a node, or several numbers to compare, such as ``(1, 2, 4, 8)``.
         tp_plan: styles keyed by name, as for ``parallelize_module``, or a function that slices a meta copy of the
             module over a mesh (default: a named model's own plan).
 
     Raises:
-        ValueError: ``model`` or ``device`` is unknown, an option does not fit the model, or no parameter is trained. It
-            is also raised if ranks do not fill nodes, ``tp`` does not divide the devices of a node or has no plan, or
-            ``global_batch`` is not a multiple of the data-parallel ranks.
-        TypeError: ``model`` or ``device`` has a wrong type.
+        ValueError: also if no parameter is trained, ranks do not fill nodes, ``tp`` does not divide the devices of a
+            node, or ``global_batch`` is not a multiple of the data-parallel ranks.
         RuntimeError: ``tp`` is more than 1 and there is a process group.
     """
     stages = _known_stages(stages)
@@ -114,20 +124,11 @@ def plan_training(
     if max(sizes) > 1 and slicing is None:
         raise ValueError(f"tp is {tp!r}, and nothing says how to slice {subject.name}; give tp_plan=")
     asked = Policy(2, mixed_precision=precision, gather_format=gather_format, reduce_format=reduce_format)
-    asked = replace(asked, frozen_format=frozen_format)
+    asked, programs = replace(asked, frozen_format=frozen_format), dict[int, SubjectPrograms]()
     with show_steps("tz.tools.plan_training", count) as show:
-        programs = {
-            size: SubjectPrograms(
-                subjects[size],
-                asked,
-                meshes(3, world_size, described.devices_per_node, size)[0].shards,
-                described,
-                show,
-                size,
-                slicing or {},
-            )
-            for size in sizes
-        }
+        for size in sizes:
+            shards = meshes(3, world_size, described.devices_per_node, size)[0].shards
+            programs[size] = SubjectPrograms(subjects[size], asked, shards, described, show, size, slicing or {})
         rows = _rows(programs, stages, world_size, memory, show)
     chosen, code = best_of(rows), ""
     if chosen is not None:
@@ -149,18 +150,14 @@ def plan_training(
         chosen=chosen,
         reason=reason_of(rows, chosen, memory, subject.batch),
         code=code,
-        assumed=(
-            *assumed(subject, asked, described, returns_loss=returns_loss),
-            *((OF_SLICES,) if max(sizes) > 1 else ()),
-        ),
+        assumed=(*assumed(subject, asked, described, returns_loss=returns_loss), *[OF_SLICES] * (max(sizes) > 1)),
         is_bound=not described.is_measured,
     )
 
 
 def _known_stages(stages: Sequence[int]) -> tuple[int, ...]:
-    known = range(len(STAGES))
     is_some = isinstance(stages, Sequence) and bool(stages)
-    if not is_some or any(not is_count(stage) or stage not in known for stage in stages):
+    if not is_some or any(not is_count(stage) or stage not in range(len(STAGES)) for stage in stages):
         raise ValueError(f"stages is {stages!r}; give some of 0, 1, 2 and 3, such as (2, 3)")
     return tuple(dict.fromkeys(stages))
 
@@ -233,7 +230,7 @@ def _row(
     programs: SubjectPrograms, stage: int, mesh: MeshShape, recompute: str, memory_bytes: int, show: Callable[..., None]
 ) -> PlanRow:
     step, traced = programs.evaluate(programs.policy(stage, recompute), mesh)
-    overhead = overhead_bytes(programs.device, mesh.replicas, step.storages, mesh.slices)
+    overhead = overhead_bytes(programs.device, mesh, step.storages)
     peak, speed = max(step.peak, step.optimizer_step), programs.device.memory_bytes_per_second
     show(f"simulates a step of {STAGES[stage].name} on {mesh}")
     estimate, loss, optimizer = step.estimate, programs.loss_bytes / speed, TRAFFIC * step.trained / speed
@@ -261,6 +258,14 @@ def _row(
     )
 
 
+def overhead_bytes(device: Device, mesh: MeshShape, storages: int) -> int:
+    """Return the bytes of a rank's memory that belong to no tensor. The allocator rounds ``storages`` up to blocks."""
+    if device.is_measured:  # a CPU
+        return PROCESS
+    communicators = (1 if mesh.replicas == 1 else 3) + (mesh.slices > 1)
+    return CONTEXT + communicators * COMMUNICATOR + SEGMENTS + storages * BLOCK
+
+
 OWN_SLICES = """styles = tz.tools.MODELS["{}"].tp_plan
 parallelize_module(module, mesh["tp"], styles)  # a Llama's logits: Shard(-1), for loss_parallel"""
 SLICES = 'parallelize_module(module, mesh["tp"], ...)  # yours: tp_plan'
@@ -276,11 +281,8 @@ def best_of(rows: Sequence[PlanRow]) -> PlanRow | None:
     """Return the row with the least memory among fitting rows that are nearly as fast as the fastest fitting row."""
     fitting = [row for row in rows if row.fits]
     fastest = max((row.tokens_per_second for row in fitting), default=0.0)
-    return min(
-        (row for row in fitting if row.tokens_per_second >= AS_FAST * fastest),
-        key=lambda row: row.needed_bytes,
-        default=None,
-    )
+    fast = (row for row in fitting if row.tokens_per_second >= AS_FAST * fastest)
+    return min(fast, key=lambda row: row.needed_bytes, default=None)
 
 
 MEASURED = ("each line takes as long as lines of its kind and size took where the device was measured",)
@@ -303,15 +305,11 @@ def assumed(subject: Subject, asked: Policy, device: Device, *, returns_loss: bo
     if asked.frozen_format:
         reduce = f"{reduce}; from stage 2 on frozen parameters rest as {asked.frozen_format}"
     shards = " and ".join(dict.fromkeys(name_of(param.dtype) for param in subject.module.parameters()))
-    if subject.loss:
-        loss = "the loss is eager torch's"
-    elif returns_loss:
-        loss = "the one number that the model returns is its loss"
-    else:
-        loss = "the loss is left out, since the model does not return one number and no loss= was given"
-    time_assumptions = MEASURED if device.is_measured else DESCRIBED
+    loss = "the loss is left out, since the model does not return one number and no loss= was given"
+    if subject.loss or returns_loss:
+        loss = "the loss is eager torch's" if subject.loss else "the one number that the model returns is its loss"
     return (
-        *time_assumptions,
+        *(MEASURED if device.is_measured else DESCRIBED),
         f"compute in {compute}, gradients on the wire in {reduce}; {shards} shards and AdamW's two averages, stepped "
         f"by AdamW(fused=True); {loss}; memory is that of lines that are not fused",
         "a collective is a flat ring, with a latency for each rank that a message passes",

@@ -19,16 +19,7 @@ from itertools import groupby, pairwise
 from math import prod
 from typing import NamedTuple
 
-from thunder_zero.schedule.ops import (
-    Compute,
-    Gather,
-    Launch,
-    Op,
-    Wait,
-    ends,
-    ends_collective,
-    starts_collective,
-)
+from thunder_zero.schedule.ops import Compute, Gather, Launch, Op, Wait, ends, ends_collective, starts_collective
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Cost, Device
 from thunder_zero.tools.forecast.figures import AT_REST, Holds
@@ -43,20 +34,17 @@ def find_period(keys: Sequence[Hashable], marks: Sequence[int]) -> range | None:
     ``marks`` are the ascending positions where identical blocks begin. The length of a period is the distance between
     two successive marks.
     """
-    periods = (_period_around(keys, first, second - first) for first, second in pairwise(marks))
-    return next((period for period in periods if period), None)
-
-
-def _period_around(keys: Sequence[Hashable], position: int, length: int) -> range:
-    """Return the first period of ``length`` in the run of repeating keys around a position; empty if there is none."""
-    if length <= 0 or keys[position] != keys[position + length]:
-        return range(0)
-    start = stop = position
-    while start and keys[start - 1] == keys[start - 1 + length]:
-        start -= 1
-    while stop + length < len(keys) and keys[stop] == keys[stop + length]:
-        stop += 1
-    return range(start, start + length) if stop - start >= length else range(0)
+    for mark, following in pairwise(marks):
+        length, start, stop = following - mark, mark, mark  # of the run of repeating keys around the mark
+        if not length or keys[mark] != keys[following]:
+            continue
+        while start and keys[start - 1] == keys[start - 1 + length]:
+            start -= 1
+        while stop + length < len(keys) and keys[stop] == keys[stop + length]:
+            stop += 1
+        if stop - start >= length:
+            return range(start, start + length)
+    return None
 
 
 class NotPeriodic(Exception):
@@ -152,17 +140,11 @@ def _parts(fold: Fold, lines: Sequence[Line], units: Sequence[str], copies: int)
         begins = [position for position, op in enumerate(in_phase) if id(op) in marks and keys[position].op]
         is_repeated = copies if phase in ("forward", "backward") else 0
         for part in lengthen(keys, begins, is_repeated) if phase != OPTIMIZER_STEP else ():
-            if part.times > 1:
-                _require_balance(keys[part.lines.start : part.lines.stop])
+            kinds = Counter(line.op for line in keys[part.lines.start : part.lines.stop])
+            if part.times > 1 and kinds["gather"] + kinds["reduce"] != kinds["wait"]:
+                raise NotPeriodic
             yield Part(range(start + part.lines.start, start + part.lines.stop), part.times)
         start += len(in_phase)
-
-
-def _require_balance(period: Sequence[Line]) -> None:
-    """Raise NotPeriodic if a period has more or fewer waits than launches."""
-    kinds = Counter(line.op for line in period)
-    if kinds["gather"] + kinds["reduce"] != kinds["wait"]:
-        raise NotPeriodic
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,14 +172,11 @@ def whole_step(fold: Fold, device: Device, units: Sequence[str], copies: int) ->
     lines = _lines(fold, {id(op): (cost, seconds) for op, cost, seconds in costs})
     parts = list(_parts(fold, lines, units, copies))
     block = [storage for storage in fold.allocations if _is_in(units, storage.name)]
-    alive = Counter[Holds]()
-    for storage in fold.allocations:
-        if storage.line < 0:
-            alive[storage.kind] += storage.nbytes
-    for storage in block:
-        if storage.line < 0 and storage.kind in AT_REST:
-            alive[storage.kind] += copies * storage.nbytes
-    count = sum(storage.line < 0 for storage in fold.allocations) + copies * sum(storage.line < 0 for storage in block)
+    resting, alive = [storage for storage in fold.allocations if storage.line < 0], Counter[Holds]()
+    for storage in resting:
+        is_repeated = storage.kind in AT_REST and _is_in(units, storage.name)
+        alive[storage.kind] += storage.nbytes * (1 + copies * is_repeated)
+    count = sum(1 + copies * _is_in(units, storage.name) for storage in resting)
     at_rest = sum(alive[kind] for kind in AT_REST)
     bytes_of = [(line.rise, line.total) for line in lines]
     peak, at_peak = _highest(parts, sum(alive.values()), bytes_of)
@@ -265,7 +244,8 @@ def _with_costs(traced: Estimate, fold: Fold, lines: Sequence[Line], parts: Sequ
     """Return the estimate of a longer step. Lines between those of collectives are one operation."""
     ops: list[Op] = []
     costs: list[Cost] = []
-    linked = {index: op for index, (_, op, *_) in enumerate(fold.lines) if op is not None and _has_handle(op)}
+    ops_of_lines = ((index, line.op) for index, line in enumerate(fold.lines) if line.op is not None)
+    linked = {index: op for index, op in ops_of_lines if starts_collective(op) or ends_collective(op)}
     start, last = 0, dict[int, int]()  # positions in the longer step: of a run, and of the latest run of each line
     for part in parts:
         between = [part.lines.start - 1, *(index for index in part.lines if index in linked), part.lines.stop]
@@ -290,15 +270,8 @@ def _with_costs(traced: Estimate, fold: Fold, lines: Sequence[Line], parts: Sequ
 
 
 def _sum(costs: Sequence[Cost]) -> Cost:
-    return Cost(
-        flops=sum(cost.flops for cost in costs),
-        traffic_bytes=sum(cost.traffic_bytes for cost in costs),
-        seconds=sum(cost.seconds for cost in costs),
-    )
-
-
-def _has_handle(op: Op) -> bool:
-    return starts_collective(op) or ends_collective(op)
+    flops, traffic = sum(cost.flops for cost in costs), sum(cost.traffic_bytes for cost in costs)
+    return Cost(flops=flops, traffic_bytes=traffic, seconds=sum(cost.seconds for cost in costs))
 
 
 def _with_handle(op: Op, handle: str) -> Op:

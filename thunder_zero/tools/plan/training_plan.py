@@ -13,7 +13,7 @@ column ``tp``, and the column ``recompute`` is called ``again``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from math import ceil
 from textwrap import wrap
 from typing import Any
@@ -23,14 +23,12 @@ from thunder_zero.plan.formats import FORMATS, Formats
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import RECOMPUTE, STAGES, Policy, is_count
 from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED
-from thunder_zero.tools.printing.text import table_of, text_of_table
-from thunder_zero.tools.printing.words import summed_up
+from thunder_zero.tools.printing.words import aligned, summed_up
 from thunder_zero.tools.time.estimate import REACHED
 
 FACTOR = 8  # the ratio between the numbers of shards of successive meshes
 NARROW = 80  # width of the text
 RUNS = "torchtitan's Llama 3.1 8B on 8 H100, December 2024"  # docs/plan.md
-COLUMNS = ("stage", "shards", "recompute", "needs", "sent", "exposed", "step", "tokens/s", "MFU", "fits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +61,6 @@ def meshes(stage: int, world_size: int, devices_per_node: int, slices: int = 1) 
     """Return the meshes to compare for a stage: sharding over one node, over 8, 64, ... nodes, and over all ranks.
 
     For DDP there is one mesh. Each mesh has ``slices`` tensor-parallel ranks inside a node.
-
-    Raises:
-        ValueError: the ranks do not fill nodes, or ``slices`` does not divide the ranks of a node.
     """
     if not is_count(world_size) or not world_size:
         raise ValueError(f"world_size is {world_size!r}; give the number of ranks, at least 1")
@@ -136,41 +131,24 @@ class PlanRow:
 
 @dataclass(frozen=True, repr=False)
 class TrainingPlan:
-    """A recommended stage and mesh for a training run, with the table that supports the choice.
+    """A recommended stage and mesh for a training run, with the table that supports the choice."""
 
-    Attributes:
-        model: name of the model.
-        parameters: number of elements of all parameters.
-        blocks: number of identical blocks.
-        world_size: number of ranks.
-        device: name of the device.
-        devices_per_node: devices of a node.
-        memory_bytes: memory of a rank.
-        tokens: tokens of a data-parallel rank in a step. For a global batch, this is the number with the first ``tp``.
-        global_tokens: tokens of all ranks in a step, or None if there is no global batch.
-        rows: stages and meshes, in the order of the table.
-        chosen: the recommended row; None if no row fits.
-        reason: the reason for the recommendation, in one sentence.
-        code: Python code to paste; "" if no row fits.
-        assumed: the assumptions behind the figures, as sentences.
-        is_bound: True if times are lower bounds, because the device was not measured.
-    """
-
-    model: str
-    parameters: int
-    blocks: int
-    world_size: int
-    device: str
+    model: str  # name of the model
+    parameters: int  # number of elements of all parameters
+    blocks: int  # number of identical blocks
+    world_size: int  # number of ranks
+    device: str  # name of the device
     devices_per_node: int
-    memory_bytes: int
+    memory_bytes: int  # memory of a rank
+    # tokens of a data-parallel rank in a step. For a global batch, this is the number with the first ``tp``.
     tokens: int
-    global_tokens: int | None
-    rows: tuple[PlanRow, ...]
-    chosen: PlanRow | None
-    reason: str
-    code: str
-    assumed: tuple[str, ...]
-    is_bound: bool
+    global_tokens: int | None  # tokens of all ranks in a step, or None if there is no global batch
+    rows: tuple[PlanRow, ...]  # stages and meshes, in the order of the table
+    chosen: PlanRow | None  # the recommended row; None if no row fits
+    reason: str  # the reason for the recommendation, in one sentence
+    code: str  # Python code to paste; "" if no row fits
+    assumed: tuple[str, ...]  # the assumptions behind the figures, as sentences
+    is_bound: bool  # True if times are lower bounds, because the device was not measured
 
     @property
     def expected_tokens_per_second(self) -> tuple[float, float] | None:
@@ -196,16 +174,17 @@ class TrainingPlan:
 
     def table(self) -> str:
         """Return the table, with a line for each row, in 80 columns."""
-        columns, rows = list(COLUMNS), [self._cells(row) for row in self.rows]
-        if any(row.mesh.slices > 1 for row in self.rows):
-            columns[2:3] = ["tp", "again"]  # shorter than "recompute"
-            rows = [(*cells[:2], str(row.mesh.slices), *cells[2:]) for row, cells in zip(self.rows, rows, strict=True)]
-        return text_of_table(table_of(columns, rows, ("stage", "fits"), apart=1), NARROW)
+        has_slices = any(row.mesh.slices > 1 for row in self.rows)
+        recompute = ("tp", "again") if has_slices else ("recompute",)
+        columns = ("stage", "shards", *recompute, "needs", "sent", "exposed", "step", "tokens/s", "MFU", "fits")
+        rows = [self._cells(row, has_slices) for row in self.rows]
+        return aligned([columns, *rows], left=(0, len(columns) - 1), apart=1)
 
-    def _cells(self, row: PlanRow) -> tuple[str, ...]:
+    def _cells(self, row: PlanRow, has_slices: bool) -> tuple[str, ...]:
         return (
             STAGES[row.stage].name,
             row.mesh.data,
+            *[str(row.mesh.slices)] * has_slices,
             row.recompute,
             size(row.needed_bytes),
             size(row.sent_bytes),
@@ -218,31 +197,25 @@ class TrainingPlan:
 
 
 def _text(plan: TrainingPlan) -> Iterator[str]:
-    yield from wrap(_heading(plan), NARROW)
+    traced, tokens, whose = max(row.traced_blocks for row in plan.rows), plan.tokens, "a rank"
+    if plan.global_tokens is not None:
+        tokens, whose = plan.global_tokens, "all ranks"
+    heading = (
+        f"{plan.model}: {plan.parameters / 1e9:.2f} B parameters on {plan.world_size:,} {plan.device} of "
+        f"{size(plan.memory_bytes)}, {plan.devices_per_node} in a node; {tokens:,} tokens of {whose} a step"
+    )
+    repeated = f"; {traced} of {plan.blocks} blocks traced" if traced < plan.blocks else ""
+    yield from wrap(f"{heading}{repeated}", NARROW)
     yield plan.table()
     yield from wrap(f"{plan.reason}.", NARROW)
     if (expected := plan.expected_tokens_per_second) and plan.chosen:
         fewest, most = (f"{tokens:,.0f}" for tokens in expected)
         mfu = " to ".join(f"{share * plan.chosen.mfu:.0%}" for share in REACHED)
-        sentence = (
-            f"These are bounds. Expect {fewest} to {most} tokens/s, MFU {mfu}: what {RUNS}, reached of such a bound."
-        )
-        yield from wrap(sentence, NARROW)
+        expectation = f"Expect {fewest} to {most} tokens/s, MFU {mfu}: what {RUNS}, reached of such a bound."
+        yield from wrap(f"These are bounds. {expectation}", NARROW)
     yield f"\n{plan.code}\n" if plan.code else ""
     for sentence in plan.assumed:
         yield from wrap(f"- {sentence}", NARROW, subsequent_indent="  ")
-
-
-def _heading(plan: TrainingPlan) -> str:
-    traced = max(row.traced_blocks for row in plan.rows)
-    repeated = f"; {traced} of {plan.blocks} blocks traced" if traced < plan.blocks else ""
-    tokens = f"{plan.tokens:,} tokens of a rank a step"
-    if plan.global_tokens is not None:
-        tokens = f"{plan.global_tokens:,} tokens of all ranks a step"
-    return (
-        f"{plan.model}: {plan.parameters / 1e9:.2f} B parameters on {plan.world_size:,} {plan.device} of "
-        f"{size(plan.memory_bytes)}, {plan.devices_per_node} in a node; {tokens}{repeated}"
-    )
 
 
 AS_FAST = 0.995  # a row with this share of the fastest row's tokens/s counts as equally fast
@@ -257,7 +230,12 @@ def reason_of(rows: Sequence[PlanRow], chosen: PlanRow | None, memory_bytes: int
     if chosen is None:
         return _nothing_fits(rows, memory_bytes, batch)
     fitting = [row for row in rows if row.fits]
-    comparisons = [text for text in (_too_large(rows, chosen, memory_bytes), _slower(fitting, chosen)) if text]
+    lower, comparisons = [row for row in rows if not row.fits and row.stage < chosen.stage], list[str]()
+    if lower:
+        least = min(lower, key=lambda row: row.needed_bytes)
+        comparisons.append(f"{least.name} would take {size(least.needed_bytes)}")
+    if slower := [row for row in fitting if row.tokens_per_second < MUCH_SLOWER * chosen.tokens_per_second]:
+        comparisons.append(_slower(max(slower, key=lambda row: row.tokens_per_second), chosen))
     because = f": {', and '.join(comparisons)}" if comparisons else ""
     return f"{chosen.name_with_ranks} is {_best(rows, fitting, chosen, size(memory_bytes))}{because}"
 
@@ -274,21 +252,8 @@ def _best(rows: Sequence[PlanRow], fitting: Sequence[PlanRow], chosen: PlanRow, 
     return f"within {1 - AS_FAST:.1%} of {fastest}, and needs the least memory of those"
 
 
-def _too_large(rows: Sequence[PlanRow], chosen: PlanRow, memory_bytes: int) -> str:
-    """Describe the smallest row of a lower stage that does not fit. Return "" if there is no such row."""
-    lower = [row for row in rows if not row.fits and row.stage < chosen.stage]
-    if not lower:
-        return ""
-    least = min(lower, key=lambda row: row.needed_bytes)
-    return f"{least.name} would take {size(least.needed_bytes)}"
-
-
-def _slower(fitting: Sequence[PlanRow], chosen: PlanRow) -> str:
-    """Describe how much slower the next row is, and why. Return "" if no row is much slower."""
-    slower = [row for row in fitting if row.tokens_per_second < MUCH_SLOWER * chosen.tokens_per_second]
-    if not slower:
-        return ""
-    next_row = max(slower, key=lambda row: row.tokens_per_second)
+def _slower(next_row: PlanRow, chosen: PlanRow) -> str:
+    """Describe how much slower a row is than the chosen row, and why."""
     less = 1 - next_row.tokens_per_second / chosen.tokens_per_second
     parts = {
         "{} more of communication are exposed": next_row.exposed_seconds - chosen.exposed_seconds,
@@ -297,11 +262,11 @@ def _slower(fitting: Sequence[PlanRow], chosen: PlanRow) -> str:
         "the optimizer takes {} longer": next_row.optimizer_seconds - chosen.optimizer_seconds,
     }
     largest = max(parts, key=parts.__getitem__)
-    recompute_text = ""
+    text = f"{next_row.name} is {less:.0%} slower, where {largest.format(duration(parts[largest]))}"
     if RECOMPUTE.index(next_row.recompute) > RECOMPUTE.index(chosen.recompute):
         conjunction = "as" if "computes" in largest else "and"
-        recompute_text = f", {conjunction} it has to recompute={next_row.recompute!r} to fit"
-    return f"{next_row.name} is {less:.0%} slower, where {largest.format(duration(parts[largest]))}{recompute_text}"
+        text += f", {conjunction} it has to recompute={next_row.recompute!r} to fit"
+    return text
 
 
 def _nothing_fits(rows: Sequence[PlanRow], memory_bytes: int, batch: int) -> str:
@@ -335,6 +300,23 @@ START = {
     "cuda": ('torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))', 'torch.distributed.init_process_group("nccl")'),
     "cpu": ('torch.distributed.init_process_group("gloo")',),
 }
+CODE = """
+policy = tz.Policy(
+    stage={policy.stage},
+    recompute={policy.recompute!r},
+    mixed_precision=tz.MixedPrecision(
+        {policy.mixed_precision.param_dtype}, reduce_dtype={policy.mixed_precision.reduce_dtype}
+    ),
+{formats}    bucket_bytes={policy.bucket_bytes:_},
+    in_flight_bytes={policy.in_flight_bytes:_},
+    prefetch={policy.prefetch},
+)
+with torch.device("meta"):  # without values
+    {build}
+{mesh}torch.manual_seed(0)  # every rank draws the same values, and keeps its rows
+# reset_parameters draws them; or pass init=function, or weights=folder
+model = tz.compile(module, policy{argument})
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)"""
 
 
 def code_of(row: PlanRow, policy: Policy, build: str, slicing: str = "", device: str = "cuda") -> str:
@@ -343,48 +325,22 @@ def code_of(row: PlanRow, policy: Policy, build: str, slicing: str = "", device:
     ``build`` is a line of code that makes ``module``, which the code runs on the meta device. ``slicing`` is code that
     slices the module over ``mesh["tp"]``. ``device`` is "cuda" or "cpu".
     """
-    imports: list[str] = []
-    argument, mesh = "", []
-    shape: tuple[int, ...] = (row.mesh.replicas, row.mesh.shards)
-    names: tuple[str, ...] = ("replicate", "shard")
-    if row.mesh.slices > 1:
-        has_copies = row.mesh.replicas > 1
-        shape = (*(shape if has_copies else shape[1:]), row.mesh.slices)
-        names = ("dp_replicate", "dp_shard", "tp") if has_copies else ("dp", "tp")
-    if row.mesh.replicas > 1 or row.mesh.slices > 1:
+    imports = [*(["import os", ""] if device == "cuda" else []), "import torch", "import thunder_zero as tz"]
+    (replicas, shards, slices), argument, mesh = astuple(row.mesh), "", list[str]()
+    axes = {"replicate": replicas, "shard": shards}
+    if slices > 1:
+        axes = {"dp_replicate": replicas, "dp_shard": shards} if replicas > 1 else {"dp": shards}
+        axes["tp"] = slices
+    if replicas > 1 or slices > 1:
         imports.append("from torch.distributed.device_mesh import init_device_mesh")
-        dims = ", ".join(f'"{name}"' for name in names)
-        mesh = ["mesh = init_device_mesh(", f'    "{device}", {shape}, mesh_dim_names=({dims})', ")"]
+        dims = ", ".join(f'"{axis}"' for axis in axes)
+        mesh = ["mesh = init_device_mesh(", f'    "{device}", {(*axes.values(),)}, mesh_dim_names=({dims})', ")"]
         argument = ", mesh=mesh"
-    if row.mesh.slices > 1:
+    if slices > 1:
         if "parallelize_module" in slicing:
             imports.append("from torch.distributed.tensor.parallel import parallelize_module")
         mesh += slicing.splitlines()
-    precision = policy.mixed_precision
-    lines = [
-        *(("import os", "") if device == "cuda" else ()),
-        "import torch",
-        "import thunder_zero as tz",
-        *imports,
-        "",
-        *START[device],
-        "policy = tz.Policy(",
-        f"    stage={policy.stage},",
-        f"    recompute={policy.recompute!r},",
-        "    mixed_precision=tz.MixedPrecision(",
-        f"        {precision.param_dtype}, reduce_dtype={precision.reduce_dtype}",
-        "    ),",
-        *(f"    {name}={form}," for name in FORMATS if (form := _format(getattr(policy, name)))),
-        f"    bucket_bytes={policy.bucket_bytes:_},",
-        f"    in_flight_bytes={policy.in_flight_bytes:_},",
-        f"    prefetch={policy.prefetch},",
-        ")",
-        'with torch.device("meta"):  # without values',
-        f"    {build}",
-        *mesh,
-        "torch.manual_seed(0)  # every rank draws the same values, and keeps its rows",
-        "# reset_parameters draws them; or pass init=function, or weights=folder",
-        f"model = tz.compile(module, policy{argument})",
-        "optimizer = torch.optim.AdamW(model.parameters(), fused=True)",
-    ]
-    return "\n".join(lines)
+    formats = [f"    {name}={form},\n" for name in FORMATS if (form := _format(getattr(policy, name)))]
+    lines, mesh_lines = [*imports, "", *START[device]], [f"{line}\n" for line in mesh]
+    rest = {"formats": "".join(formats), "build": build, "mesh": "".join(mesh_lines), "argument": argument}
+    return "\n".join(lines) + CODE.format(policy=policy, **rest)

@@ -6,34 +6,25 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.table import Column
 
 FIXED = Column(no_wrap=True)
-TEXT = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+WORK = "{task.description}"
 
 
-def _bars(*columns: ProgressColumn, expand: bool = False) -> Progress:
+def _bars(*columns: progress.ProgressColumn, expand: bool = False) -> progress.Progress:
     """Return bars with these columns, which are shown only if stderr is a terminal."""
     console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, expand=expand, disable=not console.is_terminal)
+    return progress.Progress(*columns, console=console, transient=True, expand=expand, disable=not console.is_terminal)
 
 
 @contextmanager
 def show_progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """Show a bar if stderr is a terminal. Yield a function to call with the bytes done since its last call."""
-    with _bars(TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), DownloadColumn()) as bars:
+    shares = progress.BarColumn(), progress.TaskProgressColumn(), progress.DownloadColumn()
+    with _bars(progress.TextColumn(WORK), *shares) as bars:
         task = bars.add_task(what, total=total_bytes)
         yield lambda count: bars.advance(task, count)
 
@@ -41,7 +32,7 @@ def show_progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]
 @contextmanager
 def show_status(what: str) -> Iterator[Callable[[str], None]]:
     """Show one line if stderr is a terminal. Yield a function that takes a description of the current work."""
-    with _bars(SpinnerColumn(), TextColumn("{task.description}")) as bars:
+    with _bars(progress.SpinnerColumn(), progress.TextColumn(WORK)) as bars:
         task = bars.add_task(what, total=None)
         yield lambda now: bars.update(task, description=f"{what} {now}")
 
@@ -52,8 +43,9 @@ def show_steps(what: str, total: int) -> Iterator[Callable[..., None]]:
 
     It shows the current work, if any, and counts further steps that have ended.
     """
-    fixed = SpinnerColumn(), BarColumn(bar_width=10), MofNCompleteColumn(table_column=FIXED), TimeElapsedColumn(FIXED)
-    with _bars(*fixed, TextColumn("{task.description}", table_column=TEXT), expand=True) as bars:
+    count, elapsed = progress.MofNCompleteColumn(table_column=FIXED), progress.TimeElapsedColumn(FIXED)
+    work = progress.TextColumn(WORK, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+    with _bars(progress.SpinnerColumn(), progress.BarColumn(bar_width=10), count, elapsed, work, expand=True) as bars:
         task = bars.add_task(what, total=total)
 
         def show(now: str = "", ended: int = 0) -> None:

@@ -23,8 +23,7 @@ from thunder_zero.tools.forecast.for_loss import Loss
 from thunder_zero.tools.forecast.memory import memory_of, recorder_of
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.watch import NoForecast
-from thunder_zero.tools.printing.text import place_of
-from thunder_zero.tools.printing.words import summed_up
+from thunder_zero.tools.printing.words import place_of, summed_up
 from thunder_zero.tools.table.lines import AROUND, in_order, traced_rows
 from thunder_zero.tools.table.rows import DIGESTS, LOSS, OPTIMIZER_STEP, Row
 from thunder_zero.tools.time.estimate import Estimate, step_time

@@ -21,10 +21,8 @@ from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.ops import Compute
 from thunder_zero.schedule.passes import run
-from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.schedule.units import backward_ends
-from thunder_zero.tools.printing.text import table_of, text_of_table
-from thunder_zero.tools.printing.words import WIDTH, count, summed_up
+from thunder_zero.tools.printing.words import WIDTH, aligned, count, summed_up
 from thunder_zero.tools.table.table import Table, step_table
 from thunder_zero.traces.compiled import Traces
 
@@ -51,11 +49,7 @@ def diff(first: Traces, second: Traces) -> Difference:
     >>> zero2, zero3 = (tz.trace(model, tokens, policy=stage, world_size=8) for stage in (2, 3))
     >>> print(tz.tools.diff(zero2, zero3))
 
-    Args:
-        first, second: results of :func:`thunder_zero.trace` or :func:`thunder_zero.traces_of` for one module.
-
     Raises:
-        TypeError: an argument is not a ``Traces``.
         ValueError: the modules differ in a parameter or in their units, or only one program is for ``no_sync``.
     """
     for traces in (first, second):
@@ -67,18 +61,14 @@ def diff(first: Traces, second: Traces) -> Difference:
 
 @dataclass(frozen=True, repr=False)
 class Difference:
-    """The differences between two programs of one module, as pairs (first program, second program).
+    """The differences between two programs of one module, as pairs (first program, second program)."""
 
-    Attributes:
-        tables: the tables of both programs. Their memory is without a loss and an optimizer.
-        units: pairs of figures, keyed by the unit's path, in the order of forward. The key "" is the root unit. A
-            figure has the name of its column, such as "gathers".
-        total: the pair of figures of all units together, with the launches of torch's tensor parallelism: "slices",
-            and "sent by slices".
-    """
-
-    tables: tuple[Table, Table]
+    tables: tuple[Table, Table]  # the tables of both programs. Their memory is without a loss and an optimizer.
+    # pairs of figures, keyed by the unit's path, in the order of forward. The key "" is the root unit. A figure has the
+    # name of its column, such as "gathers".
     units: dict[str, Pair]
+    # the pair of figures of all units together, with the launches of torch's tensor parallelism: "slices", and "sent by
+    # slices"
     total: Pair
 
     def __repr__(self) -> str:
@@ -106,21 +96,17 @@ def require_one_module(first: Traces, second: Traces) -> None:
     if first.facts.synced is not second.facts.synced:
         raise ValueError("one of the programs runs under no_sync and the other does not; compare programs of one kind")
     for param, other in zip_longest(first.plan.params, second.plan.params):
-        if param is None or other is None or _identity(param, first.plan) != _identity(other, second.plan):
+        described, expected = _described(param, first.plan), _described(other, second.plan)
+        if described != expected or param is None or other is None:
             raise ValueError(
-                f"the traces are of different modules, or ignore different parameters: the first has "
-                f"{_described(param, first.plan)} where the second has {_described(other, second.plan)}; "
-                f"trace one module twice"
+                f"the traces are of different modules, or ignore different parameters: the first has {described} where "
+                f"the second has {expected}; trace one module twice"
             )
         if param.unit != other.unit:
             raise ValueError(
                 f"the traces divide the module differently: {param.path!r} is of unit {param.unit!r} in the first and "
                 f"of {other.unit!r} in the second; give both the same Policy.unit_of"
             )
-
-
-def _identity(param: Param, plan: Plan) -> tuple[object, ...]:
-    return param.path, plan.whole_shape(param), param.dtype, param.requires_grad
 
 
 def _described(param: Param | None, plan: Plan) -> str:
@@ -141,25 +127,17 @@ def _by_unit(table: Table) -> dict[str | None, dict[str, int]]:
             figures[unit][LAUNCHES[row.kind]] += 1
             figures[unit]["sent"] += row.sent
         figures[None]["sent by slices"] += row.sent if row.kind == TENSOR else 0
-    for op, recomputed_for in _recomputed_ops(run(table.traces.lifted)):
-        for unit in (recomputed_for, None):
-            figures[unit]["recomputed"] += 1
-            figures[unit]["its FLOP"] += op.flops
+    unfused = run(table.traces.lifted)
+    ends = backward_ends(unfused).items()
+    for index, op in enumerate(unfused.ops):
+        if isinstance(op, Compute) and unfused.recomputes(op):
+            recomputed_for = next((unit for unit, end in ends if end >= index), ROOT)  # its gradients are complete next
+            for unit in (recomputed_for, None):
+                figures[unit]["recomputed"] += 1
+                figures[unit]["its FLOP"] += op.flops
     for unit in units:
         figures[unit]["gathered"] = max(gathered_bytes(timeline, unit), default=0)
     return figures
-
-
-def _recomputed_ops(timeline: Timeline) -> Iterator[tuple[Compute, str]]:
-    """Yield (operation, unit) pairs. The operation recomputes a forward value in the unit's backward.
-
-    Operations that read only parameters are left out. ``timeline`` must be scheduled, but not fused: fusers merge
-    operations.
-    """
-    ends = backward_ends(timeline).items()
-    for index, op in enumerate(timeline.ops):
-        if isinstance(op, Compute) and timeline.recomputes(op):
-            yield op, next((unit for unit, end in ends if end >= index), ROOT)  # its gradients are complete next
 
 
 def _lines(difference: Difference, max_groups: int) -> Iterator[str]:
@@ -168,15 +146,14 @@ def _lines(difference: Difference, max_groups: int) -> Iterator[str]:
     rows = [*groups[:max_groups], ("all", *_cells(difference.total))]
     room = WIDTH - sum(max(map(len, column)) + 2 for column in zip(COLUMNS, *(row[1:] for row in rows), strict=True))
     rows = [(name if len(name) <= room else f"…{name[1 - room :]}", *cells) for name, *cells in rows]
-    lines = text_of_table(table_of(("unit", *COLUMNS), rows, ("unit",)), WIDTH).splitlines()
+    lines = aligned([("unit", *COLUMNS), *rows]).splitlines()
     if len(groups) > max_groups:
         lines.insert(-1, f"... {len(groups) - max_groups} more: table() has them")
     yield from lines
     memories = [table.memory for table in difference.tables if table.memory]
     if len(memories) == 2:
-        at_rest, peaks = (
-            _change(*(size(getattr(memory, name)) for memory in memories)) for name in ("at_rest", "peak")
-        )
+        at_rest = _change(*(size(memory.at_rest) for memory in memories))
+        peaks = _change(*(size(memory.peak) for memory in memories))
         yield f"memory: {at_rest} at rest, {peaks} at the peak, without a loss and an optimizer"
     yield "sent: by this rank in a step; gathered: the most bytes of full parameters at once"
     counts, sent = ([figures[name] for figures in difference.total] for name in ("slices", "sent by slices"))
@@ -186,21 +163,19 @@ def _lines(difference: Difference, max_groups: int) -> Iterator[str]:
 
 
 def _title(first: Table, second: Table) -> str:
-    worlds, stages = [], []
-    for plan in (first.traces.plan, second.traces.plan):
-        copies = f", {count} copies" if (count := plan.mesh.replicate.size) > 1 else ""
-        worlds.append(f"{plan.mesh}{copies}")
-        stages.append(STAGES[plan.policy.stage].name)
-    changed = ", ".join(_changed(first.traces.plan.policy, second.traces.plan.policy))
+    plans = first.traces.plan, second.traces.plan
+    stages = [STAGES[plan.policy.stage].name for plan in plans]
+    copies = [f", {plan.mesh.replicate.size} copies" * (plan.mesh.replicate.size > 1) for plan in plans]
+    worlds = [f"{plan.mesh}{of_copies}" for plan, of_copies in zip(plans, copies, strict=True)]
+    changed = ", ".join(_changed(*(plan.policy for plan in plans)))
     return f"{_change(*stages)}, {_change(*worlds)}{f'; also {changed}' if changed else ''}"
 
 
 def _changed(first: Policy, second: Policy) -> Iterator[str]:
     """Yield the changed fields of the policy, such as ``prefetch 2 -> 0``. Long values are left out."""
     for name in [field.name for field in fields(Policy) if field.name != "stage"]:
-        old_value, new_value = getattr(first, name), getattr(second, name)
-        if old_value != new_value:
-            change = _change(str(old_value), str(new_value))
+        if getattr(first, name) != getattr(second, name):
+            change = _change(str(getattr(first, name)), str(getattr(second, name)))
             yield f"{name} {change}" if len(change) <= SHORT else name
 
 

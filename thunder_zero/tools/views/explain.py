@@ -6,6 +6,8 @@ In: traces and the path of a parameter. Out: an :class:`Explanation`, which prin
     forward
       gather    fut0 = zero_all_gather(t_w, 'h.0.w')
                 alone; it starts with forward, so that it ends as soon as it can
+
+The reasons come from the passes of the schedule. ``why_...`` functions say why a line stands where it stands.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import islice
 from math import prod
 from textwrap import wrap
 from typing import TYPE_CHECKING
@@ -20,17 +23,19 @@ from typing import TYPE_CHECKING
 from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.plan.amounts import duration, name_of, size
 from thunder_zero.plan.formats import Format
+from thunder_zero.plan.geometry import cut_rows
 from thunder_zero.plan.mesh import REPLICATE, SHARD
 from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.policy import STAGES
 from thunder_zero.plan.traffic import Traffic, gather_traffic, reduce_traffic
+from thunder_zero.schedule.ops import Compute, Free, Gather, Op, Wait
+from thunder_zero.schedule.prefetch import Bound
 from thunder_zero.tools.devices.device import Device, device_of
-from thunder_zero.tools.printing.text import place_of
-from thunder_zero.tools.printing.words import WIDTH, clip, summed_up
+from thunder_zero.tools.printing.words import WIDTH, clip, place_of, summed_up
 from thunder_zero.tools.table.lines import with_code
-from thunder_zero.tools.table.rows import COMPUTES, Row
+from thunder_zero.tools.table.rows import COMPUTES, Row, label
 from thunder_zero.tools.table.table import Table, table_of
 from thunder_zero.tools.time.estimate import estimate
-from thunder_zero.tools.views.reasons import lifetime, why_free, why_launch, why_no_gradient, why_wait
 from thunder_zero.traces.compiled import Traces
 
 if TYPE_CHECKING:
@@ -39,6 +44,12 @@ if TYPE_CHECKING:
 HANGING = 12  # columns
 MOST = 2  # the most gathers in a summary
 NEAR = 3  # the most names that an error proposes
+OF_SLICES = {
+    "all_reduce": "each rank has a part of a sum, and the lines behind it need all of it",
+    "gather": "the lines behind it need the parts of all ranks",
+    "scatter": "each rank has a part of a sum, and the lines behind it need some of its rows",
+    "all_to_all": "the lines behind it need other parts than those that this rank has",
+}
 
 
 def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Device | str | None = None) -> Explanation:
@@ -53,45 +64,52 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
     """
     described = None if device is None else device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
-    _require_parameter(path, traces)
-    table = table_of(traces, time=estimate(traces, described) if described else None, codes=False)
-    return explanation_of(table, traces.plan.by_name[path])
-
-
-def _require_parameter(path: str, traces: Traces) -> None:
-    plan = traces.plan
-    if path in plan.by_name:
-        return
+    params = traces.plan.by_name
     if path in traces.others.values():
         raise ValueError(
             f"{path!r} is a buffer, or a parameter that Policy.ignored names; nothing gathers or reduces it"
         )
-    near = get_close_matches(path, plan.by_name, NEAR, cutoff=0.5) or list(plan.by_name)[:NEAR]
-    raise ValueError(f"there is no parameter {path!r}; the nearest names are {', '.join(map(repr, near))}")
+    if path not in params:
+        near = get_close_matches(path, params, NEAR, cutoff=0.5) or list(params)[:NEAR]
+        raise ValueError(f"there is no parameter {path!r}; the nearest names are {', '.join(map(repr, near))}")
+    table = table_of(traces, time=estimate(traces, described) if described else None, codes=False)
+    return explanation_of(table, params[path])
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """The life of one parameter in a step of one rank.
+    """The life of one parameter in a step of one rank."""
 
-    Attributes:
-        step: the table of the step.
-        param: the parameter's entry in the plan: path, shape, dtypes, unit, lifetime.
-        gathers: the rows of each gather, keyed by "gather" (the launch), "wait", "first use", "last use" (of the
-            parameter, or of a view or a cast of it) and "free". A key is missing if there is no such row.
-        gradient: the rows of the gradient, keyed by "made", "reduce" (the launch) or "defer" (under ``no_sync``),
-            "across" (the launch over replicas) and "wait". Empty without a gradient.
-    """
-
-    step: Table
-    param: Param
+    step: Table  # the table of the step
+    param: Param  # the parameter's entry in the plan: path, shape, dtypes, unit, lifetime
+    # the rows of each gather, keyed by "gather" (the launch), "wait", "first use", "last use" (of the parameter, or of
+    # a view or a cast of it) and "free". A key is missing if there is no such row.
     gathers: tuple[Mapping[str, Row], ...]
+    # the rows of the gradient, keyed by "made", "reduce" (the launch) or "defer" (under ``no_sync``), "across" (the
+    # launch over replicas) and "wait". Empty without a gradient.
     gradient: Mapping[str, Row]
 
     @property
     def lifetime(self) -> str:
         """A description of when the stage gathers and frees the parameter."""
-        return lifetime(self.step, self.param, len(self.gathers))
+        param, gathers, plan = self.param, len(self.gathers), self.step.traces.plan
+        stage = STAGES[plan.policy.stage]
+        if not param.sharded:
+            return f"every rank has all of it: {_why_replicated(param, plan)}"
+        if param.resident:
+            return f"{stage.name} shards it for the optimizer; all of it stays in memory, so that nothing is freed"
+        if gathers == 0:
+            return f"{stage.name} gathers it where it is used"
+        if stage.kept_unsharded:
+            return f"{stage.name} gathers it once, in forward, and frees it after its last use"
+        if not param.kept_unsharded and gathers == 1:
+            return f"{stage.name} frees it after its last use in forward; {_no_backward(self.step)}"
+        if not param.kept_unsharded:
+            return f"{stage.name} frees it after its last use in each phase, and gathers it again for backward"
+        why = "it is among the last that forward gathers, and staying does not raise the peak of gathered bytes"
+        if param.unit in plan.policy.keep_unsharded:
+            why = "Policy.keep_unsharded names its unit"
+        return f"{stage.name} gathers it once for forward and backward: {why}"
 
     @property
     def traffic(self) -> Traffic:
@@ -175,7 +193,10 @@ def _lines(explanation: Explanation, max_gathers: int) -> Iterator[str]:
     param, plan, gradient = explanation.param, explanation.step.traces.plan, explanation.gradient
     yield from wrap(f"{_name(param)}; {place_of(plan)}", WIDTH)
     if plan.mesh.is_sliced:
-        yield from _part("slice", _slice(param, plan))
+        axis = plan.mesh.tensor
+        piece = f"part {axis.place} of {axis.size} of {_shape(plan.whole_shape(param))}, along dimension {param.sliced}"
+        all_of_it = f"none: each of the {axis.size} ranks of tensor parallelism computes with all of it"
+        yield from _part("slice", all_of_it if param.sliced is None else piece)
     yield from _part("at rest", _at_rest(param, plan))
     yield from _part("", explanation.lifetime)
     if param.sharded and not explanation.gathers:
@@ -186,8 +207,13 @@ def _lines(explanation: Explanation, max_gathers: int) -> Iterator[str]:
         yield f"... and {hidden_gathers} more gathers: table() has them"
     if gradient:
         yield from _gradient_lines(gradient, explanation)
+    elif not param.requires_grad:
+        yield from _part("gradient", "none: it is frozen (requires_grad=False)")
     else:
-        yield from _part("gradient", f"none: {why_no_gradient(explanation.step, param)}")
+        has_backward = explanation.step.traces.backward is not None
+        yield from _part(
+            "gradient", f"none: {'backward does not reach it' if has_backward else 'there is no backward'}"
+        )
     yield from _part("a step", _totals(explanation))
 
 
@@ -195,14 +221,6 @@ def _name(param: Param) -> str:
     aliases = f", also {', '.join(param.aliases)}" if param.aliases else ""
     unit = f"unit {param.unit}" if param.unit else "the root unit"
     return f"{param.path}{aliases}: {_shape(param.shape)} {name_of(param.dtype)}, in {unit}"
-
-
-def _slice(param: Param, plan: Plan) -> str:
-    """Describe this rank's slice of the parameter, from torch's tensor parallelism."""
-    axis, whole = plan.mesh.tensor, _shape(plan.whole_shape(param))
-    if param.sliced is None:
-        return f"none: each of the {axis.size} ranks of tensor parallelism computes with all of it"
-    return f"part {axis.place} of {axis.size} of {whole}, along dimension {param.sliced}"
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -279,9 +297,8 @@ def _gradient_lines(rows: Mapping[str, Row], explanation: Explanation) -> Iterat
 
 
 def _traffic(traffic: Traffic, encoding: Format | None, rounds: str) -> str:
-    text = f"this rank sends {traffic.sent:,} B and receives {traffic.received:,} B of it"
-    rounding = "" if encoding is None else f", as {encoding}: rounded {rounds}, off by at most {encoding.error(rounds)}"
-    return text + rounding
+    rounding = f", as {encoding}: rounded {rounds}, off by at most {encoding.error(rounds)}" if encoding else ""
+    return f"this rank sends {traffic.sent:,} B and receives {traffic.received:,} B of it{rounding}"
 
 
 def _company(launch: Row, explanation: Explanation) -> str:
@@ -316,3 +333,78 @@ def _code(name: str, line: Row, previous: Row | None = None) -> Iterator[str]:
 
 def _part(name: str, text: str) -> Iterator[str]:
     yield from wrap(text, WIDTH, initial_indent=f"{name:{HANGING}}", subsequent_indent=" " * HANGING)
+
+
+def why_launch(table: Table, op: Op) -> str:
+    """Return the reason for the position of a launch."""
+    if isinstance(op, Compute):
+        return OF_SLICES[str(op.work)]
+    if isinstance(op, Gather):
+        return _why_gather(table, op)
+    wait = [row for row in table.by_param[op.params[0]] if row.kind == "wait" and row.gradients][-1]
+    return f"it starts as soon as its gradients are made; its wait: {why_wait(table, wait)}"
+
+
+def _why_gather(table: Table, op: Gather) -> str:
+    after, bound = table.bounds[op.writes[0]]
+    timeline = table.traces.timeline
+    sizes, phase = timeline.plan.sizes, "backward" if op.backward else "forward"
+    if bound is Bound.PHASE:
+        return f"it starts with {phase}, so that it ends as soon as it can"
+    if bound is Bound.USE:
+        return f"it starts right before its use: Policy.{'prefetch' if sizes.ahead_bytes else 'in_flight_bytes'}=0"
+    if bound is Bound.EARLIER:
+        return "it starts after the gather before it, whose use comes first, or after the line that writes its shard"
+    before, count = timeline.ops[after], "one unit" if sizes.prefetch == 1 else f"{sizes.prefetch} units"
+    place = "right before backward first reads a bucket that forward gathered"
+    if isinstance(before, Wait):
+        place = f"right after the wait for {label(before.params, timeline.plan, gradients=False)}"
+    return {
+        Bound.PREFETCH: f"it starts {place}, {count} ahead (Policy.prefetch)",
+        Bound.TIMES: f"it starts {place}: by the measured times (Policy.times) it still ends before its use",
+        Bound.FIRST: f"it starts {place}: the first gather of {phase} has the wire to itself",
+        Bound.IN_FLIGHT: f"it starts {place}: earlier, more than {size(sizes.in_flight_bytes)} would be in flight "
+        "(Policy.in_flight_bytes)",
+    }[bound]
+
+
+def why_free(table: Table, wait: Row, free: Row | None, *, is_read: bool) -> str:
+    """Return why a parameter is freed in a line, or why it stays gathered if ``free`` is None."""
+    if free is None:
+        return "it stays in memory"
+    if not is_read:
+        return "nothing reads it: it is gathered with its bucket"
+    if free.phase != wait.phase:
+        return "after its last use in backward, which reads what forward gathered"
+    later = (row for path in free.params for row in table.by_param[path] if (row.op or 0) > (free.op or 0))
+    if any(row.kind == "gather" for row in later):
+        return "after its last use in this phase; it is gathered again"
+    return "after its last use" if free.phase == "backward" else f"after its last use; {_no_backward(table)}"
+
+
+def why_wait(table: Table, wait: Row) -> str:
+    """Return the reason for the position of a wait for a reduction."""
+    ops, index, reads = table.traces.timeline.ops, wait.op or 0, table.last_reads
+    if index > max(reads.values(), default=-1):
+        return "at the end of backward, behind all of its compute"
+    if any(reads.get(gradient, -1) > index for gradient in ops[index].writes):
+        return "right before the line that reads the reduced gradient"
+    limit = size(table.traces.plan.sizes.in_flight_bytes)
+    following = next(op for op in islice(ops, index + 1, None) if not isinstance(op, Wait | Free))
+    event = "gathers start ahead: with them" if isinstance(following, Gather) else "the next gradient is made: with it"
+    return f"before {event}, more than {limit} would be in flight (Policy.in_flight_bytes)"
+
+
+def _no_backward(table: Table) -> str:
+    """Return why nothing in backward reads a parameter."""
+    return "backward does not read it" if table.traces.timeline.ops[-1].backward else "there is no backward"
+
+
+def _why_replicated(param: Param, plan: Plan) -> str:
+    least, nbytes = plan.policy.replicate_below_bytes, prod(param.shape) * param.dtype.itemsize
+    if not STAGES[plan.policy.stage].sharded:
+        return "DDP shards nothing"
+    if not cut_rows(param.shape, plan.mesh).is_cut:
+        return "it has no rows to cut"
+    too_small = f"its {size(nbytes)} are below Policy.replicate_below_bytes={least:,}"
+    return too_small if nbytes < least else "Policy.replicated names it"

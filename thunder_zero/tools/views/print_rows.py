@@ -1,18 +1,18 @@
-"""Prints the rows of a trace as a table of columns, highlighted on a terminal.
+"""Selects rows of a trace, and prints them as a table of columns; formats timelines as text.
 
 ::
 
     # forward, ZeRO-3, rank 0 of 4               does    parameters        sent gathered    alive
     ft1 = zero_all_gather(t_w, 'h.0.w')          gather  h.0.w         1.50 KiB 2.00 KiB 12.0 KiB
 
-The column "alive" exists only if the lines have a forecast of memory.
+The column "alive" exists only if the lines have a forecast of memory. Without Thunder.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise, zip_longest
 
 from rich.console import Console
 from rich.syntax import Syntax
@@ -21,9 +21,10 @@ from rich.text import Text
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.mesh import TENSOR
 from thunder_zero.plan.params import Plan
-from thunder_zero.tools.printing.text import fill, fold, place_of
-from thunder_zero.tools.printing.words import WIDTH, clip
-from thunder_zero.tools.table.rows import Row, label_of
+from thunder_zero.schedule.ops import Free
+from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.tools.printing.words import WIDTH, clip, fill, fold, place_of
+from thunder_zero.tools.table.rows import CODES, COMPUTES, Row, label_of
 
 NARROWEST, WIDEST = 80, 140
 KIND, PARAMETERS, BYTES = 7, 25, 8  # columns
@@ -32,8 +33,6 @@ Widths = tuple[int, int, bool]  # of the code, of the parameters; whether there 
 STYLES: dict[str, str] = {
     "gather": "cyan",
     "wait": "blue",
-    "compute": "",
-    "return": "",
     "free": "green",
     "reduce": "magenta",
     "defer": "magenta",
@@ -42,12 +41,20 @@ STYLES: dict[str, str] = {
     TENSOR: "magenta",
     "": QUIET,
 }
+BORDER = "-- backward --"
+VALUES_WIDTH = 32  # a fixed width, so that two timelines can be compared line by line
+ONLY: Mapping[str, Callable[[Row], bool]] = {
+    "parameters": lambda row: bool(row.params),
+    "communication": lambda row: row.kind in (*CODES, TENSOR, *CODES.values()),
+}
 
 
 def print_rows(rows: Sequence[Row | int], plan: Plan, phase: str, console: Console) -> None:
     """Print a table of a phase's rows and gaps. Code is folded to the width of its column."""
     width = min(max(console.width, NARROWEST), WIDEST) if console.is_terminal else WIDTH
-    columns = _widths(rows, width)
+    has_alive = any(isinstance(row, Row) and row.alive is not None for row in rows)
+    parameters = PARAMETERS - has_alive
+    columns = width - KIND - parameters - (2 + has_alive) * (BYTES + 1) - 2, parameters, has_alive
     syntax = Syntax("", "python", theme="ansi_dark", background_color="default")
     _print_title(plan, phase, columns, console)
     if not rows:
@@ -68,13 +75,6 @@ def print_rows(rows: Sequence[Row | int], plan: Plan, phase: str, console: Conso
     console.print()
 
 
-def _widths(rows: Sequence[Row | int], width: int) -> Widths:
-    """Return the widths of the columns of code and of parameters, and whether there is a column of bytes alive."""
-    has_alive = any(isinstance(row, Row) and row.alive is not None for row in rows)
-    parameters, columns_of_bytes = PARAMETERS - has_alive, 2 + has_alive
-    return width - KIND - parameters - columns_of_bytes * BYTES - 4 - has_alive, parameters, has_alive
-
-
 def _print_title(plan: Plan, phase: str, columns: Widths, console: Console) -> None:
     """Print the title of a phase and the heads of the columns. A long title gets its own line."""
     code_width, params_width, has_alive = columns
@@ -89,10 +89,7 @@ def _print_title(plan: Plan, phase: str, columns: Widths, console: Console) -> N
 
 
 def print_total(rows: Sequence[Row | int], console: Console) -> None:
-    """Print the number of collectives, the bytes that this rank sends, and the most gathered bytes.
-
-    Collectives of tensor parallelism and deferred gradients each get a further line.
-    """
+    """Print the number of collectives, the bytes that this rank sends, and the most gathered bytes."""
     shown = [row for row in rows if isinstance(row, Row)]
     gathers, reduces = (sum(row.kind == kind for row in shown) for kind in ("gather", "reduce"))
     sent, slices = sum(row.sent or 0 for row in shown), [row.sent for row in shown if row.kind == TENSOR and row.sent]
@@ -138,3 +135,52 @@ def write(console: Console, words: str | Text, style: str = "") -> None:
     if isinstance(words, Text):
         words.rstrip()
     console.print(words, style=style, soft_wrap=True, highlight=False, markup=False)
+
+
+def select(rows: Sequence[Row], plan: Plan, unit: str | None, only: str | None) -> tuple[Row | int, ...]:
+    """Return the rows of a unit that ``ONLY[only]`` selects. The default is all units and all lines.
+
+    A unit's rows extend from the first to the last row that waits for its parameters or computes with them. The unit's
+    collectives and frees outside this range are included. A number stands for that many omitted rows.
+    """
+    if unit is not None and unit not in plan.units:
+        raise ValueError(f"unit is {unit!r}; the units of this module are {', '.join(map(repr, plan.units))}")
+    if only is not None and only not in ONLY:
+        raise ValueError(f"only is {only!r}; choose {' or '.join(map(repr, ONLY))}, or None for all lines")
+    candidates = range(len(rows)) if unit is None else _of_unit(rows, plan, unit)
+    chosen = [index for index in candidates if only is None or ONLY[only](rows[index])]
+    shown: list[Row | int] = list(rows[chosen[0] : chosen[0] + 1]) if chosen else []
+    for previous, index in pairwise(chosen):
+        between = rows[previous + 1 : index]
+        gap = between if len(between) < 2 else [len(between)]  # a gap of one line would save nothing
+        shown += [*gap, rows[index]]
+    return tuple(shown)
+
+
+def _of_unit(rows: Sequence[Row], plan: Plan, unit: str) -> list[int]:
+    paths = {param.path for param in plan.params if param.unit == unit}
+    touching = [index for index, row in enumerate(rows) if not paths.isdisjoint(row.params)]
+    waits = [index for index in touching if rows[index].kind == "wait" and not rows[index].gradients]
+    using = sorted([*waits, *(index for index in touching if rows[index].kind in COMPUTES)])
+    return sorted({*touching, *(range(using[0], using[-1]) if using else ())})
+
+
+def format_timeline(timeline: Timeline, *, numbered: bool = False) -> str:
+    """Return a line for each operation, in order, with its kind, writes, reads and parameters.
+
+    FREEs of other values than gathered parameters are left out. Lines of recomputed operations end with "again". A
+    border separates the phases. Lines may be long. A numbered line begins with "op 22", as errors name it::
+
+        gather   fut0 <- t_w                           h.0.w
+        wait     w <- fut0                             h.0.w
+    """
+    lines: list[str] = []
+    for index, op in enumerate(timeline.ops):
+        if index == timeline.backward_start:
+            lines.append(BORDER)
+        if isinstance(op, Free) and not op.params:
+            continue
+        reads, number, again = ", ".join(op.reads), f"op {index:<4} " * numbered, "  again" * op.repeated
+        values = reads if isinstance(op, Free) else f"{', '.join(op.writes)} <- {reads}".strip()
+        lines.append(f"{number}{op.kind:<8} {values:<{VALUES_WIDTH}}  {', '.join(op.params)}{again}".rstrip())
+    return "\n".join(lines)

@@ -1,13 +1,29 @@
-"""``tz.print_trace``: prints traces with the meaning of each line, as text or as JSON."""
+"""``tz.print_trace``: prints traces with the meaning of each line, as text or as JSON.
+
+By default the code is shortened: views stand inside lines, and no activation has a ``del``::
+
+    t = torch.ops.aten.t.default(w)
+    del w
+    view = torch.ops.aten.reshape.default(x, [16, 4])
+    addmm = torch.ops.aten.addmm.default(b, view, t)     ->    y = aten.addmm(b, x.reshape([16, 4]), w.t())
+    del b, t, view                                                     .reshape([4, 4, 4])
+    y = torch.ops.aten.reshape.default(addmm, [4, 4, 4])       del b, w
+    del addmm
+
+Views that undo each other are left out, as in ``w.t().t()``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import IO, Any
 
 import torch.distributed as dist
 from rich.console import Console
+from torch import Tensor
 
 from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.plan.amounts import size
@@ -15,15 +31,22 @@ from thunder_zero.schedule.ops import Free, Gather, ends
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
 from thunder_zero.tools.forecast.memory import require_forecast_of
+from thunder_zero.tools.printing.words import short
 from thunder_zero.tools.table.rows import PHASES, Row
 from thunder_zero.tools.table.table import Table, step_table, table_of
-from thunder_zero.tools.views.print_rows import QUIET, print_rows, print_total, write
-from thunder_zero.tools.views.selection import format_timeline, select
-from thunder_zero.tools.views.shown_code import shown
+from thunder_zero.tools.views.print_rows import QUIET, format_timeline, print_rows, print_total, select, write
 from thunder_zero.traces.compiled import Traces
+from thunder_zero.traces.operators import is_collective, operator_of
+from thunder_zero.traces.symbols import ZeroExecutor
+from thunder_zero.traces.work import makes_view
 
+from thunder.core import prims
+from thunder.core.codeutils import prettyprint
 from thunder.core.module import ThunderModule
-from thunder.core.trace import tracectx
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, tracectx
+from thunder.executors.pythonex import clear_mutable_collection
 
 HOW_TO_READ = """\
 # Lines run from top to bottom. gather: start an all-gather; wait: end it; compute: read parameters;
@@ -31,6 +54,11 @@ HOW_TO_READ = """\
 # sent: bytes of this rank; gathered, alive: of full parameters, all tensors. gpt.py:12: your line.
 """
 HOW_TO_READ_SLICES = "# tensor: a collective of torch's tensor parallelism, or the wait for one.\n"
+NAME = re.compile(r"(?<![.'\w])[A-Za-z_]\w*\b(?!=)")  # the name of a value, not of a keyword argument
+METHODS = frozenset(dir(Tensor))
+HIDDEN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, clear_mutable_collection.id, "zero_enter")
+View = tuple[str, str, tuple[Any, ...]]  # the operator's name, its arguments after the first, the shape of the result
+Chain = tuple[TensorProxy, tuple[View, ...]]  # a value, and views of it that are applied in order
 
 
 def print_trace(
@@ -47,11 +75,9 @@ def print_trace(
     """Print the trace that runs, with the meaning of each line. If several ranks call this, only ``rank`` prints.
 
     The first three lines are a legend. A line of the trace gathers, waits, computes, frees or reduces. The columns on
-    the right are the parameters, the bytes that this rank sends, and the bytes alive after the line. There are two
-    columns of bytes alive: gathered parameters, and all tensors. The bytes of all tensors are a forecast of
-    :func:`thunder_zero.tools.memory`. This forecast includes a loss and an optimizer only if ``memory`` does. The peak
-    is marked. The last line is a summary. A terminal gets highlighted text. In a file, the text
-    is plain and 100 columns wide.
+    the right are the parameters, the bytes that this rank sends, and the bytes alive after the line: of gathered
+    parameters, and of all tensors, as :func:`thunder_zero.tools.memory` forecasts them. This forecast includes a loss
+    and an optimizer only if ``memory`` does. A file gets plain text, 100 columns wide.
 
     >>> tz.print_trace(model, "forward", unit="blocks.0")
     >>> tz.print_trace(traces, memory=tz.tools.memory(traces, loss=loss, optimizer=torch.optim.AdamW))
@@ -60,17 +86,15 @@ def print_trace(
 
     Args:
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`. A
-            timeline is printed whole, with a line for each operation. A line begins with the operation's number, as in
-            errors: "op 22". It shows the operation's kind, writes, reads and parameters.
+            timeline is printed whole, a line for each operation, with its number as in errors: "op 22".
         phase: "forward", "backward" or "both".
-        file: the file to print to (default: the standard output).
         unit: print only the compute and the collectives of this unit (default: all units).
         only: "parameters" for the lines that handle or read a parameter, "communication" for the lines that launch or
             end a collective of the schedule (default: all lines). The number of omitted lines is printed.
         every_line: True to print each line as it runs. By default a view is printed inside the line that reads it, as
             in ``aten.mm(x, w.t())``. Unpacking and the ``del`` of activations are left out by default.
         memory: a forecast of memory for these traces. Its figures at rest and in the optimizer's step are also printed.
-        rank: the rank of the default process group that prints. A process without a group is rank 0.
+        rank: the rank of the default process group that prints.
     """
     if phase not in PHASES:
         raise ValueError(f"phase is {phase!r}; choose 'forward', 'backward' or 'both'")
@@ -94,7 +118,15 @@ def print_trace(
         write(console, f"# {table.no_memory}\n")
     write(console, HOW_TO_READ + HOW_TO_READ_SLICES * traces.plan.mesh.is_sliced, QUIET)
     for name in PHASES[phase]:
-        printed += _print_phase(name, table, console, unit=unit, only=only, every_line=every_line)
+        all_rows = (rows_of if every_line else shown_rows)(table, name)
+        if not all_rows:
+            write(console, "# no backward: nothing here needs a gradient\n")
+            continue
+        chosen = select(all_rows, traces.plan, unit, only)
+        print_rows(chosen, traces.plan, name if traces.facts.synced else f"{name} under no_sync", console)
+        if table.memory is not None and (name, table.memory.peak_line.phase) == ("forward", "loss"):
+            write(console, f"# the peak of the step: {size(table.memory.peak)} alive in the loss\n")
+        printed += chosen
     for line in outside_of_the_peak(memory) if memory else ():
         write(console, f"# {line}")
     print_total(printed, console)
@@ -133,21 +165,6 @@ def rows_of(table: Table, phase: str) -> tuple[Row, ...]:
     return table.rows(where=lambda row: row.phase == phase)
 
 
-def _print_phase(
-    phase: str, table: Table, console: Console, *, unit: str | None, only: str | None, every_line: bool
-) -> Sequence[Row | int]:
-    """Print a phase and return the printed rows."""
-    all_rows, traces, forecast = (rows_of if every_line else shown_rows)(table, phase), table.traces, table.memory
-    if not all_rows:
-        write(console, "# no backward: nothing here needs a gradient\n")
-        return ()
-    chosen = select(all_rows, traces.plan, unit, only)
-    print_rows(chosen, traces.plan, phase if traces.facts.synced else f"{phase} under no_sync", console)
-    if forecast is not None and (phase, forecast.peak_line.phase) == ("forward", "loss"):
-        write(console, f"# the peak of the step: {size(forecast.peak)} alive in the loss\n")
-    return chosen
-
-
 def json_of(traces: Traces, phase: str = "both", *, unit: str | None = None, only: str | None = None) -> dict[str, Any]:
     """Return the output of :func:`thunder_zero.print_trace` as data: lines are as in ``Table.as_dicts``."""
     plan, table = traces.plan, step_table(traces)
@@ -165,3 +182,117 @@ def json_of(traces: Traces, phase: str = "both", *, unit: str | None = None, onl
             for row in rows
         ],
     }
+
+
+def shown(trace: TraceCtx, freed: Mapping[int, Sequence[str]]) -> Iterator[tuple[int, str, int | None]]:
+    """Yield (position, code, position of a view that the code has at its end) of the lines to show.
+
+    ``freed`` has the gathered parameters that the ``del`` line at a position frees."""
+    chains, inside, appended = _views(trace)
+    folded = {name: _code(chains[name]) for name in inside}
+    hidden = {*inside, *appended.values()}
+    position_of = {
+        proxy.name: position for position, bsym in enumerate(trace.bound_symbols) for proxy in bsym.flat_proxy_outs
+    }
+    for position, bsym in enumerate(trace.bound_symbols):
+        results = [proxy.name for proxy in bsym.flat_proxy_outs]
+        if bsym.sym.id is prims.PrimIDs.DEL:
+            if position in freed:
+                yield position, f"del {', '.join(freed[position])}", None
+        elif bsym.sym.id not in HIDDEN and hidden.isdisjoint(results):
+            if operator_of(bsym) is None:
+                yield position, _line(bsym), None
+                continue
+            name, _, call = short(_python(bsym)).rpartition(" = ")
+            if _stands_inside(bsym):
+                call = _code(chains.get(name) or (bsym.flat_proxy_args[0], (_view(bsym),)))
+            call = NAME.sub(lambda match: folded.get(match[0], match[0]), call)
+            view = appended.get(name)
+            if view is not None:
+                name, call = view, _code(chains[view], call)
+            yield position, f"{name} = {call}" if name else call, position_of.get(view or "")
+
+
+def _views(trace: TraceCtx) -> tuple[dict[str, Chain], set[str], dict[str, str]]:
+    """Return the chains of views by name, and two groups of views that are printed in an operator's line.
+
+    The first group has the views that only one operator reads, which are printed inside its line. The second maps an
+    operator's result to the view that is its only reader, which is printed at the end of the operator's line.
+    """
+    reads: Counter[str] = Counter()
+    read_by_others: set[str] = set()  # values that lines without an operator read
+    made: set[str] = set()  # the only values of operators, except views
+    for bsym in trace.bound_symbols:
+        if bsym.sym.id is not prims.PrimIDs.DEL:
+            names = {proxy.name for proxy in bsym.flat_proxy_args}
+            reads.update(names)
+            read_by_others.update(() if operator_of(bsym) else names)
+            if operator_of(bsym) and isinstance(bsym.output, TensorProxy) and not _stands_inside(bsym):
+                made.add(bsym.output.name)
+    chains: dict[str, Chain] = {}
+    folded: set[str] = set()
+    appended: dict[str, str] = {}
+    for bsym in trace.bound_symbols:
+        if isinstance(bsym.output, TensorProxy) and operator_of(bsym) is not None and _stands_inside(bsym):
+            base, name = bsym.flat_proxy_args[0], bsym.output.name
+            root, _ = chains[name] = _then(chains[base.name] if base.name in folded else (base, ()), _view(bsym))
+            if reads[name] == 1 and name not in read_by_others:
+                folded.add(name)
+            elif reads[root.name] == 1 and root.name in made:
+                appended[root.name] = name
+    return chains, folded, appended
+
+
+def _stands_inside(bsym: BoundSymbol) -> bool:
+    """Return whether a line makes a view that may be printed inside another line. Collectives never are."""
+    return makes_view(bsym) and not is_collective(operator_of(bsym))
+
+
+def _view(bsym: BoundSymbol) -> View:
+    name = bsym.sym.name.removeprefix("_unsafe_")
+    further = [*map(prettyprint, bsym.args[1:]), *(f"{key}={prettyprint(arg)}" for key, arg in bsym.kwargs.items())]
+    return name, ", ".join(further), _shape(bsym.output) if isinstance(bsym.output, TensorProxy) else ()
+
+
+def _then(chain: Chain, view: View) -> Chain:
+    """Return the chain with a further view. Earlier views that the further view undoes are removed."""
+    (root, views), (name, args, shape) = chain, view
+    if name in ("t", "transpose") and views and views[-1][:2] == (name, args):
+        return root, views[:-1]
+    views = views[:-1] if name == "reshape" and views and views[-1][0] == name else views
+    before = views[-1][2] if views else _shape(root)
+    return root, views if name == "reshape" and shape == before else (*views, view)
+
+
+def _code(chain: Chain, code: str = "") -> str:
+    """Return the code of the chain's last view, applied to ``code`` (default: the chain's value)."""
+    code = code or chain[0].name
+    for name, args, _ in chain[1]:
+        inside = ", ".join(filter(None, (code, args)))
+        code = f"{code}.{name}({args})" if name in METHODS else f"aten.{name}({inside})"
+    return code
+
+
+def _shape(proxy: TensorProxy) -> tuple[Any, ...]:
+    """Return a shape in which names replace symbols."""
+    return tuple(size.name if isinstance(size, Proxy) else size for size in proxy.shape)
+
+
+def _line(bsym: BoundSymbol) -> str:
+    """Return the code of a line that calls no operator.
+
+    Paths are left out if the names of values show the paths. A return statement has the outputs and the saved values.
+    """
+    if isinstance(bsym.sym.executor, ZeroExecutor) and bsym.flat_proxy_outs and len(bsym.args) > 1:
+        values, paths, *axes = bsym.args
+        args = [prettyprint(tuple(values))] if isinstance(values, tuple | list) else [values.name, repr(paths)]
+        args += [f"over={axis!r}" for axis in axes]
+        return f"{prettyprint(bsym.output)} = {bsym.sym.name}({', '.join(args)})"
+    if bsym.sym.id is prims.PrimIDs.RETURN and isinstance(bsym.args[0], dict) and len(bsym.args) == 2:
+        result, (tensors, saved_numbers) = bsym.args
+        return f"return {prettyprint(tuple(result['output']))}, {prettyprint((*tensors, *saved_numbers))}"
+    return _python(bsym)
+
+
+def _python(bsym: BoundSymbol) -> str:
+    return "\n".join(bsym.python(indent=0, print_depth=1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from thunder_zero.capture.zero_module import traces_of
 from thunder_zero.schedule.names import label_of
 from thunder_zero.schedule.ops import Work
 from thunder_zero.tools.devices.device import Device, Lane, device_of
-from thunder_zero.tools.printing.text import place_of
+from thunder_zero.tools.printing.words import place_of
 from thunder_zero.tools.table.rows import Row, label
 from thunder_zero.tools.table.table import Table, table_of
 from thunder_zero.tools.time.estimate import Estimate, estimate
@@ -42,9 +42,9 @@ def save_timeline(
 ) -> None:
     """Write the forecast of a step for https://ui.perfetto.dev, optionally beside a profile of measured steps.
 
-    The forecast has a lane for compute, a lane for each wire, and a counter of gathered bytes. Each event names its
-    parameters. The event's arguments are the line of the trace, FLOPs and bytes. The profile is shifted in time, so
-    that its first launch of a collective coincides with the forecast's first launch.
+    The file is JSON in Chrome's trace event format, with a lane for compute, a lane for each wire, and a counter of
+    gathered bytes. Each event names its parameters, its line of the trace, its FLOPs and bytes. The profile is shifted
+    in time, so that its first launch of a collective coincides with the forecast's first launch.
 
     >>> with torch.profiler.profile() as profile:
     ...     step()
@@ -52,8 +52,6 @@ def save_timeline(
     >>> tz.tools.save_timeline("trace.json", model, device="h100", measured="measured.json")
 
     Args:
-        path: the file to write, JSON in Chrome's trace event format.
-        model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
         device: the device of the forecast, as for :func:`thunder_zero.tools.estimate`.
         measured: a file from ``torch.profiler.profile.export_chrome_trace``, which may be compressed (``.gz``).
     """
@@ -79,7 +77,7 @@ def _forecast_events(table: Table, forecast: Estimate, pid: int) -> Iterator[Eve
             times = {"ts": span.start * MICRO, "dur": span.seconds * MICRO}
             yield place | _named(span, table.lines[line], forecast) | times
     previous = None
-    for row in (row for row in table.lines if row.op is not None):
+    for row in table.rows(where=lambda row: row.op is not None):
         if row.gathered != previous:
             counter: Event = {"ph": "C", "pid": pid, "name": "gathered bytes", "args": {"bytes": row.gathered}}
             yield counter | {"ts": (row.end or 0.0) * MICRO}
@@ -113,8 +111,8 @@ def events_of(path: Path) -> list[Event]:
     return events
 
 
-def _aligned(events: Sequence[Event], forecast: Estimate) -> list[Event]:
-    """Return the events of a profile, shifted to the times of the forecast.
+def _aligned(events: list[Event], forecast: Estimate) -> list[Event]:
+    """Shift the events of a profile in place to the times of the forecast, and return them.
 
     The first common launch of a collective is aligned. Otherwise the profile's first event is aligned.
     """
@@ -125,6 +123,6 @@ def _aligned(events: Sequence[Event], forecast: Estimate) -> list[Event]:
     launches = [event for event in timed if event.get("name") in names]
     first: Event = min(launches or timed, key=lambda event: event["ts"], default={"ts": 0.0})
     offset = names.get(first.get("name", ""), 0.0) - first["ts"]
-    return [
-        event | {"ts": event["ts"] + offset} if isinstance(event.get("ts"), int | float) else event for event in events
-    ]
+    for event in timed:
+        event["ts"] += offset
+    return events

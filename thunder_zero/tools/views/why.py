@@ -28,7 +28,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -36,6 +35,7 @@ from thunder_zero.capture.compilations import resident_bytes
 from thunder_zero.capture.zero_module import ZeroModule, captured_forward, traces_of
 from thunder_zero.plan.amounts import duration, size
 from thunder_zero.plan.policy import STAGES
+from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.optimizers import parameters_of
 from thunder_zero.sharded.sharded_model import owner_of
 from thunder_zero.sharded.state import State
@@ -43,8 +43,7 @@ from thunder_zero.tools.compiled_programs import programs
 from thunder_zero.tools.devices.device import DEVICES, Device, device_of
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.forecast.watch import NoForecast
-from thunder_zero.tools.printing.text import table_of, text_of_table
-from thunder_zero.tools.printing.words import WIDTH, folded
+from thunder_zero.tools.printing.words import aligned, folded
 from thunder_zero.tools.time.estimate import estimate
 from thunder_zero.traces.compiled import Traces
 
@@ -52,6 +51,10 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 STEP, COMPUTE, WAITS, OPTIMIZER = "a step", "forward, backward", "waits for collectives", "the optimizer's step"
 CORE, FORWARDS, PEAK = "with a core (process)", "forwards", "most memory of tensors"
 PARTS = (COMPUTE, WAITS, OPTIMIZER)
+NO_DEVICE = (
+    "no forecast of time: run thunder-zero calibrate machine.json, under torchrun as the script runs, and pass "
+    "--device machine.json"
+)
 CAUSES = {
     COMPUTE: "measured, they have the loss, the data and Python's own time, too, and what else runs on the machine",
     WAITS: "another rank comes late, or the network is not that of the forecast",
@@ -94,17 +97,6 @@ class Followed:
             figures |= {FORWARDS: state.training_forwards - forwards, PEAK: _peak(state.device)}
             self.steps.append(figures)
             self.waits.append(waits)
-
-
-def _traces(model: ZeroModule, synced: bool) -> Iterator[Traces]:
-    for number, graph in enumerate(captured_forward(model).ran):
-        if any(entry.synced is synced for entry in graph):
-            yield traces_of(model, synced, number)
-
-
-def _nbytes(value: object) -> int:
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return local.nbytes if isinstance(local, Tensor) else 0
 
 
 def _peak(device: torch.device) -> int:
@@ -189,7 +181,10 @@ def _device_here() -> Device | None:
 def _page(followed: Followed, resident_before: int, device: Device | None) -> str:
     """Return the page of a model. ``resident_before`` is the process's resident memory before the script, in bytes."""
     state, steps = followed.model.state, followed.steps
-    synced, deferred = (list(_traces(followed.model, synced)) for synced in (True, False))
+    synced, deferred = list[Traces](), list[Traces]()
+    for index, graph in enumerate(captured_forward(followed.model).ran):
+        for kind in {entry.synced for entry in graph}:
+            (synced if kind else deferred).append(traces_of(followed.model, kind, index))
     name = f"{state.name}: {STAGES[state.plan.policy.stage].name}, {state.plan.mesh}"
     if not steps or not synced:
         return f"why: {name}: no step was measured, as the first compiles; let the script take three or more"
@@ -208,7 +203,7 @@ def _page(followed: Followed, resident_before: int, device: Device | None) -> st
     ]
     forwards = f" of {more + 1} forwards each" * (more > 0)
     title = f"{name}, median of {len(steps)} step{'s' * (len(steps) > 1)}{forwards}"
-    table = text_of_table(table_of(("", "forecast", "measured"), rows), WIDTH)
+    table = aligned([("", "forecast", "measured"), *rows])
     listed = f"programs\n{compiled!r}" if (compiled := programs(followed.model)) else ""
     largest = _largest(forecast, measured, followed.waits)
     return "\n".join(filter(None, (title, table, folded(no_forecast), largest, listed)))
@@ -217,18 +212,13 @@ def _page(followed: Followed, resident_before: int, device: Device | None) -> st
 def _forecast(runs: Sequence[Traces], device: Device | None) -> tuple[dict[str, float], str]:
     """Return (seconds keyed by part of the step, ""). If there is no forecast, return ({}, reason)."""
     if device is None:
-        return {}, (
-            "no forecast of time: run thunder-zero calibrate machine.json, under torchrun as the script runs, and pass "
-            "--device machine.json"
-        )
+        return {}, NO_DEVICE
     try:
         estimates = [estimate(traces, device) for traces in runs]
     except ValueError as error:  # the device was calibrated with other ranks or dtypes
         return {}, f"no forecast of time: {error}"
-    return {
-        COMPUTE: sum(forecast.compute_seconds for forecast in estimates),
-        WAITS: sum(forecast.exposed_seconds for forecast in estimates),
-    }, ""
+    compute = sum(forecast.compute_seconds for forecast in estimates)
+    return {COMPUTE: compute, WAITS: sum(forecast.exposed_seconds for forecast in estimates)}, ""
 
 
 def _memory(followed: Followed, traces: Sequence[Traces], peak: int, resident_before: int) -> tuple[str, str]:
@@ -240,7 +230,8 @@ def _memory(followed: Followed, traces: Sequence[Traces], peak: int, resident_be
     if peak and on_cpu:
         peak = max(peak - resident_before - sum(program["nbytes"] for program in programs(followed.model)), 0)
     try:
-        states = sum(_nbytes(item) for kept in followed.optimizer.state.values() for item in kept.values())
+        kept = (item for states in followed.optimizer.state.values() for item in states.values())
+        states = sum(local(item).nbytes for item in kept if isinstance(item, Tensor))
         forecast = size(memory(traces[0]).peak + states) if len(traces) == 1 else "several graphs"
     except NoForecast:
         forecast = "unknown"

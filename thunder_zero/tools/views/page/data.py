@@ -18,13 +18,11 @@ from thunder_zero.plan.policy import STAGES
 from thunder_zero.schedule.ops import Compute
 from thunder_zero.tools.devices.device import Lane
 from thunder_zero.tools.forecast.figures import Holds, Memory, Storage, outside_of_the_peak
-from thunder_zero.tools.printing.text import place_of
-from thunder_zero.tools.printing.words import short
+from thunder_zero.tools.printing.words import place_of, short
 from thunder_zero.tools.table.rows import CODES, COMPUTES, label, label_of
 from thunder_zero.tools.table.table import Table
 from thunder_zero.tools.views.diff import COLUMNS, alike, difference_of, require_one_module
-from thunder_zero.tools.views.explain import explanation_of
-from thunder_zero.tools.views.reasons import why_launch
+from thunder_zero.tools.views.explain import explanation_of, why_launch
 
 Data = dict[str, Any]
 DIGITS = 10  # seconds are rounded to a tenth of a nanosecond
@@ -54,10 +52,11 @@ def data_of(name: str, table: Table, note: str = "") -> Data:
     used = dict.fromkeys([(str(Lane.COMPUTE), ""), *(bar["lane"] for bar in bars)])
     lanes = sorted(used, key=lambda lane: LANES.index(lane[0]))
     for bar in bars:
-        bar |= {"lane": lanes.index(bar["lane"]), "waits": int(bar["waits"])}
-        bar |= {moment: round(bar[moment], DIGITS) for moment in ("start", "end")}
+        times = {moment: round(bar[moment], DIGITS) for moment in ("start", "end")}
+        bar |= {"lane": lanes.index(bar["lane"]), "waits": int(bar["waits"]), **times}
     wires = {wire for _, wire in lanes if wire}
     names = [", ".join([WAITING.get(kind, kind), *([wire] if wire and wires - {wire} else [])]) for kind, wire in lanes]
+    phases = {phase: list(rows) for phase, rows in groupby(table.lines, key=lambda row: row.phase)}
     no_memory = table.no_memory and f"There is no forecast of memory: {table.no_memory}."
     data = {
         "name": name,
@@ -69,7 +68,7 @@ def data_of(name: str, table: Table, note: str = "") -> Data:
         "left_out": [] if memory is None else outside_of_the_peak(memory)[1:],
         "units": list(units),
         "parameters": [{"path": param.path, "explained": str(explanation_of(table, param))} for param in plan.params],
-        "phases": list(_phases(table)),
+        "phases": [{"name": phase, "start": rows[0].start, "end": rows[-1].end} for phase, rows in phases.items()],
         "lines": _lines(table, units, collectives),
         "rows": list(_rows(table)),
         "runs": list(_runs(table, units)),
@@ -132,19 +131,13 @@ def top_of(programs: Sequence[Data], memory_bytes: int) -> list[Data]:
     room = f"of {size(memory_bytes)} on {device}" if fits else f"does not fit: {device} has {size(memory_bytes)}"
     at_rest = f", {size(figures['at_rest_bytes'])} between steps" if first["memory"] else ""
     slices = f", {figures['slices']} collectives of slices" if figures["slices"] else ""
+    launches = f"{figures['gathers']} gathers, {figures['reductions']} reductions{slices}"
+    hidden = f"{exposed} of {len(collectives)} collectives are not hidden behind compute"
     tiles = (
         ("Time of a step", "step_seconds", f"{first['bound']}; MFU {_text('mfu', figures['mfu'])}"),
         ("Peak memory", "peak_bytes", f"{room}{at_rest}"),
-        (
-            "Bytes sent",
-            "sent_bytes",
-            f"by this rank, in {figures['gathers']} gathers, {figures['reductions']} reductions{slices}",
-        ),
-        (
-            "Waiting for communication",
-            "exposed_seconds",
-            f"{exposed} of {len(collectives)} collectives are not hidden behind compute",
-        ),
+        ("Bytes sent", "sent_bytes", f"by this rank, in {launches}"),
+        ("Waiting for communication", "exposed_seconds", hidden),
     )
     return [
         {"name": name, "shown": [_text(key, program["figures"][key]) for program in programs], "note": note}
@@ -153,10 +146,9 @@ def top_of(programs: Sequence[Data], memory_bytes: int) -> list[Data]:
 
 
 def differences(programs: Sequence[Data], tables: Sequence[Table]) -> list[Data]:
-    """Return tables with a title, heads and rows. A page with one program has no tables.
+    """Return a table with the figures of all programs, and their :func:`thunder_zero.tools.diff` with the first one.
 
-    The first table has the figures of all programs. Each further table compares a program with the first program, unit
-    by unit, as :func:`thunder_zero.tools.diff` does. Neighbouring units with equal figures share a row.
+    A page with one program has no tables.
     """
     if len(programs) < 2:
         return []
@@ -198,12 +190,6 @@ def _runs(table: Table, units: Mapping[str, int]) -> Iterator[list[int]]:
     for (unit, _), run in groupby(computing, key=lambda index: (rows[index].unit, rows[index].phase)):
         lines = list(run)
         yield [units[unit], lines[0], lines[-1]]
-
-
-def _phases(table: Table) -> Iterator[Data]:
-    for name, group in groupby(table.lines, key=lambda row: row.phase):
-        rows = list(group)
-        yield {"name": name, "start": rows[0].start, "end": rows[-1].end}
 
 
 def _lines(table: Table, units: Mapping[str, int], collectives: Sequence[Data]) -> Data:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
-from math import prod
+from itertools import pairwise
+from math import isfinite, prod
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,8 @@ from thunder_zero.plan.amounts import duration, float_dtype, name_of
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import STAGES, Policy, Times
 from thunder_zero.plan.precision import MixedPrecision
+from thunder_zero.schedule.ops import Compute, Gather, Op, ends
+from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Device, device_of
 from thunder_zero.tools.dry_run import ProgramSource
 from thunder_zero.tools.forecast.for_loss import Loss
@@ -29,8 +33,8 @@ from thunder_zero.tools.plan.plan_training import PRECISION
 from thunder_zero.tools.plan.subject import subject_of
 from thunder_zero.tools.printing.words import count
 from thunder_zero.tools.table.table import step_table, table_of
+from thunder_zero.tools.time.estimate import Estimate
 from thunder_zero.tools.views.page.data import Data, data_of, differences, top_of
-from thunder_zero.tools.views.page.measured import by_times
 from thunder_zero.traces.compiled import Traces
 
 if TYPE_CHECKING:
@@ -64,7 +68,6 @@ def report(
 
     Args:
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
-        path: the file to write.
         device: the device of the forecast, as for :func:`thunder_zero.tools.estimate`.
         measured: times to show beside the forecast: the result of :func:`thunder_zero.tools.measure_times`.
         beside: other traces of the module to show on the page, such as traces of another stage.
@@ -95,16 +98,15 @@ def page_of(
     first, *others = (
         step_table(each, device=device, loss=loss, optimizer=optimizer) for each in (traces, beside) if each is not None
     )
-    name, tables = STAGES[traces.plan.policy.stage].name, [first]
-    programs = [data_of(name, first)]
+    shown = {STAGES[traces.plan.policy.stage].name: first}
     if measured is not None:
         assert first.time is not None
-        tables.append(table_of(first.traces, first.memory, by_times(first.time, measured)))
-        programs.append(data_of("measured times", tables[-1], BY_TIMES))
+        shown["measured times"] = table_of(first.traces, first.memory, by_times(first.time, measured))
     for table in others:
-        other = STAGES[table.traces.plan.policy.stage].name
-        tables.append(table)
-        programs.append(data_of(f"{other}, second" if other == name else other, table))
+        name = STAGES[table.traces.plan.policy.stage].name
+        shown[f"{name}, second" if name in shown else name] = table
+    tables = list(shown.values())
+    programs = [data_of(name, table, BY_TIMES * (name == "measured times")) for name, table in shown.items()]
     parameters = sum(prod(traces.plan.whole_shape(param)) for param in traces.plan.params)
     model = "A step" if isinstance(model_or_traces, Traces) else type(plain_of(model_or_traces)).__name__
     dtypes = dict.fromkeys(name_of(param.compute_dtype) for param in traces.plan.params)
@@ -119,19 +121,9 @@ def page_of(
 
 
 def report_of(
-    model: str,
-    *,
-    world_size: int,
-    stage: int,
-    beside: int | None,
-    device: str,
-    dtype: str | None,
-    blocks: int | None,
+    model: str, *, world_size: int, stage: int, beside: int | None, device: str, dtype: str | None, blocks: int | None
 ) -> Data:
-    """Return the page of a named model, or of a model from ``FILE.py:function``, with AdamW and the model's loss.
-
-    ``thunder-zero report --help`` describes the arguments.
-    """
+    """Return the page of a model for the arguments of ``thunder-zero report``, with AdamW and the model's loss."""
     described, subject = device_of(device), subject_of(model)
     if blocks is not None and blocks < 1:
         raise ValueError(f"blocks is {blocks}; give how many of the {subject.blocks} alike blocks to keep, at least 1")
@@ -163,3 +155,58 @@ def html_of(data: Any) -> str:
     environment.filters["duration"] = duration
     page = environment.from_string(template)
     return page.render(page=data, data=Markup(inline), style=Markup(style), script=Markup(script))
+
+
+def by_times(forecast: Estimate, times: Times) -> Estimate:
+    """Return the estimate with measured seconds between waits for gathers, and with the measured gather speed.
+
+    The mean factor of the measured lines scales lines before the first wait or after the last wait of a phase, which
+    are not measured. Measured compute includes load, launch and finish, so they become 0.
+    """
+    ops = forecast.timeline.ops
+    costs = [replace(cost, load=0.0, launch_seconds=0.0, finish_seconds=0.0) for cost in forecast.costs]
+    busy = _busy_seconds(replace(forecast, costs=tuple(costs)))
+    factors: dict[int, float] = {}
+    for stretch, seconds in _stretches(forecast.timeline, times):
+        if total := sum(busy[index] for index in stretch):
+            factors |= dict.fromkeys(stretch, seconds / total)
+    expected = sum(busy[index] for index in factors)
+    mean = sum(busy[index] * factor for index, factor in factors.items()) / expected if expected else 1.0
+    wire_factor = _wire_factor(forecast, times)
+    for index, cost in enumerate(costs):
+        factor = factors.get(index, mean)
+        wire = cost.wire_seconds * (factor if _is_exchange(ops[index]) else wire_factor)
+        costs[index] = replace(cost, seconds=cost.seconds * factor, wire_seconds=wire)
+    return replace(forecast, costs=tuple(costs))
+
+
+def _is_exchange(op: Op) -> bool:
+    """Return whether an operation is a collective of torch's tensor parallelism, or the wait for one."""
+    return isinstance(op, Compute) and op.between_slices
+
+
+def _busy_seconds(forecast: Estimate) -> list[float]:
+    """Return each operation's seconds of compute, or of waiting for torch's tensor parallelism."""
+    ops, busy = forecast.timeline.ops, [cost.seconds for cost in forecast.costs]
+    for span in forecast.spans:
+        if span.waits and _is_exchange(ops[span.op]):
+            busy[span.op] += span.seconds
+    return busy
+
+
+def _stretches(timeline: Timeline, times: Times) -> Iterator[tuple[range, float]]:
+    """Yield (range of operations, measured seconds) pairs, from each wait for a gather to the next."""
+    waits = [index for index, op in enumerate(timeline.ops) if ends(op, Gather)]
+    for wait, following in pairwise(waits):
+        op = timeline.ops[wait]
+        seconds = (times.backward if op.backward else times.forward).get(op.params[0])
+        if seconds is not None and timeline.ops[following].backward is op.backward:
+            yield range(wait + 1, following), seconds
+
+
+def _wire_factor(forecast: Estimate, times: Times) -> float:
+    """Return the measured seconds of gathers, divided by the forecast seconds."""
+    gathers = [index for index, op in enumerate(forecast.timeline.ops) if isinstance(op, Gather)]
+    nbytes = sum(forecast.timeline.traffic(forecast.timeline.ops[index]).busiest for index in gathers)
+    seconds = sum(forecast.costs[index].wire_seconds for index in gathers)
+    return nbytes / times.bytes_per_second / seconds if seconds and isfinite(times.bytes_per_second) else 1.0
