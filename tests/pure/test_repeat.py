@@ -11,8 +11,8 @@ from thunder_zero.tools.plan.training_plan import MeshShape, meshes
 
 
 def longer(signs: str, marks: list[int], copies: int) -> str:
-    parts = lengthen(signs, marks, copies)
-    return "".join(signs[part.lines.start : part.lines.stop] * part.times for part in parts)
+    sections = lengthen(signs, marks, copies)
+    return "".join(signs[section.lines.start : section.lines.stop] * section.times for section in sections)
 
 
 def test_a_period_that_occurs_twice_is_repeated() -> None:

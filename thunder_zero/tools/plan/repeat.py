@@ -51,22 +51,22 @@ class NotPeriodic(Exception):
     """Raised if the traced blocks do unequal work, so that more blocks must be traced."""
 
 
-class Part(NamedTuple):
+class Section(NamedTuple):
     """Successive lines of a phase, as indices of traced lines, and how often they run."""
 
     lines: range
     times: int
 
 
-def lengthen(keys: Sequence[Hashable], marks: Sequence[int], copies: int) -> tuple[Part, ...]:
-    """Return the parts of a sequence with ``copies`` more periods."""
+def lengthen(keys: Sequence[Hashable], marks: Sequence[int], copies: int) -> tuple[Section, ...]:
+    """Return the sections of a sequence with ``copies`` more periods."""
     whole = range(len(keys))
     if not copies:
-        return (Part(whole, 1),)
+        return (Section(whole, 1),)
     period = find_period(keys, marks)
     if period is None:
         raise NotPeriodic
-    return Part(whole[: period.start], 1), Part(period, 1 + copies), Part(whole[period.stop :], 1)
+    return Section(whole[: period.start], 1), Section(period, 1 + copies), Section(whole[period.stop :], 1)
 
 
 def _marks_of(timeline: Timeline, units: Sequence[str]) -> set[int]:
@@ -131,19 +131,19 @@ def _lines(fold: Fold, costs: Mapping[int, tuple[Cost, float]]) -> list[Line]:
     return lines
 
 
-def _parts(fold: Fold, lines: Sequence[Line], units: Sequence[str], copies: int) -> Iterator[Part]:
-    """Yield the parts of the longer step, up to the optimizer's step."""
+def _sections(fold: Fold, lines: Sequence[Line], units: Sequence[str], copies: int) -> Iterator[Section]:
+    """Yield the sections of the longer step, up to the optimizer's step."""
     marks, start = _marks_of(fold.timeline, units), 0
     for phase, group in groupby(fold.lines, key=lambda line: line.phase):
         in_phase = [line.op for line in group]
         keys = lines[start : start + len(in_phase)]
         begins = [position for position, op in enumerate(in_phase) if id(op) in marks and keys[position].op]
         is_repeated = copies if phase in ("forward", "backward") else 0
-        for part in lengthen(keys, begins, is_repeated) if phase != OPTIMIZER_STEP else ():
-            kinds = Counter(line.op for line in keys[part.lines.start : part.lines.stop])
-            if part.times > 1 and kinds["gather"] + kinds["reduce"] != kinds["wait"]:
+        for section in lengthen(keys, begins, is_repeated) if phase != OPTIMIZER_STEP else ():
+            kinds = Counter(line.op for line in keys[section.lines.start : section.lines.stop])
+            if section.times > 1 and kinds["gather"] + kinds["reduce"] != kinds["wait"]:
                 raise NotPeriodic
-            yield Part(range(start + part.lines.start, start + part.lines.stop), part.times)
+            yield Section(range(start + section.lines.start, start + section.lines.stop), section.times)
         start += len(in_phase)
 
 
@@ -170,7 +170,7 @@ def whole_step(fold: Fold, device: Device, units: Sequence[str], copies: int) ->
     traced = step_time(timeline, device)
     costs = zip(timeline.ops, traced.costs, model_seconds(timeline, device), strict=True)
     lines = _lines(fold, {id(op): (cost, seconds) for op, cost, seconds in costs})
-    parts = list(_parts(fold, lines, units, copies))
+    sections = list(_sections(fold, lines, units, copies))
     block = [storage for storage in fold.allocations if _is_in(units, storage.name)]
     resting, alive = [storage for storage in fold.allocations if storage.line < 0], Counter[Holds]()
     for storage in resting:
@@ -178,19 +178,18 @@ def whole_step(fold: Fold, device: Device, units: Sequence[str], copies: int) ->
         alive[storage.kind] += storage.nbytes * (1 + copies * is_repeated)
     count = sum(1 + copies * _is_in(units, storage.name) for storage in resting)
     at_rest = sum(alive[kind] for kind in AT_REST)
-    bytes_of = [(line.rise, line.total) for line in lines]
-    peak, at_peak = _highest(parts, sum(alive.values()), bytes_of)
-    most, _ = _highest(parts, count, [(line.storages, line.storages) for line in lines])
-    for index, times in _runs_until(parts, at_peak):
+    peak = _highest(sections, sum(alive.values()), [(line.rise, line.total) for line in lines])
+    most = _highest(sections, count, [(line.storages, line.storages) for line in lines]).level
+    for index, times in peak.runs(sections):
         alive.update({kind: times * nbytes for kind, nbytes in lines[index].kinds})
     stepped = sum(storage.nbytes for storage in block if storage.kind in STEPPED)
     steps = [line for line in fold.lines if line.phase == OPTIMIZER_STEP]
     return WholeStep(
-        _with_costs(traced, fold, lines, parts),
+        _with_costs(traced, fold, lines, sections),
         at_rest,
-        peak,
+        peak.level,
         optimizer_step=steps[-1].highest + copies * stepped if steps else 0,
-        phase=fold.lines[at_peak.line].phase,
+        phase=fold.lines[peak.line].phase,
         by_kind={str(kind): nbytes for kind, nbytes in alive.most_common() if nbytes},
         storages=max(count, most),
         trained=sum(
@@ -201,38 +200,39 @@ def whole_step(fold: Fold, device: Device, units: Sequence[str], copies: int) ->
     )
 
 
-class Moment(NamedTuple):
-    """A run of a line: the index of its part, the number of earlier runs, and the index of the line."""
+class Highest(NamedTuple):
+    """The highest level of the longer step, and where it is reached first."""
 
-    part: int
-    run: int
-    line: int
+    level: int
+    section: int  # an index
+    run: int  # the number of earlier runs of the section
+    line: int  # the index of a traced line
+
+    def runs(self, sections: Sequence[Section]) -> Iterator[tuple[int, int]]:
+        """Yield the lines that have run by then, and how often."""
+        for section in sections[: self.section]:
+            yield from ((index, section.times) for index in section.lines)
+        yield from ((index, self.run + (index <= self.line)) for index in sections[self.section].lines)
 
 
-def _highest(parts: Sequence[Part], alive: int, changes: Sequence[tuple[int, int]]) -> tuple[int, Moment]:
-    """Return the highest level of the longer step, and when it is reached first.
+def _highest(sections: Sequence[Section], level: int, changes: Sequence[tuple[int, int]]) -> Highest:
+    """Return the highest of the levels in a longer step that begins at ``level``.
 
-    ``alive`` is the level at the start. Each line has its rise while it runs, and its change of the level. A repeated
-    part changes the level by the same amount in each run, so that its first or its last run is the highest.
+    Each line has its rise while it runs, and its change of the level. A section changes the level by the same amount in
+    each run, so that its first or its last run is the highest.
     """
-    highest, moment = 0, Moment(0, 0, 0)
-    for number, part in enumerate(parts):
-        for run in sorted({0, part.times - 1}):
-            level = alive + run * sum(changes[index][1] for index in part.lines)
-            for index in part.lines:
-                rise, change = changes[index]
-                if level + rise > highest:
-                    highest, moment = level + rise, Moment(number, run, index)
-                level += change
-        alive += part.times * sum(changes[index][1] for index in part.lines)
-    return highest, moment
-
-
-def _runs_until(parts: Sequence[Part], moment: Moment) -> Iterator[tuple[int, int]]:
-    """Yield the lines that have run at the end of a moment, and how often."""
-    for part in parts[: moment.part]:
-        yield from ((index, part.times) for index in part.lines)
-    yield from ((index, moment.run + (index <= moment.line)) for index in parts[moment.part].lines)
+    highest = Highest(0, 0, 0, 0)
+    for number, section in enumerate(sections):
+        change = sum(changes[index][1] for index in section.lines)
+        for run in sorted({0, section.times - 1}):
+            now = level + run * change
+            for index in section.lines:
+                rise, after = changes[index]
+                if now + rise > highest.level:
+                    highest = Highest(now + rise, number, run, index)
+                now += after
+        level += section.times * change
+    return highest
 
 
 def _is_in(units: Sequence[str], name: str) -> bool:
@@ -240,31 +240,31 @@ def _is_in(units: Sequence[str], name: str) -> bool:
     return bool(units) and name.startswith(f"{units[0]}.")
 
 
-def _with_costs(traced: Estimate, fold: Fold, lines: Sequence[Line], parts: Sequence[Part]) -> Estimate:
+def _with_costs(traced: Estimate, fold: Fold, lines: Sequence[Line], sections: Sequence[Section]) -> Estimate:
     """Return the estimate of a longer step. Lines between those of collectives are one operation."""
     ops: list[Op] = []
     costs: list[Cost] = []
     ops_of_lines = ((index, line.op) for index, line in enumerate(fold.lines) if line.op is not None)
     linked = {index: op for index, op in ops_of_lines if starts_collective(op) or ends_collective(op)}
     start, last = 0, dict[int, int]()  # positions in the longer step: of a run, and of the latest run of each line
-    for part in parts:
-        between = [part.lines.start - 1, *(index for index in part.lines if index in linked), part.lines.stop]
+    for section in sections:
+        between = [section.lines.start - 1, *(index for index in section.lines if index in linked), section.lines.stop]
         pieces = [([line.cost for line in lines[left + 1 : right]], right) for left, right in pairwise(between)]
         sums = [(_sum(run) if run else None, index) for run, index in pieces]
-        for run in range(part.times):
+        for run in range(section.times):
             for cost, index in sums:
                 if cost is not None:
                     ops.append(Compute((), ()))
                     costs.append(cost)
-                if index < part.lines.stop:
-                    position, link = start + index - part.lines.start, lines[index].link
+                if index < section.lines.stop:
+                    position, link = start + index - section.lines.start, lines[index].link
                     last[index] = position
-                    # An earlier part's launch may be repeated; a later run's launch is in the run before.
+                    # The launch may be in an earlier section, or in the run before.
                     launch = position - link if run else last[index - link]
                     ops.append(_with_handle(linked[index], f"handle {launch}"))
                     costs.append(lines[index].cost)
-            start += len(part.lines)
-    seconds = sum(part.times * lines[index].seconds for part in parts for index in part.lines)
+            start += len(section.lines)
+    seconds = sum(section.times * lines[index].seconds for section in sections for index in section.lines)
     timeline = replace(traced.timeline, ops=tuple(ops))
     return replace(traced, timeline=timeline, costs=tuple(costs), model_seconds=seconds)
 
