@@ -87,7 +87,7 @@ def _name_factor(factor: float, axes: Mapping[str, int], is_bias: bool = False) 
     if part > 1 and abs(factor * part - 1) < CLOSE:
         where = _either(f"the size of {name}" for name in _of_size(part, axes))
         return f"1/{part} of the true value{where and f': divided by {where} once too often'}"
-    return f"{factor:.4g} times the true value"
+    return f"{factor:.6g} times the true value"
 
 
 def _either(words: Iterator[str]) -> str:
@@ -145,8 +145,8 @@ def _name_disagreement(values: Tensor, true: Tensor, axes: Mapping[str, int]) ->
     if right:
         wrong = [rank for rank in range(len(values)) if rank not in right]
         return f"ranks disagree: right on {on_ranks(right)}, wrong on {on_ranks(wrong)}"
-    means = [on_mesh.mean(dim, keepdim=True).expand_as(on_mesh) for dim in range(len(axes))]
-    differing = [name for name, mean in zip(axes, means, strict=True) if not is_close(on_mesh, mean)]
+    along = [on_mesh.mean(dim, keepdim=True).expand_as(on_mesh) for dim in range(len(axes))]
+    differing = [name for name, mean in zip(axes, along, strict=True) if not is_close(on_mesh, mean)]
     return f"ranks disagree along {', '.join(differing)}: relative error {_error(values[0], true)} on rank 0"
 
 

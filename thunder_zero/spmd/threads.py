@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,15 +16,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Generic, TypeVar
 
-import torch
 from torch import distributed as dist
 
-from thunder_zero.compat.torch.threaded_group import end_waits, join_group, threads_as_ranks, waiting_call
+from thunder_zero.compat.torch.threaded_group import end_waits, frame_of, join_group, threads_as_ranks, waiting_call
 
 POLL = 0.02  # seconds between two looks at the ranks
 STALLED = 5.0  # seconds after which ranks that all wait are stuck; a rank that can go on wakes up in milliseconds
 GRACE = 10.0  # seconds that ranks have to end after an error
-OWN, LIBRARIES = str(Path(__file__).parents[1]), (str(Path(torch.__file__).parent), threading.__file__)
+OWN, LIBRARIES = str(Path(__file__).parents[1]), (str(Path(dist.__file__).parents[1]), threading.__file__)
 T = TypeVar("T")
 
 
@@ -68,16 +66,12 @@ class _Rank(threading.Thread, Generic[T]):
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-    def frame(self) -> FrameType | None:
-        """Return the frame in which the thread is, or None if it has ended."""
-        return sys._current_frames().get(self.ident or 0)
-
     def place(self) -> str:
         """Return where the thread is, such as ``waits in allreduce, called at train.py:12 in forward``."""
         if not self.is_alive():
             return "has ended"
-        waiting = waiting_call(self.frame())
-        frame = waiting.f_back if waiting is not None else self.frame()
+        waiting = waiting_call(frame_of(self))
+        frame = waiting.f_back if waiting is not None else frame_of(self)
         where = f"waits in {frame.f_code.co_name}" if waiting is not None and frame is not None else "runs"
         while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
             frame = frame.f_back
@@ -94,7 +88,7 @@ def _wait_for(ranks: list[_Rank[T]], timeout: float) -> None:
     while alive := [rank for rank in ranks if rank.is_alive()]:
         alive[0].join(POLL)
         _raise_error(ranks)
-        calls = [waiting_call(rank.frame()) for rank in alive]
+        calls = [waiting_call(frame_of(rank)) for rank in alive]
         if None in calls or calls != last_calls:
             last_calls, since = calls, time.monotonic()
         stuck = time.monotonic() - since > STALLED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from threading import Thread
 from types import CodeType, FrameType
 from typing import Any
 
@@ -50,6 +51,11 @@ def end_waits() -> None:
     """Raise SystemExit in the threads that wait in a collective, and in those that will call one."""
     with suppress(RuntimeError):  # a thread may add a collective; the caller calls again
         threaded_groups.ProcessLocalGroup.exception_handle(None)
+
+
+def frame_of(thread: Thread) -> FrameType | None:
+    """Return the frame in which a thread is, or None if it has ended."""
+    return sys._current_frames().get(thread.ident or 0)
 
 
 def waiting_call(frame: FrameType | None) -> FrameType | None:
