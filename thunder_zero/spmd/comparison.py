@@ -24,9 +24,9 @@ from thunder_zero.spmd.slices import Slices, find_slices, put_together
 NAN = float("nan")
 TOLERANCE = 1e-5  # some models compute parts in float32
 FLOOR = 1e-8  # of the norm of all gradients: what remains where the true gradient is zero, as of a bias of keys
-Loss = Callable[[nn.Module, Any], Tensor]
-Clip = Callable[[nn.Module, float], Any]
-Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module | None]
+Loss = Callable[[Any, Any], Tensor]  # of model and batch
+Clip = Callable[[Any, float], Any]  # of model and max_norm; returns the norm
+Parallelize = Callable[[Any, DeviceMesh], Any]  # of model and mesh; returns the parallel model, or None
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class Comparison:
     true: Step = field(init=False)  # of the plain module on the whole batch
 
     def __post_init__(self) -> None:
+        cut(self.batch, 0, self.data_ranks)  # raises before ranks start
         self.true = self._plain_step(self.batch)
         with torch.no_grad():
             again = full(self.loss(deepcopy(self.module), self.batch)).reshape(())
@@ -134,16 +135,19 @@ class Comparison:
 
     def run_rank(self, rank: int) -> RankValues:
         """Run the parallel model's step on this thread's rank."""
+        everyone = dist.new_group([*range(prod(self.axes.values()))])  # so that no collective of the user meets ours
         mesh = init_device_mesh("cpu", tuple(self.axes.values()), mesh_dim_names=tuple(self.axes))
         with self.lock:
             plain = deepcopy(self.module)
         model = self.parallelize(plain, mesh)
         model = plain if model is None else model
+        dist.barrier(everyone)
         params = names_of(model)
         values = {name: full(param) for name, param in params.items()}
         loss = self._backward(model, cut(self.batch, self.part_of(rank), self.data_ranks))
-        step = Step(loss, self._gradients(names_of(model)))
+        step = Step(loss, self._gradients(names_of(model), everyone))
         norm, note = self._clip(model)
+        dist.barrier(everyone)
         replicated = {
             name: _replicated_axes(param, self.params[name], mesh)
             for name, param in params.items()
@@ -151,11 +155,11 @@ class Comparison:
         }
         return RankValues(step, values, norm, note, _untied(self.params, params), replicated)
 
-    def _gradients(self, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    def _gradients(self, params: Mapping[str, nn.Parameter], everyone: dist.ProcessGroup) -> dict[str, Tensor | None]:
         """Return full gradients. Gradients that some ranks lack are not gathered: the others would wait forever."""
         with self.lock:
             self.has_grad.append({name for name, param in params.items() if param.grad is not None})
-        dist.barrier()
+        dist.barrier(everyone)
         everywhere = set.intersection(*self.has_grad)
         grads: dict[str, Tensor | None] = {}
         for name, param in params.items():
@@ -208,7 +212,8 @@ class Comparison:
         if not row.sentence:
             return row
         sentence = self._of_parts(means, [part.loss for part in self.parts], self.true.loss)
-        return replace(row, sentence=sentence or self._of_biases(means[0]) or row.sentence)
+        sentence = sentence or self._of_biases(means[0]) or row.sentence
+        return replace(row, sentence=f"{sentence}; forward differs, so gradients do")
 
     def _param_row(self, name: str, ranks: Sequence[RankValues]) -> ComparedValue:
         """Compare a parameter's value before the step, then its gradient."""
@@ -239,8 +244,10 @@ class Comparison:
         if without:
             has = "has one" if has_true else "has none, or zeros"
             return ComparedValue(name, NAN, None, f"no gradient on {on_ranks(without)}; the plain module {has}")
-        true = torch.zeros_like(self.params[name]) if true is None else true
         values = put_together([grad for grad in grads if grad is not None], slices, self.axes)
+        if true is None:
+            row = self._row(name, values, torch.zeros_like(values[0]))
+            return replace(row, sentence=row.sentence and "a gradient; the plain module has none")
         row = self._row(name, values, true)
         if not row.sentence:
             return row
@@ -283,9 +290,7 @@ class Comparison:
             counts = {name: size if axis in rank.replicated[name] else 1 for name in squares}
             counted = sum((counts[name] * square for name, square in squares.items()), torch.zeros(())).sqrt()
             if size > 1 and all(is_close(norm, counted) for norm in norms):
-                return replace(
-                    row, sentence=f"counts the parameters that are whole on each rank of {axis} {size} times"
-                )
+                return replace(row, sentence=f"counts parameters that are whole on each rank of {axis} {size} times")
         return row
 
 

@@ -70,13 +70,13 @@ class _Rank(threading.Thread, Generic[T]):
         """Return where the thread is, such as ``waits in allreduce, called at train.py:12 in forward``."""
         if not self.is_alive():
             return "has ended"
-        waiting = waiting_call(frame_of(self))
-        frame = waiting.f_back if waiting is not None else frame_of(self)
-        where = f"waits in {frame.f_code.co_name}" if waiting is not None and frame is not None else "runs"
+        call = waiting_call(frame_of(self))
+        frame = call or frame_of(self)
+        where = "runs" if call is None else f"waits in {call.f_code.co_name}"
         while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
             frame = frame.f_back
         if frame is None or frame.f_code.co_filename.startswith(OWN):
-            return f"{where}, called from the comparison"
+            return "waits for the others" if call is not None else "compares"
         code = frame.f_code
         return f"{where}, called at {Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
 
@@ -113,7 +113,7 @@ def _end(ranks: list[_Rank[T]]) -> None:
     """End all threads: those in collectives wake up, and others get SystemExit at their next line."""
     until = time.monotonic() + GRACE
     while (alive := [rank for rank in ranks if rank.is_alive()]) and time.monotonic() < until:
-        end_waits()
+        end_waits(ranks[0].store)
         for rank in alive:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(rank.ident or 0), ctypes.py_object(SystemExit))
         alive[0].join(POLL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from inspect import unwrap
 from threading import Thread
 from types import CodeType, FrameType
 from typing import Any
@@ -14,8 +15,9 @@ from torch.distributed import distributed_c10d
 
 from thunder_zero.compat.private import set_thread_isolation_mode, store_based_barrier, threaded_groups
 
+MAKE_GROUPS = ("new_group", "init_process_group")
 JOIN = threaded_groups.Collective.join  # where a rank waits for the other ranks of a collective
-WAITS: tuple[CodeType, ...] = (JOIN.__code__, store_based_barrier.__code__)
+WAITS: tuple[CodeType, ...] = (JOIN.__code__, unwrap(store_based_barrier).__code__)
 
 
 @contextmanager
@@ -47,8 +49,11 @@ def join_group(rank: int, world_size: int, store: Any) -> None:
     dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
 
 
-def end_waits() -> None:
-    """Raise SystemExit in the threads that wait in a collective, and in those that will call one."""
+def end_waits(store: dist.Store) -> None:
+    """Wake up threads that wait for other ranks. Collectives raise SystemExit in their threads from now on."""
+    for key in store.list_keys():  # of ranks that make a group
+        if distributed_c10d.STORE_BASED_BARRIER_PREFIX in key and not key.endswith("last_worker"):
+            store.set(f"{key}:last_worker", "1")
     with suppress(RuntimeError):  # a thread may add a collective; the caller calls again
         threaded_groups.ProcessLocalGroup.exception_handle(None)
 
@@ -59,9 +64,13 @@ def frame_of(thread: Thread) -> FrameType | None:
 
 
 def waiting_call(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of the collective in which a thread waits for other ranks, or None if it does not wait."""
+    """Return the frame of the collective, or of ``new_group``, in which a thread waits, or None if it does not wait."""
     while frame is not None and frame.f_code not in WAITS:
         if not frame.f_code.co_filename.endswith("threading.py"):  # a waiting thread has only waits below
             return None
+        frame = frame.f_back
+    if frame is None or frame.f_code is JOIN.__code__:
+        return None if frame is None else frame.f_back
+    while frame.f_back is not None and frame.f_code.co_name not in MAKE_GROUPS:
         frame = frame.f_back
     return frame
