@@ -1,4 +1,4 @@
-"""``tz.tools.compare_gradients``: compares the gradients of a parallel model with those of the plain module.
+"""``tz.tools.compare_gradients``: compares a parallel model with the plain module, in float64.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Runs the plain module and the ranks of a parallel model on one batch, and compares their values."""
+"""Runs the plain module and the ranks of a parallel model, and compares their values."""
 
 from __future__ import annotations
 

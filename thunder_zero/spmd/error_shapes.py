@@ -1,4 +1,4 @@
-"""Names the error of a value that ranks computed: a factor, one rank's share, rows in another order.
+"""Names the error of a value: a factor, one rank's share, rows in another order.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The plain module and the batch of a comparison: float64 on the CPU, without dropout, cut into the ranks' parts."""
+"""The plain module and the batch of a comparison: float64, no dropout, parts of the batch."""
 
 from __future__ import annotations
 

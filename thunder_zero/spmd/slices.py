@@ -1,4 +1,4 @@
-"""Puts plain tensors together of which ranks along an axis have slices. DTensors need none of this."""
+"""Puts plain tensors together of which ranks along an axis have slices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a function on ranks that are threads of this process. Ranks that wait for each other raise, and never hang.
+"""Runs a function on ranks that are threads. Ranks that wait for each other raise.
 
 ::
 
