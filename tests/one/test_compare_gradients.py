@@ -327,6 +327,24 @@ def test_a_loss_divided_by_each_rank_s_own_count() -> None:
     assert unreduced["model.norm.weight"] == own
 
 
+def test_a_loss_may_be_the_sum_over_ranks_and_axes_may_have_any_names() -> None:
+    def share(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().sum() / X.numel()
+
+    comparison = compare_gradients(Net, by_hand(1), X, {"dp": 2}, loss=share)
+    assert comparison.right, str(comparison)
+    order: list[tuple[Any, Tensor]] = []
+
+    def parallelize(model: Net, mesh: DeviceMesh) -> None:
+        model.register_forward_hook(lambda module, args, output: order.append((mesh.get_coordinate(), args[0])))
+
+    mesh_shape = {"b": 2, "tp": 1, "a": 2}
+    compare_gradients(Net, parallelize, X, mesh_shape, data_axes=["b", "a"])
+    parts = sorted((tuple(coordinates), part.tolist()) for coordinates, part in order)
+    assert [coordinates for coordinates, _ in parts] == [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)]
+    assert [part for _, part in parts] == X.double()[:, None].tolist()
+
+
 def test_a_gather_along_the_wrong_dimension() -> None:
     forward = errors(compare_gradients(Net, megatron(wrong_gather=True), X, {"tp": 2}))
     assert next(iter(forward)) == "loss"
@@ -437,6 +455,10 @@ def test_arguments_are_checked() -> None:
     }.items():
         with pytest.raises((TypeError, ValueError), match=match):
             compare_gradients(*arguments)
+    with pytest.raises(ValueError, match=r"does axis 'ranks' cut the batch\? Give the axes that do as data_axes="):
+        compare_gradients(Net, by_hand(), X, {"ranks": 2})
+    with pytest.raises(ValueError, match="the plain module gives no finite values: the loss"):
+        compare_gradients(Net, by_hand(), X / 0, {"dp": 2})
     with pytest.raises(ValueError, match="data_axes has 'x', which mesh_shape lacks; its axes are dp"):
         compare_gradients(Net, by_hand(), X, {"dp": 2}, data_axes=["x"])
     with pytest.raises(ValueError, match=r"the loss is torch.Size\(\[4, 8\]\); return a tensor with one element"):

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from thunder_zero.spmd.comparison import Clip, ComparedValue, Comparison, Loss, Parallelize
+from thunder_zero.spmd.comparison import ComparedValue, Comparison
 from thunder_zero.spmd.plain_module import mean_loss, plain_module
+from thunder_zero.spmd.steps import Clip, Loss, Parallelize, Steps
 from thunder_zero.spmd.threads import run_ranks
 from thunder_zero.tools.printing.words import WIDTH, summed_up
 
 DATA_AXES = ("dp", "ddp", "fsdp", "hsdp", "data", "replicate", "shard")  # beginnings of names
+MODEL_AXES = ("tp", "tensor", "sp", "cp", "model")  # ranks along these have the same part of the batch
 MOST = 6  # rows of one sentence in the printed form
 
 
@@ -94,8 +96,8 @@ def compare_gradients(
     """Compare the loss, each gradient and the norm of a parallel model with those of the plain module.
 
     The ranks are threads of this process, on CPUs and in float64. The comparison needs no launcher, and leaves process
-    groups and random generators of the process as they are. Values of parameters are changed a little, so that
-    zeros and ones hide no error. Dropout is turned off.
+    groups and torch's random generator as they are. Noise is added to the parameters of the copies, so that zeros and
+    ones hide no error. Dropout is turned off.
 
     >>> print(tz.tools.compare_gradients(build, lambda model, mesh: fully_shard(model, mesh=mesh), (x,), {"dp": 2}))
     dp=2 against one process: all values right
@@ -113,23 +115,24 @@ def compare_gradients(
             ``torch.nn.utils.clip_grad_norm_``.
         max_norm: the norm to which gradients are clipped.
         data_axes: the axes along which ranks have different parts of the batch. By default these are the axes with
-            names that begin with dp, ddp, fsdp, hsdp, data, replicate or shard.
+            names that begin with dp, ddp, fsdp, hsdp, data, replicate or shard. Axes named tp, tensor, sp, cp or model
+            do not cut the batch.
         timeout: seconds after which ranks that still run are an error.
 
     Raises:
-        ValueError: the batch cannot be cut, or the loss is no number or differs between two calls.
+        ValueError: an axis has an unknown name, the batch cannot be cut, or the loss is no finite number or differs
+            between two calls.
         RuntimeError: a rank raised, or ranks wait for each other. The error names the ranks.
     """
     axes = _checked(mesh_shape)
-    data = [name for name in axes if name.startswith(DATA_AXES)] if data_axes is None else [*data_axes]
-    if unknown := [name for name in data if name not in axes]:
-        raise ValueError(f"data_axes has {unknown[0]!r}, which mesh_shape lacks; its axes are {', '.join(axes)}")
+    data = _data_axes(axes, data_axes)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         module, batch, notes = plain_module(build, batch)
-        comparison = Comparison(module, batch, axes, data, loss, parallelize, clip, max_norm)
-        ranks = run_ranks(prod(axes.values()), comparison.run_rank, timeout)
-        rows = tuple(comparison.rows(ranks))
+        steps = Steps(module, batch, axes, data, loss, parallelize, clip, max_norm)
+        true = steps.run_plain()
+        ranks = run_ranks(prod(axes.values()), steps.run_rank, timeout)
+        rows = tuple(Comparison(steps, true, ranks).rows())
     return GradientComparison(axes, rows, (*notes, *dict.fromkeys(rank.note for rank in ranks if rank.note)))
 
 
@@ -139,3 +142,14 @@ def _checked(mesh_shape: Mapping[str, int]) -> dict[str, int]:
     if wrong := next((name for name, size in mesh_shape.items() if not isinstance(size, int) or size < 1), None):
         raise ValueError(f"axis {wrong!r} has the size {mesh_shape[wrong]!r}; give a positive number of ranks")
     return dict(mesh_shape)
+
+
+def _data_axes(axes: Mapping[str, int], given: Sequence[str] | None) -> list[str]:
+    """Return the axes along which ranks have different parts of the batch. By default these have known names."""
+    if given is None:
+        if unknown := [name for name in axes if not name.startswith((*DATA_AXES, *MODEL_AXES))]:
+            raise ValueError(f"does axis {unknown[0]!r} cut the batch? Give the axes that do as data_axes=")
+        return [name for name in axes if name.startswith(DATA_AXES)]
+    if lacking := [name for name in given if name not in axes]:
+        raise ValueError(f"data_axes has {lacking[0]!r}, which mesh_shape lacks; its axes are {', '.join(axes)}")
+    return [*given]
