@@ -526,7 +526,7 @@ MESSAGES = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_fault_of_ranks_ends_with_an_error_and_without_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "STALLED", 0.5)
+    monkeypatch.setattr(threads, "STUCK", 10)
     with pytest.raises(RuntimeError, match=MESSAGES[name]) as raised:
         compare_gradients(Net, STEPS[name], X, {"tp": 2}, timeout=1 if name == "one_rank_runs_forever" else 60)
     assert isinstance(raised.value.__cause__, KeyError) is (name == "one_rank_raises")

@@ -21,7 +21,7 @@ from torch import distributed as dist
 from thunder_zero.compat.torch.threaded_group import end_waits, frame_of, join_group, threads_as_ranks, waiting_call
 
 POLL = 0.02  # seconds between two looks at the ranks
-STALLED = 5.0  # seconds after which ranks that all wait are stuck; a rank that can go on wakes up in milliseconds
+STUCK = 100  # looks in which all ranks wait in the same calls, for ranks that have not come
 GRACE = 10.0  # seconds that ranks have to end after an error
 OWN, LIBRARIES = str(Path(__file__).parents[1]), (str(Path(dist.__file__).parents[1]), threading.__file__)
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class _Rank(threading.Thread, Generic[T]):
         """Return where the thread is, such as ``waits in allreduce, called at train.py:12 in forward``."""
         if not self.is_alive():
             return "has ended"
-        call = waiting_call(frame_of(self))
+        call = waiting_call(self)
         frame = call or frame_of(self)
         where = "runs" if call is None else f"waits in {call.f_code.co_name}"
         while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
@@ -83,18 +83,18 @@ class _Rank(threading.Thread, Generic[T]):
 
 def _wait_for(ranks: list[_Rank[T]], timeout: float) -> None:
     """Wait until all ranks have ended. Raise if one raised, if they are stuck, or after ``timeout`` seconds."""
-    begin = since = time.monotonic()
+    begin = time.monotonic()
+    looks = 0
     last_calls: list[FrameType | None] = []
     while alive := [rank for rank in ranks if rank.is_alive()]:
         alive[0].join(POLL)
         _raise_error(ranks)
-        calls = [waiting_call(frame_of(rank)) for rank in alive]
-        if None in calls or calls != last_calls:
-            last_calls, since = calls, time.monotonic()
-        stuck = time.monotonic() - since > STALLED
-        if stuck or time.monotonic() - begin > timeout:
+        calls = [waiting_call(rank) for rank in alive]
+        looks = looks + 1 if calls == last_calls and None not in calls else 0
+        last_calls = calls
+        if looks >= STUCK or time.monotonic() - begin > timeout:
             places = "; ".join(f"rank {rank.rank} {rank.place()}" for rank in ranks)
-            problem = "ranks wait for each other" if stuck else f"ranks still run after {timeout:g} s"
+            problem = "ranks wait for each other" if looks >= STUCK else f"ranks still run after {timeout:g} s"
             raise RuntimeError(
                 f"{problem}: {places}; every rank must call the same collectives of a group in the same order"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from inspect import unwrap
 from threading import Thread
@@ -16,8 +16,8 @@ from torch.distributed import distributed_c10d
 from thunder_zero.compat.private import set_thread_isolation_mode, store_based_barrier, threaded_groups
 
 MAKE_GROUPS = ("new_group", "init_process_group")
-JOIN = threaded_groups.Collective.join  # where a rank waits for the other ranks of a collective
-WAITS: tuple[CodeType, ...] = (JOIN.__code__, unwrap(store_based_barrier).__code__)
+JOIN: CodeType = threaded_groups.Collective.join.__code__  # where a rank waits for the other ranks of a collective
+BARRIER: CodeType = unwrap(store_based_barrier).__code__  # where a rank waits for the other ranks of a new group
 
 
 @contextmanager
@@ -63,14 +63,28 @@ def frame_of(thread: Thread) -> FrameType | None:
     return sys._current_frames().get(thread.ident or 0)
 
 
-def waiting_call(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of the collective, or of ``new_group``, in which a thread waits, or None if it does not wait."""
-    while frame is not None and frame.f_code not in WAITS:
+def waiting_call(thread: Thread) -> FrameType | None:
+    """Return the frame of the collective, or of ``new_group``, in which a thread waits for ranks that have not come.
+
+    The result is None for a thread that runs, and for one that will wake up because all ranks have come.
+    """
+    frame = frame_of(thread)
+    while frame is not None and frame.f_code not in (JOIN, BARRIER):
         if not frame.f_code.co_filename.endswith("threading.py"):  # a waiting thread has only waits below
             return None
         frame = frame.f_back
-    if frame is None or frame.f_code is JOIN.__code__:
-        return None if frame is None else frame.f_back
+    if frame is None or _have_all_come(frame.f_code, frame.f_locals):
+        return None
+    if frame.f_code is JOIN:
+        return frame.f_back
     while frame.f_back is not None and frame.f_code.co_name not in MAKE_GROUPS:
         frame = frame.f_back
     return frame
+
+
+def _have_all_come(code: CodeType, values: Mapping[str, Any]) -> bool:
+    if code is JOIN:
+        collective = values["self"]
+        return bool(collective._count >= collective._world_size)
+    last = values.get("last_worker_key")
+    return last is None or bool(values["store"].check([last]))
