@@ -411,6 +411,33 @@ def test_a_missing_gradient_and_a_surplus_one_are_errors() -> None:
     assert wrong.keys() == {"norm.weight", "frozen", "total norm"}
 
 
+def test_a_gradient_that_one_rank_lacks_is_not_gathered() -> None:
+    def parallelize(model: Net, mesh: DeviceMesh) -> None:
+        sliced(model, mesh)
+        if mesh.get_local_rank() == 1:
+            model.up.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+
+    wrong = errors(compare_gradients(Net, parallelize, X, {"tp": 2}))
+    assert wrong == {"up.weight": "no gradient on rank 1; the plain module has one"}
+
+
+def test_zeros_hide_no_error() -> None:
+    class Adapter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(8, 2), nn.Linear(2, 8)
+            nn.init.zeros_(self.outer.weight)  # the gradients of inner are zero
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outer(self.inner(x))
+
+    def parallelize(model: Adapter, mesh: DeviceMesh) -> None:
+        model.inner.weight.register_hook(lambda grad: 3 * grad)
+
+    wrong = errors(compare_gradients(Adapter, parallelize, X, {"tp": 2}))
+    assert wrong["inner.weight"] == "3 times the true value"
+
+
 def test_a_value_that_differs_before_the_step_is_named() -> None:
     def parallelize(model: Net, mesh: DeviceMesh) -> None:
         with torch.no_grad():
@@ -482,8 +509,9 @@ def fault(function: Parallelize) -> Parallelize:
 
 @fault
 def one_rank_calls(model: nn.Module, mesh: DeviceMesh) -> None:
+    fully_shard(model, mesh=mesh)
     if mesh.get_local_rank() == 0:
-        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1), group=mesh.get_group())
 
 
 @fault
