@@ -438,6 +438,21 @@ def test_zeros_hide_no_error() -> None:
     assert wrong["inner.weight"] == "3 times the true value"
 
 
+def test_a_gradient_that_is_zero_but_for_rounding_is_right() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.shift = nn.Linear(8, 8), nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.softmax(self.linear(x) + self.shift, -1)  # like a bias of keys, shift changes nothing
+
+    comparison = compare_gradients(Shifted, by_hand(), X, {"dp": 2})
+    assert comparison.right, str(comparison)
+    (error,) = (row.error for row in comparison.rows if row.name == "shift")
+    assert error > 0.01  # of about 1e-18
+
+
 def test_a_value_that_differs_before_the_step_is_named() -> None:
     def parallelize(model: Net, mesh: DeviceMesh) -> None:
         with torch.no_grad():

@@ -75,6 +75,8 @@ def test_other_disagreements_name_ranks_or_axes() -> None:
         named([TRUE, other, TRUE, TRUE, other, TRUE])[0]
         == "ranks disagree: right on ranks 0, 2, 3, 5, wrong on ranks 1, 4"
     )
+    one_right_sum = [*shares(TRUE, 2), *shares(other, 2), *shares(TRUE, 2)]
+    assert named(one_right_sum)[0].startswith("ranks disagree along dp, tp: relative error")
     text, _ = named(on_ranks(tp=[other, TRUE.flip(1)]))
     assert re.fullmatch(r"ranks disagree along tp: relative error [\d.]+ on rank 0", text)
 

@@ -123,7 +123,7 @@ def _name_rows(value: Tensor, true: Tensor, dim: int, axes: Mapping[str, int]) -
     rows, true_rows = _rows(value, dim), _rows(true, dim)
     scale = CLOSE * float(true.norm()) / true.shape[dim] ** 0.5
     is_wrong = (rows - true_rows).norm(dim=1) > scale
-    if is_wrong.all() or not is_wrong.any():
+    if is_wrong.all():
         return ""
     wrong = is_wrong.nonzero().flatten().tolist()
     factor = _factor(rows[is_wrong], true_rows[is_wrong])
