@@ -62,6 +62,18 @@ def test_the_start_page_shows_the_output_of_its_programs(capsys: pytest.CaptureF
         assert lines == output
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_section_on_gradients_by_numbers_shows_its_output(capsys: pytest.CaptureFixture[str]) -> None:
+    page = DOCS / "check.md"
+    section = page.read_text().partition("\n## Compare gradients by numbers\n")[2].partition("\n## ")[0]
+    ((program, output),) = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", section, flags=re.DOTALL)
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(compile(program, str(page), "exec"), names)
+    assert capsys.readouterr().out == output
+    _, fixed = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    exec(compile(fixed, str(page), "exec"), names)
+
+
 @pytest.mark.slow
 def test_the_forecast_of_the_memory_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     # Versions may differ in the peak and in names of values, but not in the bytes at rest.

@@ -204,6 +204,10 @@ def lengths_of_packed_sequences_end_graphs() -> bool:
     return True
 
 
+def no_public_name_makes_groups_of_threads() -> bool:
+    return not [name for name in dir(dist) if "thread" in name.lower() and not name.startswith("_")]
+
+
 AOT = ("export", "joint", "nodes", "rewrites", "runtime")
 NEEDS = (
     Need("jitted.py", no_public_name_gives_a_jitted_module),
@@ -217,6 +221,7 @@ NEEDS = (
     Need("torch/groups.py: restarts_on_one_store", attempts_of_torchrun_have_one_store, TORCH),
     Need("torch/groups.py: at_exit", gloo_has_threads_after_its_group, TORCH),
     Need("torch/groups.py: wait_for_a_core", gloo_takes_a_core_when_woken, TORCH),
+    Need("torch/threaded_group.py", no_public_name_makes_groups_of_threads, TORCH),
     Need("imports.py", thunder_cannot_be_imported, TORCH),
     Need("plans_of_transformers.py", transformers_has_no_public_name_that_applies_a_plan, TORCH),
     Need("slice_generators.py", torch_draws_for_no_slice_on_a_cpu, TORCH),

@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING
 from thunder_zero.lazy import lazy
 
 if TYPE_CHECKING:  # the public names, which are imported when they are first used
+    from thunder_zero.spmd.by_numbers import GradientComparison as GradientComparison
+    from thunder_zero.spmd.by_numbers import compare_gradients as compare_gradients
+    from thunder_zero.spmd.comparison import ComparedValue as ComparedValue
     from thunder_zero.tools.compiled_programs import programs as programs
     from thunder_zero.tools.convert import consolidate as consolidate
     from thunder_zero.tools.convert import shard_safetensors as shard_safetensors

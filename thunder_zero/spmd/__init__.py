@@ -1,0 +1,1 @@
+"""Checks a step of several ranks in one process: gradients by numbers."""
