@@ -45,3 +45,10 @@ def refused(kind: type[Exception], *words: str) -> Iterator[None]:
     assert "\n" not in text, text
     assert len(re.sub(r"/(?:[^\s/]+/)+", "", text)) < 320, text  # folders do not count: checkouts lie anywhere
     assert "; " in text, f"the error names no action: {text}"
+
+
+def all_refused(*rows: tuple[Callable[[], object], type[Exception], tuple[str, ...]]) -> None:
+    """Check that each call is refused, as :func:`refused` does."""
+    for call, kind, words in rows:
+        with refused(kind, *words):
+            call()

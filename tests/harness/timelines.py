@@ -19,6 +19,7 @@ from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import RECOMPUTE, STAGES, MiB, Policy, Times
 from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Launch, Op, Reduce, Return, Wait, Work, ends
 from thunder_zero.schedule.timeline import Timeline, Value
+from thunder_zero.tools.time.lanes import Span
 
 CHEAP_BITS = 12
 WORK = {"*": Work.MATMUL, "?": Work.OTHER, "~": Work.RANDOM, "/": Work.VIEW, "|": Work.VIEW}  # by mark, see ``program``
@@ -51,6 +52,11 @@ def lines(timeline: Timeline, *kinds: type[Op], backward: bool | None = None) ->
 
     ops = (op for op in timeline.ops if op.params or not isinstance(op, Free))
     return [line(op) for op in ops if isinstance(op, kinds or Op) and backward in (None, op.backward)]
+
+
+def spans_in_words(spans: Iterable[Span]) -> list[str]:
+    """Describe each span: its lane, or "wait" if compute waits; its start and end."""
+    return [f"{'wait' if span.waits else span.lane} {span.start:.17g} {span.end:.17g}" for span in spans]
 
 
 def gathered(timeline: Timeline, *, backward: bool) -> Counter[str]:

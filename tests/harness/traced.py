@@ -59,3 +59,7 @@ class Chain(nn.ModuleList):
         for module in self:
             x = module.forward(x)
         return x
+
+
+def mean_square(y: Tensor) -> Tensor:
+    return y.square().mean()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import thunder_zero as tz
+from tests.harness.commands import output_of, run_command
 from tests.harness.errors import fails
 from thunder_zero.comm.handle import Handle
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.ops import Gather, Op, Wait
 from thunder_zero.schedule.prefetch import Bound, bounds
 from thunder_zero.sharded.waits import Labels, label_launch
-from thunder_zero.tools import Device, Link, cli, diff, estimate
+from thunder_zero.tools import Device, Link, diff, estimate
 
 import thunder
 
@@ -67,12 +67,8 @@ def in_words(shown: object) -> str:
 
 def op_at(line: Any, program: tz.tools.Traces) -> Op:
     """Return the operation that a line runs. A line that frees a gathered parameter runs a FREE."""
-    (op,) = (
-        op
-        for op, lines in zip(program.timeline.ops, program.lines, strict=True)
-        if op.backward is (line.phase == "backward") and lines[0] == line.position
-    )
-    return op
+    places = [(op.backward, positions[0]) for op, positions in zip(program.timeline.ops, program.lines, strict=True)]
+    return program.timeline.ops[places.index((line.phase == "backward", line.position))]
 
 
 def test_explain_names_each_line_of_a_zero3_parameter() -> None:
@@ -80,11 +76,10 @@ def test_explain_names_each_line_of_a_zero3_parameter() -> None:
     shown = tz.explain(program, weight(2))
     assert f"rows 0 to 1 of 4 on this rank, {MATRIX // 2} B of {MATRIX} B" in in_words(shown)
     assert [gather["gather"].phase for gather in shown.gathers] == ["forward", "backward"]
-    for gather in shown.gathers:
+    for gather, use in zip(shown.gathers, ("aten.t(", "aten.mm("), strict=True):  # backward reads the weight itself
         launch, free = gather["gather"], gather["free"]
         assert op_at(launch, program).params == op_at(gather["wait"], program).params == (weight(2),)
-        view = "aten.t(" if launch.phase == "forward" else "aten.mm("  # backward multiplies by the weight itself
-        assert view in gather["first use"].statement
+        assert use in gather["first use"].statement
         assert op_at(gather.get("last use", gather["first use"]), program).flops == 2 * ROWS * WIDTH**2
         assert free.code.startswith("del ")
         assert free.phase == launch.phase
@@ -140,10 +135,10 @@ def test_explain_gives_the_reason_for_each_place() -> None:
 
 def test_nothing_computes_between_the_bound_of_a_gather_and_its_launch() -> None:
     for program in (
-        traces(3, bucket_bytes=0),
-        traces(1, bucket_bytes=0, prefetch=1),
-        traces(2, bucket_bytes=0, in_flight_bytes=2 * MATRIX),
-        traces(3, bucket_bytes=0, reshard_after_forward=None),
+        traces(3, **ALONE),
+        traces(1, **ALONE, prefetch=1),
+        traces(2, **ALONE, in_flight_bytes=2 * MATRIX),
+        traces(3, **ALONE, reshard_after_forward=None),
     ):
         ops, result = program.timeline.ops, bounds(program.timeline)
         launches = {op.writes[0]: index for index, op in enumerate(ops) if isinstance(op, Gather)}
@@ -183,14 +178,11 @@ def test_a_value_computed_from_a_parameter_alone_counts_as_its_use() -> None:
     assert gather["last use"].position < gather["free"].position
 
 
-def test_seconds_add_up_to_the_estimate() -> None:
+def test_seconds_of_parameters_add_up_to_the_estimate() -> None:
     program = traces(3, bucket_bytes=0)
-    shown = [tz.explain(program, weight(index), device=DEVICE) for index in range(UNITS)]
-    frozen = tz.explain(program, "frozen", device=DEVICE)
-    exposed = [report.exposed_seconds for report in (*shown, frozen)]
-    assert sum(report for report in exposed if report is not None) == pytest.approx(
-        estimate(program, DEVICE).exposed_seconds
-    )
+    shown = [tz.explain(program, path, device=DEVICE) for path in (*map(weight, range(UNITS)), "frozen")]
+    exposed = sum(report.exposed_seconds or 0.0 for report in shown)
+    assert exposed == pytest.approx(estimate(program, DEVICE).exposed_seconds)
     assert "compute waits" in in_words(shown[0])
     for gather in shown[0].gathers:
         assert gather["gather"].wire_seconds == pytest.approx(10 * MATRIX / 2)
@@ -211,24 +203,18 @@ def test_diff_compares_zero2_and_zero3_unit_by_unit() -> None:
         assert total["gathered"] == max(gathered_bytes(program.timeline))
         assert total["gathers"] == sum(isinstance(op, Gather) for op in program.timeline.ops)
         assert (total["recomputed"], total["its FLOP"]) == (0, 0)
-    peaks = tuple(table.memory.peak for table in shown.tables if table.memory)
-    assert peaks == (
-        tz.tools.memory(first).peak,
-        tz.tools.memory(second).peak,
-    )
+    peaks = [table.memory.peak for table in shown.tables if table.memory]
+    assert peaks == [tz.tools.memory(program).peak for program in (first, second)]
     assert "layers.1 .. 4, each 1 -> 2 1 64 -> 96 B 64 B 0 0" in in_words(shown)
 
 
 def test_diff_counts_recomputed_flops_for_their_unit() -> None:
     units = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)]
     module, x = nn.Sequential(*units), torch.ones(ROWS, 8)
-    policy = tz.Policy(3, recompute="none", unit_of=lambda module: ("0", "1"))
-    plain, recomputing = (
-        tz.trace(module, x, policy=replace(policy, recompute=recompute), world_size=2)
-        for recompute in ("none", "units")
-    )
-    shown = diff(plain, recomputing)
-    estimates = [estimate(program, DEVICE) for program in (plain, recomputing)]
+    plain = tz.Policy(3, recompute="none", unit_of=lambda module: ("0", "1"))
+    policies = plain, replace(plain, recompute="units")
+    programs = [tz.trace(module, x, policy=policy, world_size=2) for policy in policies]
+    shown, estimates = diff(*programs), [estimate(program, DEVICE) for program in programs]
     assert estimates[0].model_seconds == estimates[1].model_seconds  # recomputation is no work of the model
     more = 2 * ROWS * 8 * 8  # the first product of the first unit
     assert shown.total[1]["its FLOP"] == estimates[1].flops - estimates[0].flops == more
@@ -240,20 +226,16 @@ def test_diff_counts_recomputed_flops_for_their_unit() -> None:
 def test_wrong_arguments_are_refused_in_a_sentence() -> None:
     program, zero3 = traces(3), cast(Any, "zero3")
     three, two, rooted = traces(3, units=3), traces(3, units=2), traces(3, units=2, unit_of=lambda module: ())
-    rows: tuple[tuple[Callable[[], object], str], ...] = (
-        (
-            lambda: tz.explain(program, "layer.3.weight"),
-            "no parameter 'layer.3.weight'; the nearest names are 'layers.3.",
-        ),
+    unknown = "no parameter 'layer.3.weight'; the nearest names are 'layers.3."
+    no_sync = "one of the programs runs under no_sync and the other does not"
+    rows: tuple[tuple[Any, str], ...] = (
+        (lambda: tz.explain(program, "layer.3.weight"), unknown),
         (lambda: tz.explain(program, "shift"), "'shift' is a buffer, or a parameter that Policy.ignored names"),
         (lambda: tz.explain(program, weight(0), device="h9"), "there is no device 'h9'; give one of a100, h100"),
         (lambda: tz.tools.save_timeline("no.json", program, device="h9"), "there is no device 'h9'; give one of a100"),
         (lambda: diff(three, two), "the first has 'layers.2.weight' (4, 4) float32 where the second has no"),
         (lambda: diff(rooted, two), "'layers.0.weight' is of unit '' in the first and of 'layers.0' in"),
-        (
-            lambda: diff(program, traces(3, synced=False)),
-            "one of the programs runs under no_sync and the other does not",
-        ),
+        (lambda: diff(program, traces(3, synced=False)), no_sync),
         (lambda: diff(program, zero3), "diff takes Traces, got str"),
     )
     for call, words in rows:
@@ -290,10 +272,8 @@ def test_a_profile_has_labels_and_is_shown_beside_the_forecast(tmp_path: Path) -
     with torch.profiler.profile() as profiler:
         model(torch.ones(ROWS, WIDTH)).sum().backward()
     profiler.export_chrome_trace(str(profile))
-    spans = sorted(
-        (event["ts"], event["ts"] + event["dur"], event["name"]) for event in events_of(profile, "user_annotation")
-    )
-    labels = [name for *_, name in spans if not name.startswith("Profiler")]
+    spans = sorted(events_of(profile, "user_annotation"), key=lambda event: (event["ts"], event["dur"]))
+    labels = [event["name"] for event in spans if not event["name"].startswith("Profiler")]
     forward = [
         *(f"gather {weight(0)}", f"wait for gather {weight(0)}"),
         *("unit layers.0", f"gather {weight(1)}", "gather frozen", f"wait for gather {weight(1)}"),
@@ -347,26 +327,19 @@ import beside
 class Config:
     width: int = 4
 
+class Broken(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).view(7)
+
 def build():
     with torch.device("meta"):
         layers = [nn.Linear(Config().width, Config().width, bias=False) for _ in range(beside.UNITS)]
         return nn.Sequential(*layers), torch.ones(3, Config().width)
 
-def wrong():
-    return build()[0]
-
-def broken():
-    return int("three")
-
-class Broken(torch.nn.Linear):
-    def forward(self, x):
-        return super().forward(x).view(7)
-
-def broken_forward():
-    return Broken(4, 4), torch.zeros(2, 4)
-
-def wrong_shape():
-    return torch.nn.Linear(4, 4), torch.zeros(2, 5)
+def wrong(): return build()[0]
+def broken(): return int("three")
+def broken_forward(): return Broken(4, 4), torch.zeros(2, 4)
+def wrong_shape(): return nn.Linear(4, 4), torch.zeros(2, 5)
 """
 
 
@@ -377,39 +350,24 @@ def model_file(tmp_path: Path) -> Path:
     return tmp_path / "model.py"
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = cli.main([str(argument) for argument in arguments])
-    out, error = capsys.readouterr()
-    return code, out, error
-
-
-def test_the_command_traces_a_file_for_any_world(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = f"{model_file}:build"
-    code, out, _ = run(capsys, "trace", place, "--world-size", 4, "--rank", 3, "--stage", 2, "--phase", "forward")
-    assert code == 0
-    assert "\n# forward, ZeRO-2, rank 3 of 4" in out
-    printed = {}
-    for options in (("--all",), ()):
-        code, printed[options], _ = run(capsys, "trace", place, "--world-size", 4, *options)
-        assert code == 0
-    assert [[word in out for word in ("torch.ops.aten", " aten.", "C0")] for out in printed.values()] == [
-        [True, False, True],
-        [False, True, False],
-    ]
-    code, out, _ = run(capsys, "trace", place, "--world-size", 4, "--json")
-    lines = json.loads(out)["lines"]
+def test_the_command_traces_a_file_for_any_world(model_file: Path) -> None:
+    trace = partial(output_of, "trace", f"{model_file}:build")
+    printed = trace("--world-size", 4, "--rank", 3, "--stage", 2, "--phase", "forward")
+    assert "\n# forward, ZeRO-2, rank 3 of 4" in printed
+    words, every, some = ("torch.ops.aten", "C0", " aten."), trace("--world-size", 4, "--all"), trace("--world-size", 4)
+    assert [word in every for word in words] == [True, True, False]
+    assert [word in some for word in words] == [False, False, True]
+    lines = json.loads(trace("--world-size", 4, "--json"))["lines"]
     launched = [line for line in lines if line["sent"]]
     assert [line["kind"] for line in launched].count("reduce") == 3
     assert sum(line["sent"] for line in launched if line["phase"] == "forward") == 3 * MATRIX * 3 // 4
     assert {"forward", "backward"} == {line["phase"] for line in lines}
-    code, out, _ = run(capsys, "trace", place, "--json", "--unit", "1", "--only", "parameters")
-    shown = json.loads(out)["lines"]
+    shown = json.loads(trace("--json", "--unit", "1", "--only", "parameters"))["lines"]
     assert 0 < len(shown) < len(lines)
     assert any("lines_left_out" in line for line in shown)
     for device, ahead in (((), 2), (("--device", "h100"), 1)):  # units gathered ahead: Policy.prefetch
-        code, out, _ = run(capsys, "trace", place, "--phase", "forward", "--json", *device)
-        kinds = [line["kind"] for line in json.loads(out)["lines"]]
-        assert (code, kinds[: kinds.index("compute")].count("gather")) == (0, 1 + ahead)
+        kinds = [line["kind"] for line in json.loads(trace("--phase", "forward", "--json", *device))["lines"]]
+        assert kinds[: kinds.index("compute")].count("gather") == 1 + ahead
 
 
 REFUSED = (
@@ -423,49 +381,40 @@ REFUSED = (
 )
 
 
-def test_a_wrong_place_is_refused_in_a_sentence(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_place_is_refused_in_a_sentence(model_file: Path) -> None:
     for place, options, sentence in REFUSED:
-        code, _, error = run(capsys, "trace", model_file.parent / place, *options)
+        code, _, error = run_command("trace", model_file.parent / place, *options)
         assert (code, error.count("\n")) == (1, 1)
         assert sentence in error
 
 
-@pytest.mark.parametrize(
-    "command", [("trace",), ("plan", "--world-size", "8", "--model")], ids=lambda command: command[0]
-)
-def test_an_error_of_the_users_code_is_one_sentence_with_its_line(
-    command: tuple[str, ...], model_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = MODEL.splitlines()
+@pytest.mark.parametrize("command", [("trace",), ("plan", "--world-size", "8", "--model")], ids=["trace", "plan"])
+def test_an_error_of_the_users_code_is_one_sentence_with_its_line(command: tuple[str, ...], model_file: Path) -> None:
+    (model_file.parent / "syntax.py").write_text("def build(:\n")
+    lines = [line.strip() for line in MODEL.splitlines()]
     for function, line, words in (
-        ("broken", 'return int("three")', "ValueError: invalid literal for int"),
+        ("broken", 'def broken(): return int("three")', "ValueError: invalid literal for int"),
         ("broken_forward", "return super().forward(x).view(7)", "RuntimeError: shape '[7]' is invalid for input"),
     ):
-        code, _, error = run(capsys, *command, f"{model_file}:{function}")
-        number = next(index for index, text in enumerate(lines, 1) if text.strip() == line)
-        assert (code, error.splitlines()[-1].startswith(f"thunder-zero: {model_file}:{number}, in ")) == (1, True), (
-            error
-        )
+        code, _, error = run_command(*command, f"{model_file}:{function}")
+        assert code == 1
+        assert error.splitlines()[-1].startswith(f"thunder-zero: {model_file}:{lines.index(line) + 1}, in "), error
         assert f"`{line}`: {words}" in error
         assert "Traceback" not in error
-    _, _, error = run(capsys, *command, f"{model_file}:wrong_shape")
+    _, _, error = run_command(*command, f"{model_file}:wrong_shape")
     assert "linear.py:" in error
     assert "RuntimeError: a and b must have same reduction dim" in error
-    (model_file.parent / "syntax.py").write_text("def build(:\n")
-    assert "syntax.py:1: SyntaxError" in run(capsys, *command, f"{model_file.parent / 'syntax.py'}:build")[2]
+    assert "syntax.py:1: SyntaxError" in run_command(*command, f"{model_file.parent / 'syntax.py'}:build")[2]
 
 
 def test_the_page_shows_the_output_of_its_programs(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    text = PAGE.read_text()
-    fences = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
-    program, printed = fences.findall(text)[:2]
-    second_program, output = fences.findall(text.partition("## Ask a line")[2])[:2]
     names: dict[str, Any] = {"__name__": "page"}
-    exec(compile(program, str(PAGE), "exec"), names)
-    assert capsys.readouterr().out == printed
-    exec(compile(second_program, str(PAGE), "exec"), names)
-    assert capsys.readouterr().out == output
+    text = PAGE.read_text()
+    for section in (text, text.partition("## Ask a line")[2]):
+        program, printed = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)[:2]
+        exec(compile(program, str(PAGE), "exec"), names)
+        assert capsys.readouterr().out == printed
     assert (tmp_path / "trace.json").exists()

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -17,12 +16,11 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
 import thunder_zero as tz
+from tests.harness.commands import output_of, refusal_of, run_command
 from tests.harness.errors import fails
 from thunder_zero.safetensors_files import TensorToWrite, split_into_files
-from thunder_zero.tools import cli, consolidate
+from thunder_zero.tools import consolidate
 from thunder_zero.tools.convert import OpenCheckpoint
-
-Command = Callable[..., tuple[int, str, str]]
 
 
 def weights() -> dict[str, Tensor]:
@@ -54,22 +52,12 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Return a function that runs the command line, and returns its exit code, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = cli.main([str(argument) for argument in arguments])
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
-
-
 # From files
 
 
-def test_an_index_its_folder_or_a_folder_with_one_file_is_read(runs: Path, tmp_path: Path) -> None:
+def test_an_index_its_folder_or_a_folder_with_one_file_is_read_and_latest_stays(runs: Path, tmp_path: Path) -> None:
+    assert not (runs / "latest").is_symlink()
+    (runs / "latest").symlink_to("start")
     (tmp_path / "hub").mkdir()
     files = consolidate(runs / "start", tmp_path / "hub/model.safetensors", max_file_bytes=10)
     assert len(files) > 3
@@ -78,10 +66,11 @@ def test_an_index_its_folder_or_a_folder_with_one_file_is_read(runs: Path, tmp_p
     for source in ("hub/model.safetensors.index.json", "hub", "alone"):
         tz.tools.shard_safetensors(tmp_path / source, runs / "again", ranks=2)
         assert_same(load_file(consolidate(runs / "again", tmp_path / "one.safetensors")[0]), weights())
+    assert (runs / "latest").readlink() == Path("start")
 
 
-def test_floats_are_cast_and_tensors_aligned(runs: Path, tmp_path: Path, command: Command) -> None:
-    assert command("shard", tmp_path / "in.safetensors", tmp_path / "start", "--ranks", 2, "--dtype", "float32")[0] == 0
+def test_floats_are_cast_and_tensors_aligned(runs: Path, tmp_path: Path) -> None:
+    output_of("shard", tmp_path / "in.safetensors", tmp_path / "start", "--ranks", 2, "--dtype", "float32")
     (cast,) = consolidate(tmp_path / "start", tmp_path / "one.safetensors")
     expected = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights().items()}
     assert_same(load_file(cast), expected)
@@ -93,9 +82,8 @@ def test_floats_are_cast_and_tensors_aligned(runs: Path, tmp_path: Path, command
         assert (8 + length + header[name]["data_offsets"][0]) % tensor.itemsize == 0, name
     save_file(expected, tmp_path / "right.safetensors")
     tz.tools.shard_safetensors(tmp_path / "right.safetensors", tmp_path / "right", ranks=2)
-    assert data_bytes(tmp_path / "start") == data_bytes(
-        tmp_path / "right"
-    )  # readers cast, so only bytes show the dtype
+    # Readers cast, so only bytes show the dtype.
+    assert data_bytes(tmp_path / "start") == data_bytes(tmp_path / "right")
 
 
 INDEX = "model.safetensors.index.json"
@@ -113,24 +101,15 @@ GARBAGE = [
 ]
 
 
-def test_garbage_is_refused_in_one_sentence(tmp_path: Path, command: Command) -> None:
+def test_garbage_is_refused_in_one_sentence(tmp_path: Path) -> None:
     save_file(weights(), tmp_path / "good.safetensors")
     (tmp_path / "folder").mkdir()
     for name, content, sentence in GARBAGE:
         (tmp_path / name).write_bytes(content)
-        code, out, err = command("shard", tmp_path / name.removesuffix("/in"), tmp_path / "start")
-        assert (code, out, err.count("\n")) == (1, "", 1), (name, content)
-        assert err.startswith("thunder-zero: "), err
-        assert sentence in err, (sentence, err)
-        assert "; " in err, err
+        error = refusal_of("shard", tmp_path / name.removesuffix("/in"), tmp_path / "start")
+        assert sentence in error, (sentence, error)
+        assert "; " in error, error
     assert not (tmp_path / "start").exists()
-
-
-def test_latest_keeps_its_checkpoint(runs: Path, tmp_path: Path) -> None:
-    assert not (runs / "latest").is_symlink()
-    (runs / "latest").symlink_to("start")
-    tz.tools.shard_safetensors(tmp_path / "in.safetensors", runs / "other")
-    assert (runs / "latest").readlink() == Path("start")
 
 
 # To files
@@ -153,8 +132,7 @@ def test_only_files_of_an_earlier_call_are_removed(runs: Path, tmp_path: Path) -
         (out / name).touch()
     (start,) = consolidate(runs / "start", tmp_path / "ours.safetensors")
     for name in ("m.optimizer.safetensors", "m.optimizer-00001-of-00002.safetensors"):
-        start.with_name(name).write_bytes(start.read_bytes())
-        start.with_name(name).rename(out / name)
+        shutil.copy(start, out / name)
     for limit in (10, 20, None, 10):
         files = consolidate(runs / "start", out / "m.safetensors", max_file_bytes=limit)
         assert {path.name for path in out.iterdir()} == {*foreign, *(file.name for file in files)}
@@ -163,86 +141,77 @@ def test_only_files_of_an_earlier_call_are_removed(runs: Path, tmp_path: Path) -
 def test_existing_files_stay_if_a_call_fails(runs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    consolidate(runs / "start", out / "m.safetensors", max_file_bytes=20)
+    target = out / "m.safetensors"
+    consolidate(runs / "start", target, max_file_bytes=20)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     with mock.patch.object(OpenCheckpoint, "read", side_effect=OSError(28, "No space left on device")):
-        fails(
-            lambda: consolidate(runs / "start", out / "m.safetensors"),
-            ": the disk is full; existing files are unchanged",
-        )
+        fails(lambda: consolidate(runs / "start", target), ": the disk is full; existing files are unchanged")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 # The command line
 
 
-def test_inspect_and_consolidate_refuse_a_damaged_checkpoint(runs: Path, command: Command) -> None:
+def test_inspect_and_consolidate_refuse_a_damaged_checkpoint(runs: Path) -> None:
     # ``inspect`` without --verify compares only sizes.
+    inspect, consolidate = ("inspect", runs / "start"), ("consolidate", runs / "start", runs / "m.safetensors")
     file = next((runs / "start").glob("__0_*"))
-    content = file.read_bytes()
+    content, damaged = file.read_bytes(), f"thunder-zero: {runs / 'start'} is damaged: {file.name}"
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert command("inspect", runs / "start")[0] == 0
-    damaged = f"thunder-zero: {runs / 'start'} is damaged: {file.name}"
-    changed = f"{damaged} was changed: its SHA-256 differs; use another checkpoint\n"
-    consolidate = ("consolidate", runs / "start", runs / "m.safetensors")
-    for arguments in (("inspect", runs / "start", "--verify"), consolidate):
-        assert command(*arguments) == (1, "", changed)
+    output_of(*inspect)
+    for arguments in ((*inspect, "--verify"), consolidate):
+        assert refusal_of(*arguments) == f"{damaged} was changed: its SHA-256 differs; use another checkpoint\n"
     file.write_bytes(content[:-1])
-    code, _, err = command("inspect", runs / "start")
-    assert code == 1
-    assert f"is damaged: {file.name} has {len(content) - 1:,} bytes, it was saved with {len(content):,}; " in err
+    sizes = f"has {len(content) - 1:,} bytes, it was saved with {len(content):,}; "
+    assert refusal_of(*inspect).startswith(f"{damaged} {sizes}")
     file.unlink()
-    for without in (("inspect", runs / "start"), consolidate):
-        assert command(*without) == (1, "", f"{damaged} is missing; use another checkpoint\n")
-    code, _, err = command(*consolidate, "--no-verify")
-    assert code == 1
-    assert f"start is damaged: {file.name} is missing, its .metadata needs " in err
+    for command in (inspect, consolidate):
+        assert refusal_of(*command) == f"{damaged} is missing; use another checkpoint\n"
+    assert refusal_of(*consolidate, "--no-verify").startswith(f"{damaged} is missing, its .metadata needs ")
     (runs / "start/manifest.json").write_text("{}")
-    assert "manifest.json is damaged" in command("inspect", runs / "start")[2]
-    assert command("inspect", runs / "none")[2].startswith("thunder-zero: there is no checkpoint at ")
+    assert "manifest.json is damaged" in refusal_of(*inspect)
+    assert refusal_of("inspect", runs / "none").startswith("thunder-zero: there is no checkpoint at ")
     none = f"thunder-zero: {runs} is not a checkpoint: it has no .metadata; pass the folder that was saved\n"
-    assert command("inspect", runs) == (1, "", none)
+    assert refusal_of("inspect", runs) == none
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("state", [{"model": weights()}, weights()], ids=["nested", "flat"])
-def test_checkpoints_of_other_tools_can_be_inspected_and_consolidated(
-    tmp_path: Path, command: Command, state: dict[str, Tensor]
-) -> None:
+def test_checkpoints_of_other_tools_can_be_inspected_and_consolidated(tmp_path: Path, state: dict[str, Tensor]) -> None:
     dcp.save(state, checkpoint_id=tmp_path / "other", no_dist=True)
-    code, out, err = command("inspect", tmp_path / "other")
+    code, out, err = run_command("inspect", tmp_path / "other")
     assert (code, err) == (0, "")
     assert "│ wide " in out
     assert "other: no manifest.json, so its files cannot be verified; 0 tensors of an optimizer; 2 files" in out
-    code, _, err = command("inspect", tmp_path / "other", "--verify")
-    assert code == 1
-    assert "other: it has no manifest.json" in err
-    nested = "model" in state
-    for options, expected in (((), 1), (("--no-verify",), 0 if nested else 1)):
-        assert command("consolidate", tmp_path / "other", tmp_path / "m.safetensors", *options)[0] == expected
-    if nested:
-        assert_same(load_file(tmp_path / "m.safetensors"), weights())
+    assert "other: it has no manifest.json" in refusal_of("inspect", tmp_path / "other", "--verify")
+    consolidate = "consolidate", tmp_path / "other", tmp_path / "m.safetensors"
+    refusal_of(*consolidate)
+    if "model" not in state:
+        refusal_of(*consolidate, "--no-verify")
+        return
+    output_of(*consolidate, "--no-verify")
+    assert_same(load_file(tmp_path / "m.safetensors"), weights())
 
 
-def test_an_interrupt_is_reported_in_one_line(command: Command) -> None:
+def test_an_interrupt_is_reported_in_one_line() -> None:
     with mock.patch("thunder_zero.tools.convert.inspect", side_effect=KeyboardInterrupt()):
-        assert command("inspect", "latest") == (130, "", "thunder-zero: interrupted\n")
+        assert run_command("inspect", "latest") == (130, "", "thunder-zero: interrupted\n")
 
 
-def test_files_are_printed_to_stdout_and_bars_to_stderr(
-    runs: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, out, err = command("consolidate", runs / "start", runs / "m.safetensors", "--max-file-bytes", "130B")
+def test_files_are_printed_to_stdout_and_bars_to_stderr(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sizes_of(*names: str) -> str:
+        return "".join(f"{runs / name}  {(runs / name).stat().st_size:,} B\n" for name in names)
+
+    consolidate = "consolidate", runs / "start", runs / "m.safetensors"
     names = [f"m-0000{number}-of-00002.safetensors" for number in (1, 2)] + ["m.safetensors.index.json"]
-    assert (code, err) == (0, "")
-    assert out.splitlines() == [f"{runs / name}  {(runs / name).stat().st_size:,} B" for name in names]
-    code, out, err = command("consolidate", runs / "start", runs / "m.safetensors", "--max-file-bytes", "0B")
-    assert (code, out, err.partition(";")[0]) == (1, "", "thunder-zero: max_file_bytes is '0B'")
+    code, out, err = run_command(*consolidate, "--max-file-bytes", "130B")
+    assert (code, out, err) == (0, sizes_of(*names), "")
+    assert refusal_of(*consolidate, "--max-file-bytes", "0B").startswith("thunder-zero: max_file_bytes is '0B';")
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
-    _, out, err = command("consolidate", runs / "start", runs / "m.safetensors")
-    assert out == f"{runs / 'm.safetensors'}  {(runs / 'm.safetensors').stat().st_size:,} B\n"
+    _, out, err = run_command(*consolidate)
+    assert out == sizes_of("m.safetensors")
     assert (last(err, "verify start"), last(err, "write m.safetensors")) == ("100%", "100%")
-    _, out, err = command("shard", runs.parent / "in.safetensors", runs / "again", "--ranks", 2)
+    _, out, err = run_command("shard", runs.parent / "in.safetensors", runs / "again", "--ranks", 2)
     assert out == f"{runs / 'again'}\n"
     assert last(err, "write again") == "100%"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import thunder_zero as tz
-from tests.harness.errors import refused
+from tests.harness.errors import all_refused
 from tests.harness.traced import Chain, traced
 from thunder_zero.schedule.ops import Compute, Work
 
@@ -47,14 +47,6 @@ class Attends(nn.Module):
 
 NONE = tz.Policy(0, recompute="none")
 H100 = tz.tools.DEVICES["h100"]
-MEASURED = tz.tools.Device(
-    "ours",
-    {"float32": 1.0},
-    1.0,
-    1 << 30,
-    intra_node=tz.tools.Link(1.0),
-    curves=dict.fromkeys(("matmul float32", "pointwise"), ((1.0, 1.0),)),
-)
 
 
 class Adds(nn.Module):
@@ -116,19 +108,16 @@ def test_a_learned_mask_adds_the_products_of_its_gradient() -> None:
 
 
 def test_convolutions_and_added_products_have_the_flops_that_torch_counts() -> None:
-    convolution = Chain(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 3, stride=2, dilation=2))
-    image = torch.randn(2, 3, 9, 9)
-    assert flops(trace(convolution, image).timeline) == counted(lambda: convolution(image).sum().backward()) > 0
-    adds, x = Adds(), torch.randn(5, 4)
-    assert flops(trace(adds, x).timeline) == counted(lambda: adds(x).sum().backward()) > 0
+    convolutions = Chain(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 3, stride=2, dilation=2))
+    for module, shape in ((convolutions, (2, 3, 9, 9)), (Adds(), (5, 4))):
+        x = torch.randn(shape)
+        assert flops(trace(module, x).timeline) == counted(lambda: module(x).sum().backward()) > 0  # noqa: B023
 
 
 def test_grouped_and_transposed_convolutions_count_their_filters_products() -> None:
     module, x = Chain(nn.Conv1d(4, 6, 3, groups=2), nn.ConvTranspose1d(6, 2, 3, stride=2)), torch.randn(2, 4, 7)
     traces = trace(module, x)
-    product = (
-        2 * 2 * 6 * 5 * 2 * 3
-    )  # (batch, channels, length) of the grouped output, filters of (2, 3) in either layer
+    product = 2 * (2 * 6 * 5) * (2 * 3)  # batch, channels and length of the grouped output, and filters of both layers
     assert flops(traces.forward_timeline) == counted(lambda: module(x)) == 2 * product
     assert flops(traces.backward_timeline) == product + 2 * product  # the input of the first needs no gradient
 
@@ -164,14 +153,12 @@ def test_a_step_takes_the_seconds_of_arithmetic() -> None:
 
 def test_wrong_traces_and_devices_are_refused() -> None:
     traces = traced(narrow, (3, 4), NONE)
-    rows: list[tuple[Any, Any, type[Exception], tuple[str, ...]]] = [
-        (traces.timeline, H100, TypeError, ("estimate takes Traces, got Timeline", "what trace or traces_of returns")),
-        (traces, "h9", ValueError, ("there is no device 'h9'", "give one of a100, h100")),
-        (traces, tz.tools.DEVICES["tpu-v2"], ValueError, ("TPU v2 has FLOP/s for bfloat16, but the step", "'float32'")),
-    ]
-    for argument, device, error_type, words in rows:
-        with refused(error_type, *words):
-            tz.tools.estimate(argument, device)
+    of_timeline, on = partial(tz.tools.estimate, cast(Any, traces.timeline), H100), partial(tz.tools.estimate, traces)
+    all_refused(
+        (of_timeline, TypeError, ("estimate takes Traces, got Timeline", "what trace or traces_of returns")),
+        (partial(on, "h9"), ValueError, ("there is no device 'h9'", "give one of a100, h100")),
+        (partial(on, "tpu-v2"), ValueError, ("TPU v2 has FLOP/s for bfloat16, but the step", "'float32'")),
+    )
 
 
 def test_the_loss_and_the_optimizer_are_counted_operator_by_operator() -> None:

@@ -27,10 +27,13 @@ SMALL = Size(blocks=4, width=64, heads=4, vocabulary=16, sequences=1, tokens=16)
 BEFORE, AFTER = ["embedding", "positions"], ["norm", "head"]  # before and after the blocks
 
 
-def schedule(policy: tz.Policy) -> Timeline:
+def make_inputs(size: Size) -> tuple[nn.Module, Tensor]:
     with torch.device("meta"):
-        module, tokens = make_model(SIZE), torch.zeros(1, SIZE.tokens, dtype=torch.long)
-    return tz.trace(module, tokens, policy=policy, world_size=8, device="h100").timeline
+        return make_model(size), torch.zeros(1, size.tokens, dtype=torch.long)
+
+
+def schedule(policy: tz.Policy) -> Timeline:
+    return tz.trace(*make_inputs(SIZE), policy=policy, world_size=8, device="h100").timeline
 
 
 def hidden_behind(timeline: Timeline, kind: str, *, backward: bool) -> Iterator[tuple[str, int]]:
@@ -55,23 +58,22 @@ def flops_of_a_block(timeline: Timeline, *, backward: bool, size: Size = SIZE) -
 def test_each_collective_has_the_compute_of_a_unit_to_hide_behind(stage: int, dtype: torch.dtype | None) -> None:
     """But for what a phase begins with, and for the last reductions, behind which no unit computes."""
     timeline = schedule(tz.Policy(stage, mixed_precision=tz.MixedPrecision(dtype, dtype)))
-    least = {backward: flops_of_a_block(timeline, backward=backward) for backward in (False, True)}
+    forward, backward = (flops_of_a_block(timeline, backward=backward) for backward in (False, True))
     gathers = list(hidden_behind(timeline, "gather", backward=False))
     assert [unit for unit, _ in gathers] == [*BEFORE, *BLOCKS, *AFTER]
-    assert all(flops >= least[False] for _, flops in gathers[3:])
+    assert all(flops >= forward for _, flops in gathers[3:])
     again = list(hidden_behind(timeline, "gather", backward=True))
     assert len(again) >= (SIZE.blocks - 2 if stage == 3 else 0)
     assert [unit for unit, _ in again] == BLOCKS[: len(again)][::-1]
     reductions = list(hidden_behind(timeline, "reduce", backward=True))
     assert [unit for unit, _ in reductions] == [*AFTER[::-1], *BLOCKS[::-1], *BEFORE[::-1]]
-    assert all(flops >= least[True] for _, flops in again + reductions[:-3])
+    assert all(flops >= backward for _, flops in again + reductions[:-3])
 
 
 @pytest.mark.parametrize(("buckets", "dtype"), slow((1, None), (3, None), (1, torch.bfloat16)))
 def test_backward_that_keeps_nothing_unsharded_holds_three_blocks(buckets: int, dtype: torch.dtype | None) -> None:
     # One block computes, one is gathered ahead, one is in flight. All collectives hide behind a block's compute.
-    with torch.device("meta"):
-        module, tokens = make_model(SMALL), torch.zeros(1, SMALL.tokens, dtype=torch.long)
+    module, tokens = make_inputs(SMALL)
     precision = tz.MixedPrecision(dtype, dtype)
     policy = replace(tz.ZERO3, reshard_after_forward=True, prefetch=1, mixed_precision=precision)
     block = make_plan(module, policy, Mesh.of(8)).largest_block_bytes
@@ -104,16 +106,13 @@ def test_a_unit_with_norms_in_another_dtype_travels_in_two_buckets() -> None:
 
 
 def test_fewer_bytes_are_in_flight_if_the_state_leaves_little_memory() -> None:
-    with torch.device("meta"):
-        plan = make_plan(make_model(SIZE), tz.Policy(3, mixed_precision=tz.MixedPrecision(torch.bfloat16)), Mesh.of(8))
+    policy = tz.Policy(3, mixed_precision=tz.MixedPrecision(torch.bfloat16))
+    plan = make_plan(make_inputs(SIZE)[0], policy, Mesh.of(8))
     unit, head = plan.unit_bytes["blocks.0"], 2 * SIZE.width * SIZE.vocabulary
     numel = sum(math.prod(param.shape) for param in plan.params)
     assert plan.state_bytes == 4 * 4 * numel // 8  # parameters, gradients and AdamW's two states
-    for memory_bytes, in_flight in (
-        (80 << 30, unit + head + (16 << 20)),
-        (plan.state_bytes + (1 << 30), 1 << 28),
-        (1, 0),
-    ):
+    roomy, little = (80 << 30, unit + head + (16 << 20)), (plan.state_bytes + (1 << 30), 1 << 28)
+    for memory_bytes, in_flight in (roomy, little, (1, 0)):
         assert replace(plan, memory_bytes=memory_bytes).sizes == Sizes(unit, 1, in_flight, in_flight)
     assert plan.sizes == Sizes(16 << 20, 2, 32 << 20, (32 << 20) - 1)  # the sizes for CPUs
 

@@ -1,6 +1,6 @@
-"""Forecasts of memory count each tensor under its kind. Comparisons with measurements are in tests/ranks.
+"""Forecasts of memory count each tensor under its kind, also for other shapes than those that were traced.
 
-A number of float32 has 4 bytes.
+Comparisons with measurements are in tests/ranks. A number of float32 has 4 bytes.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from io import StringIO
 from itertools import combinations
 from typing import Any
@@ -15,14 +16,17 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import thunder_zero as tz
-from tests.harness.errors import error_of, refused
+from examples.llama import Llama, LlamaConfig
+from tests.harness.errors import all_refused, error_of
 from tests.harness.tiers import slow
-from tests.harness.traced import traced
+from tests.harness.traced import mean_square, traced
 from thunder_zero.schedule.lifetimes import bytes_alive, lifetimes
+from thunder_zero.schedule.ops import Compute
 from thunder_zero.tools import Holds
 from thunder_zero.tools.forecast import figures, recorder
 from thunder_zero.tools.forecast.lines import run_region
@@ -61,10 +65,6 @@ def traces_of(policy: tz.Policy | int, **options: Any) -> tz.tools.Traces:
 
 def peak_of(kind: Holds, memory: tz.tools.Memory) -> int:
     return max(alive.get(kind, 0) for alive in memory.alive)
-
-
-def mean_square(y: Tensor) -> Tensor:
-    return y.square().mean()
 
 
 def mean_log_softmax(y: Tensor) -> Tensor:
@@ -111,31 +111,26 @@ def test_the_figures_agree_with_each_other(stage: int) -> None:
     assert all(nbytes == line.alive <= (line.highest or 0) for nbytes, line in sums)
     full = stage < 2  # DDP and ZeRO-1 hold the model in full
     assert memory.at_rest == (3 * WEIGHT if full else 3 * WEIGHT // 2) + 4 * WIDTH
-    names = {
-        kind: {item.name for item in memory.storages if item.freed is None and item.kind is kind} for kind in Holds
-    }
-    assert names[Holds.REDUCED_GRADIENT] == PATHS
-    assert len(names[Holds.INPUT]) == 1  # there is no optimizer
+    held = [(item.kind, item.name) for item in memory.storages if item.freed is None]
+    assert {name for kind, name in held if kind is Holds.REDUCED_GRADIENT} == PATHS
+    assert len({name for kind, name in held if kind is Holds.INPUT}) == 1  # there is no optimizer
     assert {item.module for item in memory.storages if item.kind is Holds.SAVED} <= {f"layers.{n}" for n in range(3)}
-    assert [note.partition(":")[0] for note in memory.excluded] == [
-        "the loss outside of the model",
-        "the optimizer's state and step",
-    ]
+    assert lacks(memory) == ["the loss outside of the model", "the optimizer's state and step"]
     reserved = tz.tools.memory(traces_of(stage), reserve=1000)
     assert (reserved.peak, reserved.at_rest) == (memory.peak + 1000, memory.at_rest + 1000)
-
-
-@pytest.mark.parametrize("stage", [3, *slow(0, 1, 2)])
-def test_timelines_and_plans_count_all_bytes_but_inputs_buffers_and_steps(stage: int) -> None:
-    traces = traces_of(stage)
-    bare, memory = tz.tools.memory(traces), tz.tools.memory(traces, optimizer=ADAM)
-    assert (
-        bare.peak == bare.at_rest + max(bytes_alive(traces.timeline, lifetimes(traces.timeline))) + ACTIVATION
-    )  # the input
-    gradients = memory.alive[-1][Holds.REDUCED_GRADIENT]
+    # Timelines and plans count all bytes but those of inputs, buffers and numbers of steps.
+    timeline, plan = traces_of(stage).timeline, traces_of(stage).plan
+    assert memory.peak == memory.at_rest + max(bytes_alive(timeline, lifetimes(timeline))) + ACTIVATION  # the input
+    stepped = tz.tools.memory(traces_of(stage), optimizer=ADAM)
+    gradients = stepped.alive[-1][Holds.REDUCED_GRADIENT]
     left_out = 3 * 4 + 4 * WIDTH  # each parameter's number of steps, the buffer
     views = 3 * WEIGHT // 2 if stage == 1 else 0
-    assert memory.at_rest + gradients == traces.plan.state_bytes - views + left_out
+    assert stepped.at_rest + gradients == plan.state_bytes - views + left_out
+
+
+def lacks(memory: tz.tools.Memory) -> list[str]:
+    """Return what a forecast leaves out."""
+    return [note.partition(":")[0] for note in memory.excluded]
 
 
 @pytest.mark.slow
@@ -169,8 +164,7 @@ def test_a_forecast_lists_what_it_leaves_out(group: ProcessGroup) -> None:
             y = model(torch.ones(ROWS, WIDTH))
         memory = tz.tools.memory(model, loss=Tensor.sum)
         assert memory.lines[-1].phase == ("backward" if enabled else "forward")
-        lacks = [note.partition(":")[0] for note in memory.excluded]
-        assert lacks == (["the optimizer's state and step"] if enabled else ["backward"])
+        assert lacks(memory) == (["the optimizer's state and step"] if enabled else ["backward"])
         assert f"left out: {memory.excluded[0]}" in " ".join(str(memory).split())
         if enabled:
             y.sum().backward()
@@ -207,7 +201,7 @@ def test_the_loss_counts_its_own_tensors_but_no_views_of_targets() -> None:
     def added(loss: Callable[[Tensor], Tensor]) -> int:
         """Return the most bytes that the loss adds to the bytes alive after forward."""
         lines = tz.tools.memory(traced(layer, (ROWS, WIDTH), tz.DDP), loss=loss).lines
-        (index,) = (number for number, line in enumerate(lines) if line.phase == "loss")
+        index = [line.phase for line in lines].index("loss")
         return (lines[index].highest or 0) - (lines[index - 1].alive or 0)
 
     first = added(views[0])
@@ -218,16 +212,13 @@ def test_the_loss_counts_its_own_tensors_but_no_views_of_targets() -> None:
 
 @pytest.mark.slow
 def test_no_sync_holds_full_gradients() -> None:
-    traces = traces_of(3, synced=False)
-    first, second = (tz.tools.memory(traces, accumulating=accumulating) for accumulating in (False, True))
-    last = tz.tools.memory(traces_of(3), accumulating=True)
-    deferred = {
-        name: [memory.alive[index].get(Holds.DEFERRED, 0) for index in (0, -1)]
-        for name, memory in (("first", first), ("second", second), ("last", last))
-    }
     # The last backward adds them to the gradients that were reduced.
-    assert deferred == {"first": [0, 3 * WEIGHT], "second": [3 * WEIGHT] * 2, "last": [3 * WEIGHT, 0]}
-    assert peak_of(Holds.DEFERRED, first) == peak_of(Holds.DEFERRED, second) == 3 * WEIGHT
+    full = 3 * WEIGHT
+    cases = {"first": (False, False, [0, full]), "second": (False, True, [full] * 2), "last": (True, True, [full, 0])}
+    for name, (synced, accumulating, expected) in cases.items():
+        memory = tz.tools.memory(traces_of(3, synced=synced), accumulating=accumulating)
+        assert [memory.alive[index].get(Holds.DEFERRED, 0) for index in (0, -1)] == expected, name
+        assert synced or peak_of(Holds.DEFERRED, memory) == full, name
 
 
 @pytest.mark.slow
@@ -251,37 +242,21 @@ def test_a_fused_region_counts_the_values_inside_it() -> None:
     for kind in (Holds.SAVED, Holds.GATHERED):
         assert peak_of(kind, fused) == peak_of(kind, plain)
     # Fusion inlines the product with the buffer, and linear's memory becomes tanh's: no temporary outlives a line.
-    of_plain, of_fused = (
-        max(
-            kinds.get(Holds.TEMPORARY, 0)
-            for kinds, line in zip(memory.alive, memory.lines, strict=True)
-            if line.phase == "forward"
-        )
-        for memory in (plain, fused)
-    )
-    assert (of_plain, of_fused) == (2 * ACTIVATION, 0)
-    # Backward passes on a gradient.
-    assert peak_of(Holds.TEMPORARY, fused) == 2 * ACTIVATION
-    assert peak_of(Holds.TEMPORARY, plain) == 2 * ACTIVATION
+    for memory, temporary in ((plain, 2 * ACTIVATION), (fused, 0)):
+        phases = zip(memory.alive, memory.lines, strict=True)
+        assert max(kinds.get(Holds.TEMPORARY, 0) for kinds, line in phases if line.phase == "forward") == temporary
+        assert peak_of(Holds.TEMPORARY, memory) == 2 * ACTIVATION  # backward passes on a gradient
 
 
-class Named(nn.Module):
-    """Reads a number, and makes tensors on named and on default devices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = layer()
-
+class ReadsANumber(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x) + torch.full((WIDTH,), 2.0) + torch.arange(WIDTH).to(x.device)
-        y = torch.where(torch.ones(ROWS, WIDTH, dtype=torch.bool, device="cpu").tril(), y, 0.0)
-        return y * torch.tensor([1.0] * WIDTH) * y.detach().sum().item()
+        return super().forward(x) * x.sum().item()
 
 
 @pytest.mark.slow
-def test_a_fused_region_may_name_devices_and_read_numbers() -> None:
+def test_a_module_that_reads_a_number_is_refused_with_its_line() -> None:
     with pytest.raises(RuntimeError, match=r"reads a number from a tensor at .*test_memory\.py:\d+, where dynamo ends"):
-        traced(Named, (ROWS, WIDTH), 3)
+        traced(lambda: ReadsANumber(WIDTH, WIDTH), (ROWS, WIDTH), 3)
 
 
 def test_a_region_may_have_one_value_as_two_inputs() -> None:
@@ -339,9 +314,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = [
 
 
 def test_what_cannot_be_forecast_is_refused() -> None:
-    for call, error_type, words in REFUSED:
-        with refused(error_type, *words):
-            call()
+    all_refused(*REFUSED)
     traces = traces_of(replace(tz.ZERO3, check_gradients=True))
     with mock.patch.object(recorder, "functions_of", return_value={"zero_check_finite": reads_a_value}):
         message = error_of(lambda: tz.tools.memory(traces))
@@ -357,3 +330,59 @@ def test_what_cannot_be_forecast_is_refused() -> None:
 
 def reads_a_value(means: Any, paths: Any) -> Any:
     return torch.empty((), device="meta").item()
+
+
+# Resized programs
+
+SIZES = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=24)
+OTHER_SHAPE = (3, 40)
+
+
+@cache
+def trace_llama(shape: tuple[int, int], policy: Any, *, dynamic: bool) -> tz.tools.Traces:
+    torch._dynamo.reset()  # dynamo remembers shapes
+    with torch.device("meta"):
+        model = Llama(SIZES)
+    tokens, labels = torch.zeros(2, *shape, dtype=torch.long)
+    return tz.trace(model, tokens, labels=labels, policy=policy, world_size=4, dynamic=dynamic)
+
+
+def products(traces: tz.tools.Traces) -> list[int]:
+    return [op.flops for op in traces.timeline.ops if isinstance(op, Compute) and op.flops]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [tz.ZERO3, tz.Policy(stage=2, recompute="none")], ids=["stage 3", "stage 2"])
+def test_a_resized_program_equals_one_traced_for_the_other_shapes(policy: tz.Policy) -> None:
+    symbolic, expected = trace_llama((2, 8), policy, dynamic=True), trace_llama(OTHER_SHAPE, policy, dynamic=False)
+    shapes = {"input_ids": OTHER_SHAPE}  # the labels follow
+    before = tz.tools.memory(symbolic).peak
+    assert tz.tools.memory(symbolic, shapes=shapes).peak == tz.tools.memory(expected).peak > before
+    resized = tz.tools.resized(symbolic, shapes)
+    seconds = [tz.tools.estimate(traces, "h100").seconds for traces in (resized, expected)]
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-3)
+    assert products(resized) == products(expected)
+    assert tz.tools.memory(symbolic).peak == before, "the given traces stay"
+
+
+def test_shapes_that_a_program_cannot_have_are_refused() -> None:
+    def resize(dynamic: bool = True, **shapes: tuple[int, ...]) -> Callable[[], object]:
+        return partial(tz.tools.resized, trace_llama((2, 8), tz.ZERO3, dynamic=dynamic), shapes)
+
+    all_refused(
+        (resize(False, input_ids=OTHER_SHAPE), ValueError, ("input_ids (3, 40)", "is for (2, 8)", "dynamic=True")),
+        (resize(tokens=OTHER_SHAPE), ValueError, ("has tokens (3, 40)", "the program's inputs are input_ids (s")),
+        (resize(input_ids=(3,)), ValueError, ("has input_ids (3)", "the program's inputs are")),
+        (resize(input_ids=OTHER_SHAPE, labels=(3, 41)), ValueError, ("labels (3, 41)", "one size each")),
+        (resize(input_ids=(0, 40)), ValueError, ("does not run", "input_ids (0, 40)")),
+    )
+
+
+def test_the_program_for_a_loss_has_no_gradients_of_other_outputs() -> None:
+    """The logits, returned beside the loss, get no gradient."""
+    traces = trace_llama((2, 8), tz.ZERO3, dynamic=False)
+    pruned = tz.tools.for_loss(traces, lambda output: output.loss)
+    backwards = [item.backward for item in (traces, pruned) if item.backward]
+    assert [sum(tangent is not None for tangent in trace.args[1]) for trace in backwards] == [2, 1]
+    forecast = tz.tools.memory(traces, loss=lambda output: output.loss)
+    tz.print_trace(pruned, "backward", memory=forecast, file=StringIO())  # the forecast matches these lines

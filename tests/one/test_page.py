@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import thunder_zero as tz
+from tests.harness.commands import output_of, refusal_of
 from tests.harness.errors import fails
 from tests.harness.tiers import slow
-from tests.harness.traced import Chain, ResidualBlock, traced
+from tests.harness.traced import Chain, ResidualBlock, mean_square, traced
 from thunder_zero.schedule.ops import Gather, Launch, ends
-from thunder_zero.tools import Device, Link, cli
+from thunder_zero.tools import Device, Link
 from thunder_zero.tools.forecast.rehearsal import Rehearsal
 from thunder_zero.tools.table.table import Table
 from thunder_zero.tools.views.page.data import Data, data_of
@@ -34,10 +35,6 @@ def build_model() -> Chain:
     return Chain(*(ResidualBlock(WIDTH) for _ in range(UNITS)))
 
 
-def mean_square(y: Tensor) -> Tensor:
-    return y.square().mean()
-
-
 class TwoOutputs(nn.Module):
     """Return a mean and the output of a layer that does not contribute to it."""
 
@@ -48,10 +45,6 @@ class TwoOutputs(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.used.forward(x)
         return y.square().mean(), self.unused.forward(y)
-
-
-def first_output(outputs: tuple[Tensor, Tensor]) -> Tensor:
-    return outputs[0]
 
 
 TRAINING: dict[str, Any] = {"loss": mean_square, "optimizer": torch.optim.AdamW}
@@ -75,19 +68,17 @@ def rows_of(columns: Data) -> list[Data]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-STAGES = [3, *slow(0, 1, 2)]
+each_stage = pytest.mark.parametrize("stage", [3, *slow(0, 1, 2)])
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each_stage
 def test_figures_are_those_of_estimate_and_memory_and_counted_bytes(stage: int) -> None:
     page = page_of(trace_model(stage), DEVICE, **TRAINING)
     time = tz.tools.estimate(trace_model(stage), DEVICE, **TRAINING)
     memory = tz.tools.memory(trace_model(stage), **TRAINING)
     timeline, figures = trace_model(stage).timeline, page["programs"][0]["figures"]
-    assert figures["step_seconds"] == time.seconds
-    assert figures["compute_seconds"] == time.compute_seconds
-    assert figures["exposed_seconds"] == time.exposed_seconds
-    assert figures["mfu"] == time.mfu
+    times = [figures[f"{name}_seconds"] for name in ("step", "compute", "exposed")]
+    assert [*times, figures["mfu"]] == [time.seconds, time.compute_seconds, time.exposed_seconds, time.mfu]
     peaks = [figures[f"{name}_bytes"] for name in ("peak", "at_rest", "optimizer_step")]
     assert peaks == [memory.peak, memory.at_rest, memory.optimizer_step]
     assert figures["sent_bytes"] == sum(timeline.traffic(op).sent for op in timeline.ops)
@@ -108,16 +99,16 @@ def test_one_rehearsal_serves_time_and_memory() -> None:
 
 def test_time_and_memory_leave_out_what_the_loss_does_not_use() -> None:
     """Layers that lead only to outputs that the loss does not use are left out, as ``for_loss`` does."""
+    training: dict[str, Any] = {"loss": lambda outputs: outputs[0], "optimizer": torch.optim.AdamW}
     whole = traced(TwoOutputs, (8, WIDTH))
-    pruned = tz.tools.for_loss(whole, first_output)
-    training: dict[str, Any] = {"loss": first_output, "optimizer": torch.optim.AdamW}
-    figures = [page_of(traces, DEVICE, **training)["programs"][0]["figures"] for traces in (whole, pruned)]
-    assert figures[0] == figures[1]
-    assert figures[0]["step_seconds"] == tz.tools.estimate(whole, DEVICE, **training).seconds
-    assert figures[0]["sent_bytes"] < page_of(whole, DEVICE)["programs"][0]["figures"]["sent_bytes"]
+    pages = page_of(whole, DEVICE, **training), page_of(tz.tools.for_loss(whole, training["loss"]), DEVICE, **training)
+    figures, of_pruned, of_whole = (page["programs"][0]["figures"] for page in (*pages, page_of(whole, DEVICE)))
+    assert figures == of_pruned
+    assert figures["step_seconds"] == tz.tools.estimate(whole, DEVICE, **training).seconds
+    assert figures["sent_bytes"] < of_whole["sent_bytes"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each_stage
 def test_each_operation_is_on_its_line_of_the_trace(stage: int) -> None:
     table = make_table(stage)
     for index, op in enumerate(table.traces.timeline.ops):
@@ -136,7 +127,7 @@ def total_length(bars: Iterable[Data]) -> float:
     return sum(bar["end"] - bar["start"] for bar in bars)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each_stage
 def test_bars_last_as_long_as_forecast_and_do_not_overlap(stage: int) -> None:
     table = make_table(stage)
     time, data = time_of(table), data_of("forecast", table)
@@ -157,12 +148,10 @@ def test_bars_last_as_long_as_forecast_and_do_not_overlap(stage: int) -> None:
 
 
 def test_a_peak_that_does_not_fit_is_marked() -> None:
-    roomy, small = (
-        page_of(trace_model(), replace(DEVICE, memory_bytes=nbytes), **TRAINING) for nbytes in (1 << 30, 1 << 10)
-    )
-    assert roomy["top"][1]["note"].startswith("of 1.00 GiB on slow, ")
-    assert small["top"][1]["note"].startswith("does not fit: slow has 1.00 KiB, ")
-    assert [page["programs"][0]["memory"]["capacity"] for page in (roomy, small)] == [1 << 30, 1 << 10]
+    for nbytes, note in ((1 << 30, "of 1.00 GiB on slow, "), (1 << 10, "does not fit: slow has 1.00 KiB, ")):
+        page = page_of(trace_model(), replace(DEVICE, memory_bytes=nbytes), **TRAINING)
+        assert page["top"][1]["note"].startswith(note)
+        assert page["programs"][0]["memory"]["capacity"] == nbytes
 
 
 def test_each_wire_of_hybrid_sharding_has_its_own_lanes() -> None:
@@ -170,12 +159,11 @@ def test_each_wire_of_hybrid_sharding_has_its_own_lanes() -> None:
     assert lanes == ["compute", "gathers, shard", "reductions, shard", "reductions, replicate"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each_stage
 def test_the_memory_curve_is_the_forecast_of_each_line(stage: int) -> None:
     table = make_table(stage)
     assert table.memory is not None
-    memory = data_of("forecast", table)["memory"]
-    lines = table.lines
+    memory, lines = data_of("forecast", table)["memory"], table.lines
     first = next(index for index, row in enumerate(lines) if row.alive is not None)  # behind the digests
     levels = [[memory["reserve"]] * len(lines), *memory["levels"]]
     tensors, peak = rows_of(memory["tensors"]), memory["peak"]
@@ -190,14 +178,13 @@ def test_the_memory_curve_is_the_forecast_of_each_line(stage: int) -> None:
     assert lines[peak["line"]].code.splitlines()[0] == table.memory.peak_line.code.splitlines()[0]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@each_stage
 def test_collectives_and_parameters_are_described_as_in_the_trace_and_in_explain(stage: int) -> None:
     table = make_table(stage, with_training=False)
     data = data_of("forecast", table)
     paths = [param.path for param in table.traces.plan.params]
-    assert [param["path"] for param in data["parameters"]] == paths
-    for param in data["parameters"]:
-        assert param["explained"] == str(tz.explain(table.traces, param["path"], device=DEVICE))
+    explained = [(path, str(tz.explain(table.traces, path, device=DEVICE))) for path in paths]
+    assert [(param["path"], param["explained"]) for param in data["parameters"]] == explained
     launches = [op for op in table.traces.timeline.ops if isinstance(op, Launch)]
     assert [item["params"] for item in data["collectives"]] == [len(op.params) for op in launches]
     for item in data["collectives"]:
@@ -213,17 +200,14 @@ def test_collectives_and_parameters_are_described_as_in_the_trace_and_in_explain
 
 
 def test_the_file_loads_nothing_else_and_is_small(tmp_path: Path) -> None:
-    path = tmp_path / "report.html"
-    tz.tools.report(trace_model(), path, device=DEVICE, **TRAINING, title="a </script> title")
-    text = path.read_text()
-    assert re.findall(r"(?:src|href)=\"(?!#|data:,)", text) == []
-    assert re.findall(r"https?://", text) == []
+    tz.tools.report(trace_model(), tmp_path / "report.html", device=DEVICE, **TRAINING, title="a </script> title")
+    text = (tmp_path / "report.html").read_text()
+    assert re.findall(r"(?:src|href)=\"(?!#|data:,)|https?://", text) == []
     assert "a &lt;/script&gt; title" in text
     (inline,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, flags=re.DOTALL)
     page = page_of(trace_model(), DEVICE, **TRAINING, title="a </script> title")
     assert json.loads(inline) == json.loads(json.dumps(page))
-    bytes_per_line = len(inline) / len(make_table().lines)
-    assert bytes_per_line < 450, "a GPT of 12 blocks has 2,000 lines and must stay below 1 MB"
+    assert len(inline) / len(make_table().lines) < 450, "a GPT of 12 blocks has 2,000 lines and must stay below 1 MB"
 
 
 def test_two_stages_are_compared_as_in_diff() -> None:
@@ -232,8 +216,7 @@ def test_two_stages_are_compared_as_in_diff() -> None:
     assert [program["name"] for program in page["programs"]] == ["ZeRO-3", "ZeRO-2"]
     step, by_unit = page["differences"]
     difference = tz.tools.diff(trace_model(freeing), trace_model(2))
-    figures = {row[0]: row[1:] for row in step["rows"]}
-    assert figures["gathers"] == [str(total["gathers"]) for total in difference.total]
+    assert ["gathers", *(str(total["gathers"]) for total in difference.total)] in step["rows"]
     peaks = tuple(table.memory.peak for table in difference.tables if table.memory)
     assert peaks == tuple(program["figures"]["peak_bytes"] for program in page["programs"])
     assert by_unit["heads"] == ["unit", "gathers", "reduces", "sent", "gathered", "recomputed", "its FLOP"]
@@ -288,27 +271,24 @@ def build():
 
 
 @pytest.mark.slow
-def test_the_command_writes_the_file_or_prints_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_file_or_prints_the_data(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
-    target, out = f"{tmp_path}/model.py:build", str(tmp_path / "out.html")
-    assert cli.main(["report", target, "--world-size", "4", "--beside", "2", "--out", out]) == 0
-    assert capsys.readouterr().out.startswith(f"{out}  ")
-    assert "ZeRO-3, rank 0 of 4, beside ZeRO-2" in re.sub(r"\s+|<[^>]*>", " ", Path(out).read_text()).replace("  ", " ")
-    assert cli.main(["report", target, "--stage", "1", "--blocks", "2", "--dtype", "bfloat16", "--json"]) == 0
-    page = json.loads(capsys.readouterr().out)
+    target, out = f"{tmp_path}/model.py:build", tmp_path / "out.html"
+    printed = output_of("report", target, "--world-size", "4", "--beside", "2", "--out", out)
+    assert printed.startswith(f"{out}  ")
+    assert "ZeRO-3, rank 0 of 4, beside ZeRO-2" in re.sub(r"\s+|<[^>]*>", " ", out.read_text()).replace("  ", " ")
+    page = json.loads(output_of("report", target, "--stage", 1, "--blocks", 2, "--dtype", "bfloat16", "--json"))
     assert page["title"] == f"{target}, 2 of 3 blocks"
     assert "compute in bfloat16" in page["facts"]
     assert page["programs"][0]["stage"] == "ZeRO-1"
-    refused = ("--blocks", "0", "blocks is 0"), ("--stage", "5", "stage is 5"), ("--dtype", "x", "'x'")
-    for option, value, words in refused:
-        assert cli.main(["report", target, option, value]) == 1
-        assert words in capsys.readouterr().err
+    for option, value, words in (("--blocks", 0, "blocks is 0"), ("--stage", 5, "stage is 5"), ("--dtype", "x", "'x'")):
+        assert words in refusal_of("report", target, option, value)
 
 
 @pytest.mark.slow
 def test_the_code_of_the_docs_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = Path(__file__).parents[2] / "docs/report.md"
+    page = (Path(__file__).parents[2] / "docs/report.md").read_text()
     monkeypatch.chdir(tmp_path)
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
-        exec(compile(block, str(page), "exec"), {"__name__": "page"})
+    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        exec(block, {"__name__": "page"})
     assert (tmp_path / "report.html").stat().st_size > 10_000

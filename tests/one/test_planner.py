@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import thunder_zero as tz
-from tests.harness.errors import refused
+from tests.harness.commands import output_of, refusal_of
+from tests.harness.errors import all_refused
 from tests.harness.traced import Chain, ResidualBlock, traced
-from thunder_zero.tools.cli import main
 from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.models import LLAMA_STYLES, DecoderSizes, Llama, cross_entropy
 from thunder_zero.tools.plan.plan_training import OWN_SLICES, best_of
@@ -29,6 +28,7 @@ from thunder_zero.tools.plan.training_plan import MeshShape, PlanRow, code_of, r
 
 H100 = tz.tools.DEVICES["h100"]
 PRECISION = tz.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+PLANNED = tz.Policy(3, bucket_bytes=1, in_flight_bytes=1, prefetch=1)
 BLOCKS, ROOM = 7, 80 << 30
 SHAPE = (2, 3)
 
@@ -48,40 +48,42 @@ def make_subject(blocks: int = BLOCKS) -> Subject:
         return of_module(build_model(blocks), (torch.empty(SHAPE, dtype=torch.long),), loss=cross_entropy)
 
 
+def make_llama(blocks: int) -> Subject:
+    with torch.device("meta"):
+        module = Llama(DecoderSizes(blocks, 16, 4, 4, 32, 64, 8))
+        return of_module(module, (torch.empty(2, 8, dtype=torch.long),), loss=cross_entropy)
+
+
 @cache
 def make_programs() -> SubjectPrograms:
     return SubjectPrograms(make_subject(), tz.Policy(mixed_precision=PRECISION), 2, H100, lambda what: None)
 
 
-# Four ranks do not divide six rows.
-CASES = [
-    (0, "none", MeshShape(1, 2)),
-    (1, "cheap", MeshShape(1, 4)),
-    (2, "units", MeshShape(1, 2)),
-    (3, "cheap", MeshShape(2, 4)),
-]
-
-
 def assert_exact(programs: SubjectPrograms, policy: tz.Policy, mesh: MeshShape, traces: tz.tools.Traces) -> Any:
     """Compare the evaluation with the forecasts of ``traces``; return it, the estimate and the memory."""
     (evaluation, count), exact = programs.evaluate(policy, mesh), tz.tools.estimate(traces, H100)
+    memory = tz.tools.memory(traces, loss=cross_entropy, optimizer=FusedAdamW, backend="nccl")
+    estimate = evaluation.estimate
     assert count < BLOCKS
-    estimate, peaks = evaluation.estimate, evaluation
     assert (estimate.sent_bytes, estimate.flops) == (exact.sent_bytes, exact.flops)
     for name in ("seconds", "compute_seconds", "exposed_seconds", "model_seconds"):
         assert getattr(estimate, name) == pytest.approx(getattr(exact, name), rel=1e-9, abs=1e-15)
-    memory = tz.tools.memory(traces, loss=cross_entropy, optimizer=FusedAdamW, backend="nccl")
-    assert (peaks.at_rest, peaks.peak, peaks.optimizer_step) == (memory.at_rest, memory.peak, memory.optimizer_step)
+    for name in ("at_rest", "peak", "optimizer_step"):
+        assert getattr(evaluation, name) == getattr(memory, name)
     return evaluation, exact, memory
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "recompute", "mesh"), CASES, ids=str)
-def test_repeated_blocks_have_the_figures_of_the_whole_model(stage: int, recompute: str, mesh: MeshShape) -> None:
+@pytest.mark.parametrize(
+    ("stage", "recompute", "replicas", "shards"),
+    [(0, "none", 1, 2), (1, "cheap", 1, 4), (2, "units", 1, 2), (3, "cheap", 2, 4)],  # four do not divide six rows
+)
+def test_repeated_blocks_have_the_figures_of_the_whole_model(
+    stage: int, recompute: str, replicas: int, shards: int
+) -> None:
     policy = make_programs().policy(stage, recompute)
-    options = {"world_size": mesh.shards, "replicas": mesh.replicas, "dtype": torch.long}
-    traces = traced(build_model, SHAPE, policy, **options)
-    evaluation, exact, memory = assert_exact(make_programs(), policy, mesh, traces)
+    traces = traced(build_model, SHAPE, policy, world_size=shards, replicas=replicas, dtype=torch.long)
+    evaluation, exact, memory = assert_exact(make_programs(), policy, MeshShape(replicas, shards), traces)
     assert evaluation.estimate.mfu == pytest.approx(exact.mfu, rel=1e-9)
     assert evaluation.estimate.wire_seconds == pytest.approx(exact.wire_seconds, rel=1e-9)
     assert traffic(evaluation.estimate) == traffic(exact)
@@ -90,23 +92,15 @@ def test_repeated_blocks_have_the_figures_of_the_whole_model(stage: int, recompu
     assert dict(evaluation.by_kind) == alive
 
 
-def make_llama(blocks: int) -> Subject:
-    with torch.device("meta"):
-        module = Llama(DecoderSizes(blocks, 16, 4, 4, 32, 64, 8))
-        return of_module(module, (torch.empty(2, 8, dtype=torch.long),), loss=cross_entropy)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "recompute", "replicas"), [(3, "none", 1), (2, "units", 2), (0, "cheap", 1)])
 def test_repeated_blocks_in_slices_have_the_figures_of_the_whole_model(
     stage: int, recompute: str, replicas: int
 ) -> None:
-    subject, mesh = make_llama(BLOCKS), MeshShape(replicas, 2, 2)
-    mixed = tz.Policy(mixed_precision=PRECISION)
+    subject, mesh, mixed = make_llama(BLOCKS), MeshShape(replicas, 2, 2), tz.Policy(mixed_precision=PRECISION)
     programs = SubjectPrograms(subject, mixed, 2, H100, lambda what: None, 2, LLAMA_STYLES)
     policy = programs.policy(stage, recompute)
-    names = ("dp_replicate", "dp_shard", "tp")
-    with tz.tools.fake_mesh((replicas, 2, 2), names) as ranks:
+    with tz.tools.fake_mesh((replicas, 2, 2), ("dp_replicate", "dp_shard", "tp")) as ranks:
         part = sliced_copy(subject.module, ranks["tp"], LLAMA_STYLES)
         traces = tz.trace(part, *subject.args, policy=policy, mesh=ranks, device=H100)
     # Norms' gradients are summed over slices early: otherwise all blocks would be reduced at the end.
@@ -133,21 +127,17 @@ def test_a_plan_compares_ranks_of_tensor_parallelism() -> None:
     assert max(map(len, str(plan).splitlines())) <= 80
     assert "tp again" in plan.table()
     assert any("tensor parallelism" in text for text in plan.assumed)
-    code = code_of(
-        halves,
-        tz.Policy(3, bucket_bytes=1, in_flight_bytes=1, prefetch=1),
-        subject.build,
-        OWN_SLICES.format("llama3-8b"),
-    )
+    code = code_of(halves, PLANNED, subject.build, OWN_SLICES.format("llama3-8b"))
     assert '"cuda", (4, 2), mesh_dim_names=("dp", "tp")' in code
     assert code.index("parallelize_module(module") < code.index("tz.compile(module, policy, mesh=mesh)")
     run_definitions(code)
-    with refused(ValueError, "tp is 2, and nothing says how to slice Llama"):
-        tz.tools.plan_training(subject.module, *subject.args, world_size=8, tp=2)
-    with refused(ValueError, "3 ranks of tensor parallelism do not divide 8 ranks in nodes of 8"):
-        tz.tools.plan_training(subject.module, *subject.args, world_size=8, tp=3, tp_plan=LLAMA_STYLES)
-    with refused(ValueError, "tp is (0,)"):
-        tz.tools.plan_training(subject.module, *subject.args, world_size=8, tp=(0,), tp_plan=LLAMA_STYLES)
+    bound = partial(bind, *subject.args, model=subject.module)
+    threes, none = bound(tp=3, tp_plan=LLAMA_STYLES), bound(tp=(0,), tp_plan=LLAMA_STYLES)
+    all_refused(
+        (bound(tp=2), ValueError, ("tp is 2, and nothing says how to slice Llama",)),
+        (threes, ValueError, ("3 ranks of tensor parallelism do not divide 8 ranks in nodes of 8",)),
+        (none, ValueError, ("tp is (0,)",)),
+    )
 
 
 @pytest.mark.slow
@@ -221,8 +211,8 @@ def test_a_plan_compares_stages_and_meshes_and_its_code_has_the_policy_chosen(
     # If nothing fits, the reason names the smallest. CUDA's context alone takes 1 GiB.
     nothing = make_plan(1 << 30, stages=(3,))
     assert (nothing.chosen, nothing.code) == (None, "")
-    least = min(row.needed_bytes for row in nothing.rows)
-    for words in ("nothing fits into 1.00 GiB: the least, ZeRO-3", f"takes {least / 2**30:.2f} GiB", "; neither more"):
+    takes = f"takes {min(row.needed_bytes for row in nothing.rows) / 2**30:.2f} GiB"
+    for words in ("nothing fits into 1.00 GiB: the least, ZeRO-3", takes, "; neither more"):
         assert words in nothing.reason
 
 
@@ -244,41 +234,38 @@ class Scalar(Chain):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "dtype", "assumed"),
-    [
-        (Chain, torch.float32, ("; float32 shards and", "the loss is left out")),
-        (Scalar, torch.bfloat16, ("; float32 and bfloat16 shards and", "number that the model returns is its loss")),
-    ],
-)
-def test_a_module_without_alike_blocks_is_traced_whole(
-    kind: type[Chain], dtype: torch.dtype, assumed: tuple[str, ...]
-) -> None:
+def test_a_module_without_alike_blocks_is_traced_whole() -> None:
     """If the module returns a scalar, that is the loss."""
-    with torch.device("meta"):
-        module, x = kind(nn.Linear(4, 8), nn.Linear(8, 2, dtype=dtype)), torch.empty(3, 4)
-    plan = tz.tools.plan_training(module, x=x, world_size=1, stages=(3,), memory_bytes=ROOM)
-    assert (plan.blocks, plan.tokens, plan.rows[0].loss_seconds) == (0, 3, 0.0)
-    assert plan.reason == "ZeRO-3 on 1 rank is the only one that was compared, and fits into 80.0 GiB"
-    for words in assumed:
-        assert words in plan.assumed[2]
-    assert f"\n    module = ...  # yours: the {kind.__name__} that was planned\n" in plan.code
-    compile(plan.code, "pasted", "exec")
+    for kind, dtype, dtypes, loss in (
+        (Chain, torch.float32, "; float32 shards and", "the loss is left out"),
+        (Scalar, torch.bfloat16, "; float32 and bfloat16 shards and", "number that the model returns is its loss"),
+    ):
+        with torch.device("meta"):
+            module, x = kind(nn.Linear(4, 8), nn.Linear(8, 2, dtype=dtype)), torch.empty(3, 4)
+        plan = tz.tools.plan_training(module, x=x, world_size=1, stages=(3,), memory_bytes=ROOM)
+        assert (plan.blocks, plan.tokens, plan.rows[0].loss_seconds) == (0, 3, 0.0)
+        assert plan.reason == "ZeRO-3 on 1 rank is the only one that was compared, and fits into 80.0 GiB"
+        assert dtypes in plan.assumed[2]
+        assert loss in plan.assumed[2]
+        assert f"\n    module = ...  # yours: the {kind.__name__} that was planned\n" in plan.code
+        compile(plan.code, "pasted", "exec")
 
 
 @pytest.mark.deep
-def test_the_page_answers_which_stage_trains_13_b_on_four_devices(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_answers_which_stage_trains_13_b_on_four_devices(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/plan.md").read_text()
     (program,) = re.findall(r"<!-- file: thirteen.py -->\n```python\n(.*?)```", page, re.DOTALL)
-    file = tmp_path / "thirteen.py"
-    file.write_text(program)
-    assert main(["plan", "--model", f"{file}:build", "--world-size", "4", "--memory-bytes", "80GB", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
+    plan = plan_of_file(tmp_path, program, "--world-size", 4)
     assert plan["parameters"] == pytest.approx(13e9, rel=0.02)
     assert plan["chosen"]["stage"] == 3
     assert [row["stage"] for row in plan["rows"] if row["fits"]] == [2, 3]
+
+
+def plan_of_file(folder: Path, text: str, *options: object) -> Any:
+    """Plan the module that ``build`` of a file returns. Return the plan's data."""
+    (folder / "model.py").write_text(text)
+    model = ("--model", f"{folder / 'model.py'}:build")
+    return json.loads(output_of("plan", *model, "--memory-bytes", "80GB", "--json", *options))
 
 
 # Without traces
@@ -287,14 +274,9 @@ def test_the_page_answers_which_stage_trains_13_b_on_four_devices(
 def row_of(stage: int, tokens: float, needed: int = 40, shards: int = 8, **figures: Any) -> PlanRow:
     """Return an invented row whose step takes 1 s. ``needed`` is in GiB."""
     kinds = {str(kind): nbytes << 30 for kind, nbytes in figures.pop("kinds", {}).items()}
-    defaults = {
-        "recompute": "none",
-        "fits": needed <= 80,
-        "peak_phase": "backward",
-        **dict.fromkeys(("sent_bytes", "traced_blocks"), 1),
-        **dict.fromkeys(("compute_seconds", "exposed_seconds", "tensor_exposed_seconds", "mfu"), 0.1),
-        **dict.fromkeys(("loss_seconds", "optimizer_seconds"), 0.1),
-    }
+    parts = ("compute_seconds", "exposed_seconds", "tensor_exposed_seconds", "loss_seconds", "optimizer_seconds", "mfu")
+    defaults: dict[str, Any] = {"recompute": "none", "fits": needed <= 80, "peak_phase": "backward", "sent_bytes": 1}
+    defaults |= {"traced_blocks": 1, **dict.fromkeys(parts, 0.1)}
     nbytes = dict.fromkeys(("needed_bytes", "peak_bytes", "at_rest_bytes"), needed << 30)
     rest = {"by_kind": kinds, "seconds": 1.0, "tokens_per_second": tokens, **nbytes}
     return PlanRow(stage=stage, mesh=MeshShape(1, shards), **{**defaults, **rest, **figures})
@@ -338,10 +320,9 @@ def test_a_reason_says_what_is_best_what_makes_others_slower_and_what_helps() ->
 
 
 def test_named_models_have_as_many_parameters_as_published() -> None:
-    numels = {}
-    for name, named in tz.tools.MODELS.items():
-        with torch.device("meta"):
-            numels[name] = sum(param.numel() for param in named.make(named.sequence_length).parameters())
+    with torch.device("meta"):
+        modules = {name: named.make(named.sequence_length) for name, named in tz.tools.MODELS.items()}
+    numels = {name: sum(param.numel() for param in module.parameters()) for name, module in modules.items()}
     assert numels == {
         "llama3-8b": 8_030_261_248,
         "llama3-70b": 70_553_706_496,
@@ -351,17 +332,12 @@ def test_named_models_have_as_many_parameters_as_published() -> None:
 
 
 def test_the_code_of_a_named_model_builds_and_slices_it_with_public_names() -> None:
-    policy = tz.Policy(3, bucket_bytes=1, in_flight_bytes=1, prefetch=1)
+    planned = replace(row_of(3, 1), mesh=MeshShape(2, 2, 2))
     for name in ("llama3-8b", "gpt-1.3b"):
-        planned = replace(row_of(3, 1), mesh=MeshShape(2, 2, 2))
-        code = code_of(planned, policy, subject_of(name, length=16).build, OWN_SLICES.format(name))
-        nodes = list(ast.walk(ast.parse(code)))
-        imports = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+        code = code_of(planned, PLANNED, subject_of(name, length=16).build, OWN_SLICES.format(name))
+        imports = set(re.findall(r"^from (\S+) import ", code, re.MULTILINE))
         assert imports == {"torch.distributed.device_mesh", "torch.distributed.tensor.parallel"}
-        tools = {
-            node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "tz.tools"
-        }
-        assert tools <= set(tz.tools.__all__)
+        assert set(re.findall(r"\btz\.tools\.(\w+)", code)) <= set(tz.tools.__all__)
         names = run_definitions(code)
         assert names["policy"].stage == 3
         assert callable(names["init_device_mesh"])
@@ -373,6 +349,7 @@ def test_the_code_of_a_named_model_builds_and_slices_it_with_public_names() -> N
         assert names["module"].blocks[0].mlp.up.weight.placements == (Shard(0),)
 
 
+LINEAR = nn.Linear(2, 2)
 CPU = tz.tools.Device(
     "ours",
     {"float32": 1.0},
@@ -392,30 +369,29 @@ def test_a_plan_for_a_cpu_counts_a_process_and_its_code_runs_there() -> None:
     assert 'torch.distributed.init_process_group("gloo")\n' in plan.code
 
 
-def test_a_file_gives_keyword_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+MODEL = """
+import torch
+
+class Net(torch.nn.Linear):
+    def forward(self, x, *, scale, labels=None): return super().forward(x).mul(scale).sum()
+
+def build(): return Net(4, 4), (torch.empty(6, 4),), {"scale": torch.empty(4)}
+def by_name(): return Net(4, 4), (), {"x": torch.empty(6, 4), "scale": torch.empty(4)}
+"""
+
+
+def test_a_file_gives_keyword_inputs(tmp_path: Path) -> None:
     """Plans, traces and reports share the loader."""
     file = tmp_path / "model.py"
-    lines = [
-        "import torch",
-        "class Net(torch.nn.Linear):",
-        "    def forward(self, x, *, scale, labels=None): return super().forward(x).mul(scale).sum()",
-        "def build(): return Net(4, 4), (torch.empty(6, 4),), {'scale': torch.empty(4)}",
-        "def by_name(): return Net(4, 4), (), {'x': torch.empty(6, 4), 'scale': torch.empty(4)}",
-    ]
-    file.write_text("\n".join(lines))
+    file.write_text(MODEL)
     for function, names in (("build", {"scale"}), ("by_name", {"x", "scale"})):
         subject = subject_of(f"{file}:{function}")
         assert (len(subject.args), set(subject.kwargs), subject.tokens) == (2 - len(names), names, 6)
-        assert main(["trace", f"{file}:{function}", "--world-size", "2", "--stage", "3"]) == 0
-        assert "zero_all_gather" in capsys.readouterr().out
-
-
-def test_the_batch_of_a_file_and_of_one_sequence_cannot_be_halved(tmp_path: Path) -> None:
-    file = tmp_path / "model.py"
-    file.write_text("import torch\ndef build():\n    return torch.nn.Linear(4, 4), torch.empty(6, 4)\n")
-    assert [subject_of(name).batch for name in (f"{file}:build", "gpt-1.3b")] == [1, 1]
-    assert subject_of("gpt-1.3b", micro_batch=4).batch == 4
-    assert subject_of(f"{file}:build").build == f"module = ...  # yours: {file}:build returns it"
+        assert "zero_all_gather" in output_of("trace", f"{file}:{function}", "--world-size", "2", "--stage", "3")
+    # The batch of a file and of one sequence cannot be halved.
+    subjects = subject_of(f"{file}:build"), subject_of("gpt-1.3b"), subject_of("gpt-1.3b", micro_batch=4)
+    assert [subject.batch for subject in subjects] == [1, 1, 4]
+    assert subjects[0].build == f"module = ...  # yours: {file}:build returns it"
 
 
 def test_with_blocks_restores_the_list_of_blocks() -> None:
@@ -426,8 +402,8 @@ def test_with_blocks_restores_the_list_of_blocks() -> None:
     assert dict(subject.module.named_modules()) == before
 
 
-def bind(*inputs: Any, **options: Any) -> Callable[[], object]:
-    return lambda: tz.tools.plan_training(options.pop("model", nn.Linear(2, 2)), *inputs, world_size=8, **options)
+def bind(*inputs: Any, model: Any = LINEAR, **options: Any) -> Callable[[], object]:
+    return partial(tz.tools.plan_training, model, *inputs, world_size=8, **options)
 
 
 REFUSED: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = [
@@ -452,9 +428,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = [
 
 
 def test_wrong_arguments_are_refused() -> None:
-    for call, kind, words in REFUSED:
-        with refused(kind, *words):
-            call()
+    all_refused(*REFUSED)
 
 
 GPT = ("--model", "gpt-1.3b")
@@ -474,24 +448,19 @@ REFUSED_ARGUMENTS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
 
 
 @pytest.mark.slow
-def test_the_command_prints_data_or_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "model.py"
-    file.write_text("import torch\ndef build():\n    return torch.nn.Linear(2, 2), torch.zeros(1, 2)\n")
-    assert main(["plan", "--world-size", "2", "--model", f"{file}:build", "--memory-bytes", "80GB", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
+def test_the_command_prints_data_or_refuses(tmp_path: Path) -> None:
+    model = "import torch\ndef build():\n    return torch.nn.Linear(2, 2), torch.zeros(1, 2)\n"
+    plan = plan_of_file(tmp_path, model, "--world-size", 2)
     assert (plan["parameters"], plan["memory_bytes"]) == (6, 80 * 10**9)
     assert plan["chosen"] in plan["rows"]
     assert any("the loss is left out" in text for text in plan["assumed"])
     loss = tmp_path / "loss.py"
     loss.write_text("def of(y):\n    return y.square().mean()\n")
-    options = ("--memory-bytes", "80GB", "--json", "--loss", f"{loss}:of")
-    assert main(["plan", "--world-size", "2", "--model", f"{file}:build", *options]) == 0
-    plan = json.loads(capsys.readouterr().out)
+    plan = plan_of_file(tmp_path, model, "--world-size", 2, "--loss", f"{loss}:of")
     assert any("the loss is eager torch's" in text for text in plan["assumed"])
     assert plan["chosen"]["loss_seconds"] > 0
+    file = tmp_path / "number.py"
     file.write_text("def build():\n    return 1\n")
     for arguments, words in REFUSED_ARGUMENTS:
-        assert main(["plan", "--world-size", "8", *(argument.format(file=file) for argument in arguments)]) == 1
-        error = capsys.readouterr().err
-        assert error.startswith("thunder-zero: ")
+        error = refusal_of("plan", "--world-size", "8", *(argument.format(file=file) for argument in arguments))
         assert [word for word in words if word not in error] == [], error

@@ -15,9 +15,9 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 import thunder_zero as tz
-from tests.harness.errors import error_of
+from tests.harness.errors import fails
 from tests.harness.tiers import slow
-from tests.harness.traced import Chain, ResidualBlock, traced
+from tests.harness.traced import Chain, ResidualBlock, mean_square, traced
 from thunder_zero.plan.amounts import size
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.tools.table.table import table_of
@@ -26,7 +26,7 @@ from thunder_zero.tools.views.print_trace import rows_of, shown_rows
 import thunder
 
 LAUNCH = re.compile(r"^.{40} (gather|reduce) +(\S.*?)  ?+ *([\d.]+ \w+) +([\d.]+ \w+) +([\d.]+ \w+)$")
-FREED = re.compile(r"^del .{36} free +(\S+)(?:, \S+)? +([\d.]+ \w+) +[\d.]+ \w+$")
+FREED = re.compile(r"^del .{36} free +(\S+)(?:, \S+)? +([\d.]+ \w+) +[\d.]+ \w+$", re.MULTILINE)
 ALIVE = re.compile(r"^.{82} +[\d.]+ \w+ +[\d.]+ \w+$")
 PHASES = ("forward", "backward")
 WIDTH, SHAPE = 8, (2, 4)
@@ -61,14 +61,13 @@ def trace_model(stage: int, build: Any = gpt_model, shape: tuple[int, ...] = SHA
 def print_lines(shown: object, phase: str = "both", **options: Any) -> list[str]:
     file = StringIO()
     tz.print_trace(shown, phase, file, **options)
-    text = file.getvalue()
-    assert "\x1b" not in text
-    assert max(len(line) for line in text.splitlines() if not line.startswith("# left out: ")) <= 100
-    head, lines = text.splitlines()[:4], text.splitlines()[4:]
-    assert [line[:2] for line in head] == ["# "] * 3 + [""]
+    assert "\x1b" not in file.getvalue()
+    *head, blank = (lines := file.getvalue().splitlines())[:4]
+    assert max(len(line) for line in lines if not line.startswith("# left out: ")) <= 100
+    assert ([line[:2] for line in head], blank) == (["# "] * 3, "")
     for kind in ("gather", "wait", "compute", "free", "reduce", "sent", "gathered", "alive"):
         assert kind in " ".join(head)
-    return lines
+    return lines[4:]
 
 
 def numbers_in(total: str) -> list[int]:
@@ -105,15 +104,15 @@ def test_both_programs_of_a_model_are_shown_with_bytes_and_memory(stage: int, gr
     held = sum(param.full_bytes for param in under_no_sync.plan.params)
     assert deferred == f"{held:,} B of full gradients are held for a later backward"
     model: Any = thunder.jit(small_model(), transforms=[tz.ZeroTransform(policy_of(stage))])
-    for call in (lambda: tz.traces_of(model, synced=False), lambda: tz.print_trace(model)):
-        assert "the model was not called yet" in error_of(call)
+    for call in (partial(tz.traces_of, model, synced=False), partial(tz.print_trace, model)):
+        fails(call, "the model was not called yet")
     tokens = torch.zeros(SHAPE, dtype=torch.int64)
     model(tokens).sum().backward()
     one_rank = print_lines(trace_model(stage, small_model, world_size=1))
     assert numbers_in(print_lines(model)[-1]) == numbers_in(one_rank[-1])
     assert "0 B sent by this rank" in one_rank[-1]
     assert {match[3] for line in one_rank if (match := LAUNCH.match(line))} == {"0 B"}
-    assert "not called inside no_sync yet; call it there once" in error_of(lambda: tz.traces_of(model, synced=False))
+    fails(partial(tz.traces_of, model, synced=False), "not called inside no_sync yet; call it there once")
     with model.no_sync():
         model(tokens).sum().backward()
     shown = {synced: print_lines(tz.traces_of(model, synced=synced)) for synced in (True, False)}
@@ -135,19 +134,17 @@ def test_every_line_of_the_trace_is_printed_as_python() -> None:
         dels = sum(bsym.sym.name == "python_del" for bsym in calls)
         assert sum(line.startswith("del ") for line in text.splitlines()) == dels
     assert "# embedding" not in text
-    forward, backward, both = (print_lines(traces, phase) for phase in ("forward", "backward", "both"))
+    forward, backward, both = (print_lines(traces, phase) for phase in (*PHASES, "both"))
     assert both == print_lines(traces)
     assert len(both) < len(print_lines(traces, every_line=True))
     assert both[:-1] == forward[:-1] + backward[:-1]
     in_forward, in_backward, in_both = (numbers_in(lines[-1])[:4] for lines in (forward, backward, both))
     assert in_both == [sum(parts) for parts in zip(in_forward, in_backward, strict=True)]
-    origin = re.compile(r"^# (\w+\.py):\d+  \S")
-    files = {match[1] for line in forward if (match := origin.match(line))}
+    files = set(re.findall(r"^# (\w+\.py):\d+  \S", "\n".join(forward), re.MULTILINE))
     assert "traced.py" in files  # files of the models, none of Thunder
     assert files.isdisjoint({"module.py", "symbol.py", "proxies.py"})
-    gradients = [line.removeprefix("# gradient of ") for line in backward if line.startswith("# gradient of ")]
-    files = {match[1] for line in gradients if (match := origin.match(f"# {line}"))}
-    assert files == {"traced.py"}
+    gradients = re.findall(r"^# gradient of (\w+\.py):\d+  \S", "\n".join(backward), re.MULTILINE)
+    assert set(gradients) == {"traced.py"}
 
 
 class Checkpointed(nn.Module):
@@ -155,7 +152,7 @@ class Checkpointed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList([Block(), Block()])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -235,7 +232,7 @@ def test_views_are_printed_inside_the_lines_that_read_them() -> None:
 
 def test_zero3_frees_parameters_in_each_phase_and_zero2_in_backward() -> None:
     def frees_of(stage: int, phase: str) -> list[tuple[str, str]]:
-        return [(match[1], match[2]) for line in print_lines(trace_model(stage), phase) if (match := FREED.match(line))]
+        return FREED.findall("\n".join(print_lines(trace_model(stage), phase)))
 
     assert frees_of(3, "forward")[-1] == ("2.weight", "0 B")
     assert frees_of(3, "backward")[-1][1] == "0 B"
@@ -260,16 +257,16 @@ def test_a_unit_can_be_printed_alone(stage: int) -> None:
 
 
 def test_folded_lines_are_counted_and_tied_weights_are_one_parameter() -> None:
+    def lines_of(lines: list[str], kinds: str) -> list[str]:
+        return [line for line in lines if re.match(rf"^.{{40}} ({kinds}) ", line)]
+
     whole, folded = print_lines(trace_model(3), "forward"), print_lines(trace_model(3), "forward", only="parameters")
     assert folded[-1] == whole[-1]
     assert len(folded) < len(whole)
-    named = re.compile(r"^.{40} (gather|wait|free|reduce) ")
-    assert [line for line in folded if named.match(line)] == [line for line in whole if named.match(line)]
+    assert lines_of(folded, "gather|wait|free|reduce") == lines_of(whole, "gather|wait|free|reduce")
     whole, sent = print_lines(trace_model(3)), print_lines(trace_model(3), only="communication")
-    named = re.compile(r"^.{40} (gather|wait|reduce) ")
-    assert [line for line in sent if named.match(line)] == [line for line in whole if named.match(line)]
-    assert any(" free " in line for line in whole)
-    assert not any(" free " in line for line in sent)
+    assert lines_of(sent, "gather|wait|reduce") == lines_of(whole, "gather|wait|reduce")
+    assert [any(" free " in line for line in lines) for lines in (whole, sent)] == [True, False]
     text = "\n".join(print_lines(trace_model(3, tied_model)))
     assert "0.weight" in text
     assert "2.weight" not in text
@@ -281,7 +278,7 @@ def test_a_timeline_is_printed_with_the_numbers_of_errors() -> None:
     lines = [line.split() for line in file.getvalue().splitlines() if line != "-- backward --"]
     shown = [(index, op) for index, op in enumerate(timeline.ops) if op.params or not isinstance(op, tz.schedule.Free)]
     assert [line[:3] for line in lines] == [["op", str(index), op.kind] for index, op in shown]
-    assert error_of(partial(tz.print_trace, timeline, unit="0")).startswith("ValueError: a timeline is printed whole")
+    fails(partial(tz.print_trace, timeline, unit="0"), "ValueError", "a timeline is printed whole")
 
 
 def drop_backward(traces: tz.tools.Traces) -> tz.tools.Traces:
@@ -289,22 +286,15 @@ def drop_backward(traces: tz.tools.Traces) -> tz.tools.Traces:
     return replace(traces, backward=None, timeline=forward, lines=traces.lines[: len(forward.ops)])
 
 
-def mean_square(y: Tensor) -> Tensor:
-    return y.square().mean()
-
-
 @pytest.mark.slow
 def test_a_forecast_is_printed_beside_the_lines() -> None:
     """The forecast includes the optimizer's state and what the loss holds."""
-    traces = trace_model(3)
-    memory, adam = (
-        tz.tools.memory(traces, loss=mean_square, optimizer=optimizer, reserve=5000)
-        for optimizer in (torch.optim.SGD, torch.optim.AdamW)
-    )
+    traces, forecast = trace_model(3), partial(tz.tools.memory, loss=mean_square, reserve=5000)
+    memory, adam = (forecast(traces, optimizer=optimizer) for optimizer in (torch.optim.SGD, torch.optim.AdamW))
     plain, with_memory = print_lines(traces), print_lines(traces, memory=adam)
     assert len(with_memory) == len(plain) + 1
-    step_bytes = adam.optimizer_step or 0
-    assert with_memory[-2] == f"# at rest {size(adam.at_rest)}, in the optimizer's step {size(step_bytes)}"
+    in_step = size(adam.optimizer_step or 0)
+    assert with_memory[-2] == f"# at rest {size(adam.at_rest)}, in the optimizer's step {in_step}"
     assert with_memory[-1] == plain[-1]
     product = re.compile(r"aten\.(add)?mm\.default\(")
     totals = [line.alive for line in adam.lines if product.search(line.code)]
@@ -334,26 +324,23 @@ def marks_in(lines: list[str]) -> list[str]:
 
 def test_bad_input_is_refused() -> None:
     traces = trace_model(3, small_model)
-    forecasts_of_others: list[tuple[tz.tools.Traces, tuple[str, ...]]] = [
-        (trace_model(3, small_model, world_size=1), ("of ZeRO-3, rank 0 of 1, the traces are of ZeRO-3, rank 0 of 4",)),
-        (trace_model(3, tied_model), ("of ZeRO-3, rank 0 of 4, the traces are of the same rank with another module",)),
-        (trace_model(3, small_model, (2, 5)), ("is a forecast of other traces, with 'forward line ",)),
-        (
-            drop_backward(traces),
-            ("with 'nothing' in place of 'backward line ", "; give what thunder_zero.tools.memory ret"),
-        ),
+    forecasts_of_others: list[tuple[tz.tools.Traces, str]] = [
+        (trace_model(3, small_model, world_size=1), "of ZeRO-3, rank 0 of 1, the traces are of ZeRO-3, rank 0 of 4"),
+        (trace_model(3, tied_model), "of ZeRO-3, rank 0 of 4, the traces are of the same rank with another module"),
+        (trace_model(3, small_model, (2, 5)), "is a forecast of other traces, with 'forward line "),
+        (drop_backward(traces), "with 'nothing' in place of 'backward line "),
     ]
+    gives = "give what thunder_zero.tools.memory returns"
     rows: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-        *(({"memory": tz.tools.memory(other)}, ("ValueError", *words)) for other, words in forecasts_of_others),
-        ({"memory": 5}, ("TypeError", "memory is of type int", "give what thunder_zero.tools.memory returns")),
+        *(({"memory": tz.tools.memory(other)}, ("ValueError", words, gives)) for other, words in forecasts_of_others),
+        ({"memory": 5}, ("TypeError", "memory is of type int", gives)),
         ({"phase": "forwards"}, ("ValueError", "phase is 'forwards'", "choose 'forward', 'backward' or 'both'")),
         ({"unit": "h.0"}, ("ValueError", "unit is 'h.0'", "the units of this module are ''")),
         ({"rank": 1}, ("ValueError", "rank is 1", "the rank that prints, 0 to 0")),
         ({"shown": gpt_model()}, ("TypeError", "expected a sharded model")),
     ]
     for options, words in rows:
-        text = error_of(partial(print_lines, **{"shown": traces, **options}))
-        assert [word for word in words if word not in text] == [], text
+        fails(partial(print_lines, **{"shown": traces, **options}), *words)
 
 
 def test_only_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Amounts of bytes and names of dtypes are read as people write them."""
+"""Amounts of bytes and names of dtypes are read and written as people write them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.harness.errors import refused
-from thunder_zero.plan.amounts import bytes_of, float_dtype
+from thunder_zero.plan.amounts import bytes_of, float_dtype, itemsize, size
 
 
 def test_bytes_are_read() -> None:
@@ -37,3 +39,15 @@ def test_dtypes_are_read_or_refused() -> None:
     for wrong in ("int8", torch.int8, "nn", "bfloat", 16):
         with refused(ValueError, f"dtype is {wrong!r}", "'bf16'"):
             float_dtype("dtype", wrong)
+
+
+def test_itemsizes_are_torchs() -> None:
+    dtypes = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
+    assert [itemsize(str(dtype).removeprefix("torch.")) for dtype in dtypes] == [dtype.itemsize for dtype in dtypes]
+
+
+@given(st.integers(0, 1 << 55))
+def test_a_size_has_a_unit_and_fits_its_column(nbytes: int) -> None:
+    sizes = {999: "999 B", 1000: "0.98 KiB", 10 << 10: "10.0 KiB", 1023 << 10: "1.00 MiB", 5 << 30: "5.00 GiB"}
+    assert {known: size(known) for known in sizes} == sizes
+    assert len(size(nbytes)) <= 8

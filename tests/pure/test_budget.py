@@ -1,8 +1,9 @@
-"""The cheapest choices of units that fit into memory are found; and the estimate of bytes alive is right."""
+"""Planning without traces: the cheapest choices that fit, bytes alive, periods that are repeated, and meshes."""
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Sequence
+from itertools import accumulate, product
 
 import pytest
 from hypothesis import given
@@ -14,32 +15,28 @@ from thunder_zero.schedule.lifetimes import bytes_alive, lifetimes
 from thunder_zero.schedule.ops import Compute, Gather, Work
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Value
+from thunder_zero.tools.plan.repeat import find_period, lengthen
 from thunder_zero.tools.plan.search import UnitCost, cheapest, flops_to_repeat
+from thunder_zero.tools.plan.training_plan import MeshShape, meshes
 
 UNITS = 7
 CHOICES = st.builds(UnitCost, left=st.integers(0, 9), peak=st.integers(0, 20), cost=st.integers(0, 9))
 
 
-def fits(chosen: tuple[UnitCost, ...], budget: int) -> bool:
-    return all(
-        sum(earlier.left for earlier in chosen[:index]) + choice.peak <= budget for index, choice in enumerate(chosen)
-    )
-
-
-def least_cost(units: list[list[UnitCost]], budget: int) -> float | None:
-    costs = (sum(choice.cost for choice in chosen) for chosen in product(*units) if fits(chosen, budget))
-    return min(costs, default=None)
+def fits(chosen: Sequence[UnitCost], budget: int) -> bool:
+    left = accumulate((choice.left for choice in chosen), initial=0)
+    return all(before + choice.peak <= budget for before, choice in zip(left, chosen, strict=False))
 
 
 @given(st.lists(st.lists(CHOICES, min_size=2, max_size=2), min_size=UNITS, max_size=UNITS), st.integers(0, 120))
 def test_the_cheapest_choices_are_as_good_as_exhaustive_search(units: list[list[UnitCost]], budget: int) -> None:
-    expected, numbers = least_cost(units, budget), cheapest(units, budget)
-    assert (expected is None) == (numbers is None)
-    if numbers is None:
-        return
-    chosen = tuple(choices[number] for choices, number in zip(units, numbers, strict=True))
-    assert fits(chosen, budget)
-    assert sum(choice.cost for choice in chosen) == expected
+    fitting = [sum(choice.cost for choice in chosen) for chosen in product(*units) if fits(chosen, budget)]
+    numbers = cheapest(units, budget)
+    assert (numbers is None) == (not fitting)
+    if numbers is not None:
+        chosen = [choices[number] for choices, number in zip(units, numbers, strict=True)]
+        assert fits(chosen, budget)
+        assert sum(choice.cost for choice in chosen) == min(fitting)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -59,3 +56,33 @@ def test_repeating_costs_a_products_flops_or_the_written_elements() -> None:
     product = Compute(("x",), ("y",), work=Work.MATMUL, flops=60)
     assert flops_to_repeat(product, timeline) == 60
     assert flops_to_repeat(Compute(("x",), ("y",), work=Work.POINTWISE), timeline) == 5
+
+
+def longer(signs: str, marks: list[int], copies: int) -> str:
+    sections = lengthen(signs, marks, copies)
+    return "".join(signs[section.lines.start : section.lines.stop] * section.times for section in sections)
+
+
+def test_a_period_that_occurs_twice_is_repeated() -> None:
+    assert find_period("abcdecdecdfg", [2, 5, 8]) == range(2, 5)
+    assert longer("abcdecdecdfg", [2, 5, 8], 2) == "abcdecdecdecdecdfg"
+
+
+@pytest.mark.parametrize(("signs", "marks"), [("abcdecdfg", [2, 5]), ("abcd", [1]), ("abcbd", [1, 1]), ("", [])])
+def test_a_period_that_occurs_once_is_not_repeated(signs: str, marks: list[int]) -> None:
+    assert find_period(signs, marks) is None
+
+
+@given(st.text("ab", max_size=4), st.text("cde", min_size=1, max_size=5), st.text("fg", max_size=4), st.integers(2, 6))
+def test_repeating_gives_the_longer_sequence(head: str, period: str, tail: str, copies: int) -> None:
+    signs = head + period * 2 + tail
+    marks = [len(head), len(head) + len(period)]
+    assert longer(signs, marks, copies) == head + period * (2 + copies) + tail
+
+
+def test_meshes_go_from_a_node_to_all_ranks() -> None:
+    assert meshes(0, 1024, 8) == (MeshShape(1, 1024),)
+    assert [str(mesh) for mesh in meshes(3, 1024, 8)] == ["128 x 8", "16 x 64", "2 x 512", "1024"]
+    assert meshes(2, 4, 8) == (MeshShape(1, 4),)
+    with pytest.raises(ValueError, match="12 ranks do not fill nodes of 8 devices"):
+        meshes(3, 12, 8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness.timelines import make_param
+from tests.harness.errors import fails
+from tests.harness.timelines import make_param, spans_in_words, split
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
@@ -22,7 +23,7 @@ from thunder_zero.schedule.timeline import Timeline, Value
 from thunder_zero.tools.devices.calibrate import wire_seconds
 from thunder_zero.tools.devices.device import Cost, Device, Lane, Link, load_device, rising, save_device, seconds_at
 from thunder_zero.tools.time.estimate import costs_of, step_time
-from thunder_zero.tools.time.lanes import Lanes
+from thunder_zero.tools.time.lanes import Lanes, Span
 
 LINE = ((0.0, 0.0), (100.0, 1.0))
 SENDS = {
@@ -74,22 +75,18 @@ def test_lines_take_the_seconds_of_their_class_of_work() -> None:
     assert DEVICE.seconds(0, "float32", 0, "view") == 0.5
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        *(
-            (partial(replace, DEVICE, curves=WORK | {"view": points}), "the curve 'view' has the points")
-            for points in ((), ((1, -1),), ((1, float("nan")),), ((2, 1), (1, 2)), ((1, 2), (2, 1)))
-        ),
-        (lambda: DEVICE.seconds(50, "bfloat16", 7, "matmul"), "ours has FLOP/s for float32, but .* in 'bfloat16'"),
-        (lambda: DEVICE.collective("gather", 4, 1, 100, 3, 1), "collectives of 2 ranks, but the step has one of 4 ran"),
-        (lambda: DEVICE.collective("gather", 2, 2, 100, 1, 1), "of 2 ranks, 2 apart; calibrate under torchrun with"),
-        (lambda: ALONE.collective("gather", 2, 1, 100, 1, 1), "was calibrated with collectives of one rank alone"),
-    ],
-)
-def test_unmeasured_sizes_dtypes_and_ranks_are_refused(call: Callable[[], object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        call()
+def test_unmeasured_sizes_dtypes_and_ranks_are_refused() -> None:
+    for points in ((), ((1, -1),), ((1, float("nan")),), ((2, 1), (1, 2)), ((1, 2), (2, 1))):
+        wrong = partial(replace, DEVICE, curves=WORK | {"view": points})
+        fails(wrong, "ValueError", "the curve 'view' has the points")
+    seconds = partial(DEVICE.seconds, 50, "bfloat16", 7, "matmul")
+    fails(seconds, "ValueError", "ours has FLOP/s for float32, but ", " in 'bfloat16'")
+    for device, ring, words in (
+        (DEVICE, (4, 1, 100, 3, 1), "collectives of 2 ranks, but the step has one of 4 ran"),
+        (DEVICE, (2, 2, 100, 1, 1), "of 2 ranks, 2 apart; calibrate under torchrun with"),
+        (ALONE, (2, 1, 100, 1, 1), "was calibrated with collectives of one rank alone"),
+    ):
+        fails(partial(device.collective, "gather", *ring), "ValueError", words)
 
 
 def reduce_of(*, sharded: bool) -> Timeline:
@@ -111,20 +108,14 @@ def test_a_launch_and_a_wait_delay_compute() -> None:
     cost = costs_of(timeline, DEVICE)[0]
     assert cost == Cost(0, 0, 200, 0.0, Lane.SHARD, 2.0, load=0.5, launch_seconds=2.5, finish_seconds=0.25)
     step = step_time(timeline, DEVICE)
-    result = [(str(span.lane), span.start, span.end, bool(span.waits)) for span in step.spans]
     # beside the wire compute has half of the core for 2 s; then it has 0.5 s to go
-    assert result == [
-        ("compute", 0, 2.5, False),
-        ("shard", 2.5, 4.5, False),
-        ("compute", 2.5, 5.0, False),
-        ("compute", 5.0, 5.25, False),
-        ("compute", 5.25, 5.25, False),
-    ]
+    spans = "compute 0 2.5; shard 2.5 4.5; compute 2.5 5; compute 5 5.25; compute 5.25 5.25"
+    assert spans_in_words(step.spans) == split(spans)
     assert (step.seconds, step.compute_seconds, step.exposed_seconds) == (5.25, 5.25, 0)
     assert costs_of(reduce_of(sharded=False), DEVICE)[0].wire_seconds == 4.0
 
 
-def simulate(load: float, *compute: float, wires: int = 1) -> list[tuple[str, float, float]]:
+def simulate(load: float, *compute: float, wires: int = 1) -> list[Span]:
     """Run rings of 2 s each, which take a share of the core, beside computations; then wait for the last ring."""
     lanes = Lanes()
     for number in range(wires):
@@ -132,22 +123,25 @@ def simulate(load: float, *compute: float, wires: int = 1) -> list[tuple[str, fl
     for number, seconds in enumerate(compute):
         lanes.compute(wires + number, seconds)
     lanes.wait(wires + len(compute), f"fut{wires - 1}")
-    return [("wait" if span.waits else str(span.lane), span.start, span.end) for span in lanes.spans()]
+    return list(lanes.spans())
 
 
 def test_a_ring_in_flight_takes_its_share_of_the_core_but_at_most_half() -> None:
-    assert simulate(0.25, 3) == [("shard", 0, 2), ("compute", 0, 3.5)]
-    assert simulate(0.25, 0.75) == [("shard", 0, 2), ("compute", 0, 1), ("wait", 1, 2)]
-    assert simulate(0.0, 3) == [("shard", 0, 2), ("compute", 0, 3)]
-    assert simulate(1.0, 3) == [("shard", 0, 4), ("compute", 0, 5)]
-    assert simulate(1.0, 1, wires=2) == [("shard", 0, 3), ("shard", 3, 5), ("compute", 0, 2), ("wait", 2, 5)]
+    def spans_of(load: float, compute: float, wires: int = 1) -> str:
+        return "; ".join(spans_in_words(simulate(load, compute, wires=wires)))
+
+    assert spans_of(0.25, 3) == "shard 0 2; compute 0 3.5"
+    assert spans_of(0.25, 0.75) == "shard 0 2; compute 0 1; wait 1 2"
+    assert spans_of(0.0, 3) == "shard 0 2; compute 0 3"
+    assert spans_of(1.0, 3) == "shard 0 4; compute 0 5"
+    assert spans_of(1.0, 1, wires=2) == "shard 0 3; shard 3 5; compute 0 2; wait 2 5"
 
 
 @given(st.floats(0, 1), st.lists(st.floats(0.01, 5), min_size=1, max_size=6), st.integers(1, 4))
 def test_no_work_of_the_core_is_lost(load: float, compute: Sequence[float], wires: int) -> None:
     result = simulate(load, *compute, wires=wires)
-    computed = sum(end - start for lane, start, end in result if lane == "compute")
-    end = max(end for _, _, end in result)
+    computed = sum(span.seconds for span in result if span.lane is Lane.COMPUTE and not span.waits)
+    end = max(span.end for span in result)
     assert computed >= sum(compute) * (1 - 1e-9)
     assert computed <= sum(compute) + load * 2 * wires + 1e-6
     assert end >= max(2 * wires, sum(compute)) * (1 - 1e-9)

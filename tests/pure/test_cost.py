@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness.timelines import make_param, model, split, timelines
+from tests.harness.errors import fails
+from tests.harness.timelines import make_param, model, spans_in_words, split, timelines
 from thunder_zero.encodings.int8 import Int8
 from thunder_zero.plan.mesh import ALL, REPLICATE, Mesh
 from thunder_zero.plan.params import Plan
@@ -23,6 +26,7 @@ from thunder_zero.tools.devices.device import A100, DEVICES, H100, TPU_V2, Cost,
 from thunder_zero.tools.time.estimate import compute_dtype, costs_of, ring, simulate, step_time, traffic_bytes
 from thunder_zero.tools.time.lanes import Lanes
 
+PAGE = (Path(__file__).parents[2] / "docs/cost-model.md").read_text()
 PLAN = Plan(Policy(3), Mesh.of(2), ())
 SECOND = Device(  # a FLOP, a byte of traffic and a byte on a wire each take one second
     "one",
@@ -36,9 +40,9 @@ SECOND = Device(  # a FLOP, a byte of traffic and a byte on a wire each take one
 
 
 def lanes(text: str, *, overlaps: bool) -> list[str]:
-    """Simulate a step such as ``gather a 2; compute 3; wait a``, with seconds. Return lane, start and end of each span.
+    """Return the spans of a step such as ``gather a 2; compute 3; wait a``, with seconds.
 
-    The lane is "wait" if compute waits. ``across`` launches on the wire between copies of the model.
+    ``across`` launches on the wire between copies of the model.
     """
     ops: list[Op] = []
     costs = []
@@ -52,8 +56,7 @@ def lanes(text: str, *, overlaps: bool) -> list[str]:
         else:
             ops.append(Wait(Gather((), f"fut_{name}", ()), (name,)) if kind == "wait" else Compute(("x",), (name,)))
             costs.append(Cost(seconds=sum(map(float, words))))
-    spans = simulate(Timeline(tuple(ops), {}, PLAN), costs, replace(SECOND, overlaps=overlaps))
-    return [f"{'wait' if span.waits else span.lane} {span.start:g} {span.end:g}" for span in spans]
+    return spans_in_words(simulate(Timeline(tuple(ops), {}, PLAN), costs, replace(SECOND, overlaps=overlaps)))
 
 
 STEP = "gather a 2; gather b 2; compute 1; wait a; compute 3; wait b; compute 1"
@@ -68,13 +71,12 @@ def spans_of(shared: frozenset[Lane]) -> list[str]:
     busy.wait(3, "b")
     busy.compute(4, 0.5)
     busy.wait(5, "a")
-    return [f"{'wait' if span.waits else span.lane} {span.start:g} {span.end:g}" for span in busy.spans()]
+    return spans_in_words(busy.spans())
 
 
 def test_gathers_run_behind_collectives_of_slices() -> None:
-    separate = spans_of(frozenset())
+    separate, sharing = spans_of(frozenset()), spans_of(frozenset({Lane.SHARD, Lane.TENSOR}))
     assert separate == split("shard 0 4; compute 0 1; tensor 1 2; wait 1 2; compute 2 2.5; wait 2.5 4")
-    sharing = spans_of(frozenset({Lane.SHARD, Lane.TENSOR}))
     assert sharing == split("shard 0 5; compute 0 1; tensor 1 3; wait 1 3; compute 3 3.5; wait 3.5 5")
 
 
@@ -123,8 +125,7 @@ def launch_of(
 def test_a_launch_has_the_ring_of_its_ranks() -> None:
     # 5 rows of 3 bfloat16 on 2 ranks: the busiest rank owns 3 rows, 18 bytes.
     inside = Lane.SHARD, ("gather", 2, 1, 18, 1, 1)
-    assert ring(*launch_of((5, 3), Gather, 2, 1)) == inside
-    assert ring(*launch_of((5, 3), Gather, 2, 4)) == inside
+    assert [ring(*launch_of((5, 3), Gather, 2, copies)) for copies in (1, 4)] == [inside, inside]
     op, timeline = launch_of((5, 3), Reduce, 2, 4)
     assert ring(op, timeline) == (Lane.SHARD, ("scatter", *inside[1][1:]))
     across = Lane.REPLICATE, ("all_reduce", 4, 2, 2 * 14, 6, 1)  # 13.5 elements
@@ -177,34 +178,44 @@ def test_a_product_computes_in_the_dtype_of_its_inputs() -> None:
         assert compute_dtype(Compute(reads, ()), Timeline((), values, PLAN)) == dtype
 
 
-def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
+def test_a_ring_is_as_fast_as_its_slowest_link_and_takes_its_latency_at_each_step() -> None:
     # A node of eight devices has links of 450 GB/s, and a network card of 50 GB/s for each device.
     gigabytes = {(8, 1): 450, (16, 1): 8 * 50, (2, 8): 50, (4, 4): 100, (2, 4): 450}
-    assert {
-        (ranks, stride): H100.ring(ranks, stride).bytes_per_second / 1e9 for ranks, stride in gigabytes
-    } == gigabytes
-
-
-def test_a_ring_takes_its_latency_at_each_step() -> None:
+    assert {place: H100.ring(*place).bytes_per_second / 1e9 for place in gigabytes} == gigabytes
     assert Link(10.0, latency_seconds=0.5).seconds(20, steps=3) == 3.5
     assert H100.ring(8).latency_seconds == 3.4e-6
     assert H100.ring(2, 8).latency_seconds == pytest.approx(14e-6)
     assert H100.ring(24).seconds(0, steps=23) == pytest.approx(21 * 3.4e-6 + 2 * 14e-6)  # two steps leave a node
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
+def test_an_error_names_what_a_device_lacks() -> None:
+    rows: tuple[tuple[Callable[[], object], str], ...] = (
         (lambda: TPU_V2.peak("float32"), "TPU v2 has FLOP/s for bfloat16, but the step computes in 'float32'"),
         (lambda: TPU_V2.ring(512), "TPU v2 has no link to other nodes, but 512 ranks"),
         (lambda: replace(A100, memory_bytes=0), "memory_bytes is 0; give a number above 0"),
         (lambda: replace(A100, flops_per_second={"float32": -1}), "flops_per_second of 'float32' is -1"),
         (lambda: Link(1.0, -1), "latency_seconds is -1"),
-    ],
-)
-def test_an_error_names_what_a_device_lacks(call: Callable[[], object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        call()
+    )
+    for call, words in rows:
+        fails(call, "ValueError", words)
+
+
+def sizes_in(cell: str) -> list[float]:
+    units = {"MiB": 1 << 20, "GiB": 1 << 30, "TB/s": 1e12, "GB/s": 1e9}
+    sizes = re.findall(r"([\d.]+) ([MGT]i?B(?:/s)?)", cell.replace(",", ""))
+    return [float(number) * units[unit] for number, unit in sizes]
+
+
+def test_the_page_has_the_packages_devices() -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|", PAGE, re.MULTILINE)
+    assert [row[0] for row in rows] == list(DEVICES)
+    for name, peaks, memory, inside, across in rows:
+        device, dtypes = DEVICES[name], re.findall(r"(\w+): ([\de.]+)", peaks)
+        assert {dtype: float(flops) for dtype, flops in dtypes}.items() <= device.flops_per_second.items()
+        assert sizes_in(memory) == pytest.approx([device.memory_bytes, device.memory_bytes_per_second])
+        assert sizes_in(inside) == [device.intra_node.bytes_per_second]
+        assert inside.replace(",", "").startswith(f"{device.devices_per_node} ")
+        assert sizes_in(across) == ([] if device.inter_node is None else [device.inter_node.bytes_per_second])
 
 
 def test_devices_have_names_and_the_costs_of_their_numbers() -> None:

@@ -1,4 +1,7 @@
-"""Printed traces and timelines show each line's kind, parameters and bytes. The timelines are written by hand."""
+"""Printed traces and timelines show each line's kind, parameters and bytes; steps are shown on stderr.
+
+The timelines are written by hand.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from tests.harness.errors import fails
 from tests.harness.timelines import make_param, split
-from thunder_zero.plan.amounts import size
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.ops import Compute, Free, Gather, Op, Reduce, Return, Wait
 from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.tools.printing.progress import show_steps
 from thunder_zero.tools.printing.words import fold
 from thunder_zero.tools.table.rows import Row, explained, label
 from thunder_zero.tools.views.print_rows import format_timeline, print_rows, print_total, select
@@ -139,13 +143,9 @@ def positions_of(shown: tuple[Row | int, ...]) -> list[int | str]:
     return [item.position if isinstance(item, Row) else f"{item} lines" for item in shown]
 
 
-def test_a_units_rows_leave_out_other_units() -> None:
-    shown = select(phase(backward=False), PLAN, "h.0", None)
-    assert positions_of(shown) == [1, *range(2, 11)]
+def test_rows_of_other_units_are_left_out_and_lines_without_parameters_become_a_gap() -> None:
+    assert positions_of(select(phase(backward=False), PLAN, "h.0", None)) == [*range(1, 11)]
     assert select(phase(backward=False), PLAN, "", None) == ()
-
-
-def test_lines_without_parameters_become_a_gap() -> None:
     texts = [
         f"gather f{index} <- t_w: h.0.w" if index in (3, 12, 14) else f"compute t{index} <- x" for index in range(20)
     ]
@@ -158,35 +158,19 @@ def test_lines_without_parameters_become_a_gap() -> None:
 
 def test_operations_without_a_line_and_unknown_units_are_refused() -> None:
     lines = [Row("", index, "x") for index in range(11)]
-    with pytest.raises(ValueError, match=r"the trace has no lines of the operations at \[9\] of the timeline"):
-        list(explained(lines, TIMELINE, POSITIONS, backward=False))
-    with pytest.raises(ValueError, match=r"unit is 'h\.7'; the units of this module are '', 'h\.0'"):
-        select((), PLAN, "h.7", None)
-    with pytest.raises(ValueError, match="only is 'waits'; choose 'parameters' or 'communication', or None"):
-        select((), PLAN, None, "waits")
+    missing = "the trace has no lines of the operations at [9] of the timeline"
+    fails(lambda: list(explained(lines, TIMELINE, POSITIONS, backward=False)), "ValueError", missing)
+    fails(lambda: select((), PLAN, "h.7", None), "ValueError", "unit is 'h.7'; the units of this module are '', 'h.0'")
+    only = "only is 'waits'; choose 'parameters' or 'communication', or None"
+    fails(lambda: select((), PLAN, None, "waits"), "ValueError", only)
 
 
-@pytest.mark.parametrize(
-    ("params", "gradients", "expected"),
-    [
-        (("h.0.w",), True, "grad h.0.w"),
-        (("h.0.w", "h.0.b", "h.0.w"), True, "h.0: 3 gradients"),
-        (("embedding.weight", "h.0.w", "h.0.b"), False, "embedding.weight, 2 more"),
-        (("embedding.weight",) * 3, True, "grad embedding.weight, 2 more"),  # the root unit has no name
-    ],
-)
-def test_a_label_names_parameters_briefly(params: tuple[str, ...], gradients: bool, expected: str) -> None:
-    assert label(params, PLAN, gradients=gradients) == expected
-
-
-@given(st.integers(0, 1 << 55))
-def test_a_size_fits_its_column(nbytes: int) -> None:
-    assert len(size(nbytes)) <= 8
-
-
-def test_sizes_have_units() -> None:
-    sizes = {999: "999 B", 1000: "0.98 KiB", 10 << 10: "10.0 KiB", 1023 << 10: "1.00 MiB", 5 << 30: "5.00 GiB"}
-    assert {nbytes: size(nbytes) for nbytes in sizes} == sizes
+def test_a_label_names_parameters_briefly() -> None:
+    embedding, weight, bias = (param.path for param in PARAMS)
+    assert label((weight,), PLAN, gradients=True) == "grad h.0.w"
+    assert label((weight, bias, weight), PLAN, gradients=True) == "h.0: 3 gradients"
+    assert label((embedding, weight, bias), PLAN, gradients=False) == "embedding.weight, 2 more"
+    assert label((embedding,) * 3, PLAN, gradients=True) == "grad embedding.weight, 2 more"  # its unit has no name
 
 
 def test_origins_stand_above_their_lines_once() -> None:
@@ -199,20 +183,17 @@ def test_origins_stand_above_their_lines_once() -> None:
 LONG = "t_transformer_h_0_attention_projection_of_the_output_with_a_very_long_name_weight"
 
 
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ('a = f(x)  # a: "cpu f32[2]"', ["a = f(x)"]),
-        ("# only a comment\n(a, b) = f(x)", ["(a, b) = f(x)"]),
-        ("a = reshape_impl(tokens, (2, 8, 16))", ["a = reshape_impl(tokens,", "    (2, 8, 16))"]),  # a shape stays
-        ("(aa, bb, cc, dd, ee, ff, gg, hh, ii, jj, kk, ll) = wait(f)", ["(aa, ... 11 more) = wait(f)"]),
-        ("del aaaaaaaa, bbbbbbbb, cccccccc, dddddddd, eeeeeeee, ffffffff", ["del aaaaaaaa, ... 5 more"]),
-        ("a = f('x, y(z, w', 'it\\'s')", ["a = f('x, y(z, w', \"it's\")"]),
-        (f"a = {LONG}", ["a =", f"    {LONG[:25]}…"]),
-    ],
-)
-def test_code_folds_to_its_width(code: str, expected: list[str]) -> None:
-    assert fold(code, [30]) == expected
+def test_code_folds_to_its_width() -> None:
+    folded = {
+        'a = f(x)  # a: "cpu f32[2]"': ["a = f(x)"],
+        "# only a comment\n(a, b) = f(x)": ["(a, b) = f(x)"],
+        "a = reshape_impl(tokens, (2, 8, 16))": ["a = reshape_impl(tokens,", "    (2, 8, 16))"],  # a shape stays
+        "(aa, bb, cc, dd, ee, ff, gg, hh, ii, jj, kk, ll) = wait(f)": ["(aa, ... 11 more) = wait(f)"],
+        "del aaaaaaaa, bbbbbbbb, cccccccc, dddddddd, eeeeeeee, ffffffff": ["del aaaaaaaa, ... 5 more"],
+        "a = f('x, y(z, w', 'it\\'s')": ["a = f('x, y(z, w', \"it's\")"],
+        f"a = {LONG}": ["a =", f"    {LONG[:25]}…"],
+    }
+    assert {code: fold(code, [30]) for code in folded} == folded
 
 
 def test_arguments_that_are_calls_are_not_broken_and_use_the_full_width_below_the_columns() -> None:
@@ -252,8 +233,25 @@ def test_a_timeline_is_formatted_as_text() -> None:
         "return <- y",
     ]
     assert "backward" not in format_timeline(TIMELINE.with_ops(OPS[:1]))
-    assert [line[:10] for line in format_timeline(timeline, numbered=True).splitlines()[1:4]] == [
-        "op 1    fr",
-        "-- backwar",
-        "op 3    ga",
-    ]
+    numbered = format_timeline(timeline, numbered=True).splitlines()
+    assert [line[:10] for line in numbered[1:4]] == ["op 1    fr", "-- backwar", "op 3    ga"]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_steps_are_lines_or_a_bar_on_a_terminal(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    if is_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    with show_steps("plan", 2) as show:
+        show("looks")
+        show(ended=1)
+        show("leaps")
+    out, err = capsys.readouterr()
+    assert out == ""
+    if is_terminal:
+        assert [part in err for part in ("1/2", "leaps", "\u2501")] == [True, True, True]  # the last is of a bar
+    else:
+        assert err == "plan 0/2 looks\nplan 1/2 leaps\n"

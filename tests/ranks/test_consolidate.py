@@ -6,7 +6,6 @@ import json
 import shutil
 import weakref
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,10 +19,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import thunder_zero as tz
 from tests.harness.checkpoints import adamw, differing, state_of, take_step
+from tests.harness.commands import output_of, refusal_of, run_command
 from tests.harness.errors import fails
 from tests.harness.models import Small, fresh, sharded
 from tests.harness.ranks import RanksPool
-from thunder_zero.tools import cli
 from thunder_zero.tools.convert import OpenCheckpoint
 
 STEPS = 2
@@ -185,42 +184,37 @@ def test_a_safetensors_file_becomes_a_checkpoint(run: Run, ranks_pool: RanksPool
     ranks_pool.run(2, load, tmp_path / "start", run.weights)
 
 
-def test_the_command_inspects_and_consolidates(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["inspect", str(run.folder / "latest"), "--verify"]) == 0
-    rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
+def test_the_command_inspects_and_consolidates(run: Run, tmp_path: Path) -> None:
+    lines = output_of("inspect", run.folder / "latest", "--verify").splitlines()
+    rows = [" ".join(line.replace("│", " ").split()) for line in lines]
     assert {"embed.weight 9 x 5 float32 180", "head.weight = embed.weight", "scale - float32 4"} <= set(rows)
     printed = " ".join(rows)
     assert f"step-2: saved by 3 ranks; {len(run.states)} tensors of an optimizer at step 2; 4 files" in printed
     tied = run.weights["head.weight"].nbytes
     nbytes = sum(tensor.nbytes for tensor in (*run.weights.values(), *run.states.values())) - tied
     assert f"its tensors have {nbytes:,} B" in printed
-    assert cli.main(["inspect", str(run.folder / "odd")]) == 0
-    assert "2 tensors of an optimizer at step 2; 9 values of single ranks" in capsys.readouterr().out
+    of_odd = "2 tensors of an optimizer at step 2; 9 values of single ranks"
+    assert of_odd in output_of("inspect", run.folder / "odd")
     out = tmp_path / "m.safetensors"
-    assert cli.main(["consolidate", str(run.path), str(out), "--dtype", "float16", "--optimizer"]) == 0
-    assert str(tmp_path / "m.optimizer.safetensors") in capsys.readouterr().out
+    printed = output_of("consolidate", run.path, out, "--dtype", "float16", "--optimizer")
+    assert str(tmp_path / "m.optimizer.safetensors") in printed
     assert load_file(out)["row"].dtype is torch.float16
-    assert cli.main(["consolidate", str(run.folder / "odd"), str(tmp_path / "odd.safetensors")]) == 0
-    assert "thunder-zero: odd.safetensors does not contain the ranks' own values" in capsys.readouterr().err
+    code, _, err = run_command("consolidate", run.folder / "odd", tmp_path / "odd.safetensors")
+    assert code == 0
+    assert "thunder-zero: odd.safetensors does not contain the ranks' own values" in err
     (tmp_path / "cut").mkdir()
     for file in (".metadata", "manifest.json"):
         shutil.copy(run.path / file, tmp_path / "cut")
-    assert cli.main(["inspect", str(tmp_path / "cut")]) == 1
-    last = capsys.readouterr()
-    assert last.out == "", "the command checks before it prints"
-    assert ".distcp is missing" in last.err
+    assert ".distcp is missing" in refusal_of("inspect", tmp_path / "cut")  # the command checks before it prints
 
 
 def test_wrong_arguments_are_refused(run: Run, tmp_path: Path) -> None:
-    tz.tools.consolidate(run.path, tmp_path / "model.safetensors")
-    bare = tz.tools.shard_safetensors(tmp_path / "model.safetensors", tmp_path / "bare")
+    no, consolidate, shard = tmp_path / "no.safetensors", tz.tools.consolidate, tz.tools.shard_safetensors
+    (file,) = consolidate(run.path, tmp_path / "model.safetensors")
+    bare = shard(file, tmp_path / "bare")
     ending = "model.pt ends in '.pt'; pass a name that ends in .safetensors, or call torch's dcp_to_torch_save"
-    for path, name, options, words in (
-        (run.path, "model.pt", {}, ending),
-        (run.path, "no.safetensors", {"dtype": torch.int8}, "dtype is torch.int8; give a dtype of floating-point"),
-        (bare, "no.safetensors", {"optimizer": True}, "has no optimizer; consolidate without one"),
-    ):
-        fails(partial(tz.tools.consolidate, path, tmp_path / name, **options), words)
-    assert not (tmp_path / "no.safetensors").exists()
-    no_files = partial(tz.tools.shard_safetensors, tmp_path / "no", tmp_path / "no", ranks=0)
-    fails(no_files, "ranks is 0; pass the number of files")
+    fails(lambda: consolidate(run.path, tmp_path / "model.pt"), ending)
+    fails(lambda: consolidate(run.path, no, dtype=torch.int8), "dtype is torch.int8; give a dtype of floating-point")
+    fails(lambda: consolidate(bare, no, optimizer=True), "has no optimizer; consolidate without one")
+    assert not no.exists()
+    fails(lambda: shard(no, tmp_path / "no", ranks=0), "ranks is 0; pass the number of files")

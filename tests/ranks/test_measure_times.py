@@ -1,10 +1,14 @@
-"""``measure_times`` gives all ranks equal times of each bucket that runs. No test reads a clock."""
+"""``measure_times`` and ``calibrate`` give all ranks equal times: of each bucket that runs, of each curve.
+
+No test reads a clock or compares times.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf, isfinite
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from torch import Tensor
 
 import thunder_zero as tz
 from tests.harness.as_one_process import gather_objects
+from tests.harness.commands import output_of, refusal_of
 from tests.harness.errors import error_of, fails
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
@@ -110,12 +115,8 @@ def call_wrongly(rank: int, world_size: int) -> None:
     model: Any = sharded(fresh(Mlp), POLICY)
     zero1: Any = sharded(fresh(Mlp), tz.ZERO1)  # backward gathers nothing; nor does forward if rows are fresh
     step, step_of_zero1 = make_step(model), make_step(zero1)
-    fails(
-        lambda: measure_times(model, step),
-        "RuntimeError",
-        "was not called yet",
-        "run a step before measure_times",
-    )
+    not_called = "RuntimeError", "was not called yet", "run a step before measure_times"
+    fails(lambda: measure_times(model, step), *not_called)
     step()
     step_of_zero1()
     check_times(measure_times(zero1, step_of_zero1), zero1)
@@ -191,3 +192,51 @@ def test_a_clock_notes_what_is_launched_while_it_runs() -> None:
     ((path, gather, called, returned),) = [(wait.path, wait.gather, wait.called, wait.returned) for wait in waited]
     assert (path, gather) == ("b", False)
     assert called.until(returned) >= 0
+
+
+# Calibration
+
+TINY = 0.01  # seconds, so that each curve takes the least number of rounds
+
+
+def assert_measured(device: tz.tools.Device) -> None:
+    curves = [curve for name, curve in device.curves.items() if not name.endswith(("taken", "tensor"))]
+    assert curves
+    assert all(seconds > 0 for curve in curves for _, seconds in curve)
+
+
+def calibrate(rank: int, world_size: int) -> tz.tools.Device:
+    """Return the measured device; check that all ranks refuse what rank 1 refuses."""
+    error = error_of(lambda: tz.tools.calibrate(-1.0 if rank else 1.0))
+    assert "seconds is -1.0; give how long to measure, a number above 0" in error, error
+    assert rank == 1 or "rank 1 refused to calibrate, so every rank stops: " in error, error
+    return tz.tools.calibrate(TINY, dtypes=[torch.float32])
+
+
+@pytest.mark.slow
+def test_ranks_calibrate_together(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    first, second = ranks_pool.run(2, calibrate)
+    assert first == second
+    tz.tools.save_device(first, tmp_path / "device.json")
+    device = tz.tools.load_device(tmp_path / "device.json")
+    assert device == first
+    assert_measured(device)
+    kinds = {name.removesuffix(" wire") for name in device.curves if name.endswith("wire")}
+    assert (device.devices_per_node, kinds) == (2, {"gather", "scatter", "all_reduce"})
+    model = torch.nn.Linear(4, 4).to("meta")
+    traces = tz.trace(model, torch.empty(3, 4, device="meta"), policy=3, world_size=2)
+    assert tz.tools.estimate(traces, device).seconds > 0
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_file(tmp_path: Path) -> None:
+    assert not dist.is_initialized()
+    path, none = tmp_path / "device.json", tmp_path / "none"
+    printed = output_of("calibrate", path, "--seconds", TINY)
+    device = tz.tools.load_device(path)
+    assert f"{path}: {device.name}, one process, each float32 " in printed
+    assert device.devices_per_node == 1
+    assert not any("gather" in name for name in device.curves)
+    assert_measured(device)
+    assert f"there is no folder {none}" in refusal_of("calibrate", none / "device.json")
+    assert "seconds is 0.0; give how long to measure" in refusal_of("calibrate", path, "--seconds", 0)

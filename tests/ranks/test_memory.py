@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from io import StringIO
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +24,11 @@ from tests.harness.errors import error_of
 from tests.harness.models import fresh, sharded
 from tests.harness.ranks import LONG, RanksPool
 from tests.harness.tiers import deep
-from tests.harness.traced import Chain, ResidualBlock
+from tests.harness.traced import Chain, ResidualBlock, mean_square
 from thunder_zero.comm.agree import on_rank_0
 
 WIDTH, ROWS = 192, 48  # a float32 weight has 147,456 bytes, and so has an activation of the wide layer
+SHAPE = (ROWS, WIDTH)
 HALF = tz.MixedPrecision(torch.bfloat16)
 Make = Callable[[], nn.Module]
 
@@ -53,10 +55,6 @@ def make_convolutional() -> nn.Module:
     return Chain(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 32, 3, 2, padding=1))
 
 
-def loss_of(y: Tensor) -> Tensor:
-    return y.square().mean()
-
-
 def compare_peaks(
     rank: int, world_size: int, make: Make, shape: tuple[int, ...], policy: tz.Policy, deferring: bool
 ) -> None:
@@ -65,7 +63,7 @@ def compare_peaks(
     measured = measure_peak(sharded(module, policy), x, deferring=deferring)
     if rank == 0:
         traces = tz.trace(module, x, policy=policy, world_size=world_size, synced=not deferring)
-        difference = tz.tools.memory(traces, loss=loss_of, accumulating=deferring).peak / measured - 1
+        difference = tz.tools.memory(traces, loss=mean_square, accumulating=deferring).peak / measured - 1
         # The matmuls of bfloat16 have workspaces, which docs/memory.md lists.
         assert (-0.06 if policy.mixed_precision else -0.01) < difference < 0.01, difference
 
@@ -74,7 +72,7 @@ def measure_peak(model: nn.Module, x: Tensor, *, deferring: bool = False) -> int
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def step() -> None:
-        loss_of(model(x)).backward()
+        mean_square(model(x)).backward()
 
     step()
     optimizer.step()
@@ -87,50 +85,30 @@ def measure_peak(model: nn.Module, x: Tensor, *, deferring: bool = False) -> int
         return at_rest + added_at_peak(step, torch.device("cpu"))
 
 
+BYTEWISE = replace(tz.ZERO2, gather_format=tz.Int8(), reduce_format=tz.Int8())
+CASES: dict[str, tuple[Make, tuple[int, ...], tz.Policy, bool]] = {
+    "ddp": (make_wide, (128, 512), tz.DDP, False),
+    "zero1": (make_net, SHAPE, tz.ZERO1, False),
+    "zero2-deferring": (make_net, SHAPE, tz.ZERO2, True),
+    "zero3": (make_net, SHAPE, tz.ZERO3, False),
+    "zero3-bfloat16": (make_net, SHAPE, replace(tz.ZERO3, mixed_precision=HALF), False),
+    "zero2-int8": (make_net, SHAPE, BYTEWISE, False),
+    "zero3-nf4": (make_adapted, SHAPE, replace(tz.ZERO3, frozen_format=tz.NF4()), False),
+    "zero3-convolutions": (make_convolutional, (4, 32, 32, 32), tz.ZERO3, False),
+}
+DEEP_CASES = {"ddp-norms": (make_net, SHAPE, tz.DDP, False), "zero2": (make_net, SHAPE, tz.ZERO2, False)}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "shape", "policy", "deferring"),
-    [
-        (make_wide, (128, 512), tz.DDP, False),
-        (make_net, (ROWS, WIDTH), tz.ZERO1, False),
-        (make_net, (ROWS, WIDTH), tz.ZERO2, True),
-        (make_net, (ROWS, WIDTH), tz.ZERO3, False),
-        (make_net, (ROWS, WIDTH), replace(tz.ZERO3, mixed_precision=HALF), False),
-        (make_net, (ROWS, WIDTH), replace(tz.ZERO2, gather_format=tz.Int8(), reduce_format=tz.Int8()), False),
-        (make_adapted, (ROWS, WIDTH), replace(tz.ZERO3, frozen_format=tz.NF4()), False),
-        (make_convolutional, (4, 32, 32, 32), tz.ZERO3, False),
-        *deep((make_net, (ROWS, WIDTH), tz.DDP, False), (make_net, (ROWS, WIDTH), tz.ZERO2, False)),
-    ],
-    ids=[
-        "ddp",
-        "zero1",
-        "zero2-deferring",
-        "zero3",
-        "zero3-bfloat16",
-        "zero2-int8",
-        "zero3-nf4",
-        "zero3-convolutions",
-        "ddp-norms",
-        "zero2",
-    ],
-)
-def test_the_forecast_is_what_the_allocator_counts(
-    ranks_pool: RanksPool, make: Make, shape: tuple[int, ...], policy: tz.Policy, deferring: bool
-) -> None:
-    ranks_pool.run(2, compare_peaks, make, shape, policy, deferring)
+@pytest.mark.parametrize("case", [*CASES, *deep(*DEEP_CASES)])
+def test_the_forecast_is_what_the_allocator_counts(ranks_pool: RanksPool, case: str) -> None:
+    ranks_pool.run(2, compare_peaks, *(CASES | DEEP_CASES)[case])
 
 
 def make_llama() -> nn.Module:
     """Build a Llama of one layer, whose forward makes positions on a device that it names."""
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return Llama(config)
+    sizes: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 256}
+    return Llama(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2))
 
 
 def measure_fused_llama(rank: int, world_size: int) -> int:
@@ -173,8 +151,8 @@ def fit_on_ranks(rank: int, world_size: int) -> None:
     module, x = fresh(make_net, 128), torch.randn(128, 128)
     refusal = error_of(lambda: tz.tools.fit(module, x, memory_bytes=1000, file=StringIO()))
     assert refusal.startswith("DoesNotFit: no policy fits into 0.98 KiB"), refusal
-    budget = int(0.85 * tz.tools.memory(tz.trace(module, x, world_size=world_size), loss=loss_of).peak)
-    policy = tz.tools.fit(module, x, memory_bytes=budget * (1 + rank), loss=loss_of, file=StringIO())
+    budget = int(0.85 * tz.tools.memory(tz.trace(module, x, world_size=world_size), loss=mean_square).peak)
+    policy = tz.tools.fit(module, x, memory_bytes=budget * (1 + rank), loss=mean_square, file=StringIO())
     policies = gather_objects((policy, refusal))
     assert policies == [(policy, refusal)] * world_size, policies
     peak = measure_peak(sharded(module, policy), x)
