@@ -38,6 +38,7 @@ from torch.nn import functional as F
 
 BASE = 500_000.0  # the base of Llama 3's rotary frequencies
 
+Styles = dict[str, ParallelStyle]
 Rotation = tuple[Tensor, Tensor]  # cosines and sines of each position, (length, size of a head)
 
 
@@ -92,39 +93,27 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return x * cosines + torch.cat((-second, first), -1) * sines
 
 
-class GatedMlp(nn.Module):
-    """Llama's MLP: ``down(silu(gate(x)) * up(x))``."""
-
-    def __init__(self, sizes: DecoderSizes) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(sizes.width, sizes.hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(sizes.hidden, sizes.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return out
-
-
 class Mlp(nn.Module):
-    """GPT-2's MLP: ``down(gelu(up(x)))``."""
+    """Llama's MLP if it is gated, ``down(silu(gate(x)) * up(x))``, or GPT-2's, ``down(gelu(up(x)))``."""
 
-    def __init__(self, sizes: DecoderSizes) -> None:
+    def __init__(self, sizes: DecoderSizes, *, gated: bool) -> None:
         super().__init__()
-        self.up = nn.Linear(sizes.width, sizes.hidden)
-        self.down = nn.Linear(sizes.hidden, sizes.width)
+        self.gate = nn.Linear(sizes.width, sizes.hidden, bias=False) if gated else None
+        self.up = nn.Linear(sizes.width, sizes.hidden, bias=not gated)
+        self.down = nn.Linear(sizes.hidden, sizes.width, bias=not gated)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x)))
+        out: Tensor = self.down(F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x))
         return out
 
 
 class Block(nn.Module):
     """Attention and an MLP, each after a norm."""
 
-    def __init__(self, sizes: DecoderSizes, norm: Callable[[int], nn.Module], mlp: Callable[..., nn.Module]) -> None:
+    def __init__(self, sizes: DecoderSizes, norm: Callable[[int], nn.Module], *, gated: bool) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = norm(sizes.width), norm(sizes.width)
-        self.attention, self.mlp = Attention(sizes), mlp(sizes)
+        self.attention, self.mlp = Attention(sizes), Mlp(sizes, gated=gated)
 
     def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Return the block's output for ``x`` (batch, length, width), in the shape of ``x``."""
@@ -142,7 +131,7 @@ class Llama(nn.Module):
     def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
-        self.blocks = nn.ModuleList(Block(sizes, nn.RMSNorm, GatedMlp) for _ in range(sizes.blocks))
+        self.blocks = nn.ModuleList(Block(sizes, nn.RMSNorm, gated=True) for _ in range(sizes.blocks))
         self.norm = nn.RMSNorm(sizes.width)
         self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
         for name in ("cosines", "sines"):
@@ -173,7 +162,7 @@ class Gpt2(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
         self.positions = nn.Embedding(sizes.length, sizes.width)
-        self.blocks = nn.ModuleList(Block(sizes, nn.LayerNorm, Mlp) for _ in range(sizes.blocks))
+        self.blocks = nn.ModuleList(Block(sizes, nn.LayerNorm, gated=False) for _ in range(sizes.blocks))
         self.norm = nn.LayerNorm(sizes.width)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -202,13 +191,13 @@ class NamedModel:
     make: Callable[[int], nn.Module] = field(repr=False)
     sequence_length: int  # the default number of tokens of a sequence
     loss: Callable[[Any], Tensor] = field(default=cross_entropy, repr=False)  # a function from the result of forward
-    tp_plan: dict[str, ParallelStyle] | None = field(default=None, hash=False, repr=False)
+    tp_plan: Styles | None = field(default=None, hash=False, repr=False)
 
 
 COLUMNS = tuple(f"blocks.*.{name}" for name in ("attention.query", "attention.key", "attention.value"))
 UP, GATE, DOWN, OUT = (f"blocks.*.{name}" for name in ("mlp.up", "mlp.gate", "mlp.down", "attention.out"))
 PART, WHOLE = Shard(1), Replicate()  # activations: a part of the sequence, or the whole
-LLAMA_STYLES: dict[str, ParallelStyle] = {
+LLAMA_STYLES: Styles = {
     "embedding": RowwiseParallel(input_layouts=WHOLE, output_layouts=PART),
     **{f"blocks.*.{name}": SequenceParallel() for name in ("attention_norm", "mlp_norm")},
     "blocks.*.attention": PrepareModuleInput(
@@ -220,7 +209,7 @@ LLAMA_STYLES: dict[str, ParallelStyle] = {
     "norm": SequenceParallel(),
     "head": ColwiseParallel(input_layouts=PART, output_layouts=Shard(-1)),
 }
-GPT2_STYLES: dict[str, ParallelStyle] = {
+GPT2_STYLES: Styles = {
     "blocks.*.attention": PrepareModuleInput(
         input_layouts=(WHOLE, None), desired_input_layouts=(WHOLE, None), use_local_output=False
     ),
@@ -229,10 +218,8 @@ GPT2_STYLES: dict[str, ParallelStyle] = {
 }
 
 
-def _decoder(
-    name: str, kind: Callable[[DecoderSizes], nn.Module], tp_plan: dict[str, ParallelStyle], sizes: DecoderSizes
-) -> NamedModel:
-    return NamedModel(name, lambda length: kind(replace(sizes, length=length)), sizes.length, tp_plan=tp_plan)
+def _decoder(name: str, kind: Callable[..., nn.Module], styles: Styles, sizes: DecoderSizes) -> NamedModel:
+    return NamedModel(name, lambda length: kind(replace(sizes, length=length)), sizes.length, tp_plan=styles)
 
 
 class NamedModels(dict[str, NamedModel]):

@@ -225,6 +225,11 @@ class Recorder:
             events: tuple[Event, ...] = watch.taken()
         return events
 
+    @property
+    def loss_bytes(self) -> int:
+        """The bytes that the loss and its gradient have read and written, operator by operator; 0 without a loss."""
+        return sum(value.nbytes for value in self._in_loss.values.values()) if self.of_loss else 0
+
     def step_timeline(self) -> Timeline:
         """Return the timeline of a step. The loss, its gradient and the optimizer's step add torch's operators to it::
 
@@ -248,13 +253,6 @@ class Recorder:
         ops, border = timeline.ops, timeline.backward_start
         all_ops = (*digests.ops, *ops[:border], *self._in_loss.ops, *ops[border:-1], *self._in_step.ops, ops[-1])
         return timeline.with_ops(all_ops, {name: value for item in added for name, value in item.values.items()})
-
-
-def loss_traffic(traces: Traces, loss: Loss) -> int:
-    """Return the bytes that the operators of the loss and its gradient read and write in eager torch."""
-    recorder = Recorder(traces, "gloo", loss)
-    recorder.step_timeline()
-    return sum(value.nbytes for value in recorder._in_loss.values.values())
 
 
 def _key_of_operator(line: BoundSymbol, values: Sequence[Any]) -> object:

@@ -233,7 +233,7 @@ def _row(
     overhead = overhead_bytes(programs.device, mesh, step.storages)
     peak, speed = max(step.peak, step.optimizer_step), programs.device.memory_bytes_per_second
     show(f"simulates a step of {STAGES[stage].name} on {mesh}")
-    estimate, loss, optimizer = step.estimate, programs.loss_bytes / speed, TRAFFIC * step.trained / speed
+    estimate, loss, optimizer = step.estimate, step.loss_bytes / speed, TRAFFIC * step.trained / speed
     seconds = estimate.seconds + loss + optimizer
     return PlanRow(
         stage=stage,

@@ -159,6 +159,7 @@ class WholeStep:
     by_kind: Mapping[str, int]  # bytes alive after the peak's line, keyed by kind, largest first
     storages: int  # the most storages alive at once
     trained: int  # bytes of trained parameters that the rank holds between steps
+    loss_bytes: int  # that the loss and its gradient read and write
 
 
 STEPPED = (*AT_REST, Holds.REDUCED_GRADIENT)  # kinds of a block's bytes in the optimizer's step
@@ -171,7 +172,6 @@ def whole_step(fold: Fold, device: Device, units: Sequence[str], copies: int) ->
     costs = zip(timeline.ops, traced.costs, model_seconds(timeline, device), strict=True)
     lines = _lines(fold, {id(op): (cost, seconds) for op, cost, seconds in costs})
     sections = list(_sections(fold, lines, units, copies))
-    block = [storage for storage in fold.allocations if _is_in(units, storage.name)]
     resting, alive = [storage for storage in fold.allocations if storage.line < 0], Counter[Holds]()
     for storage in resting:
         is_repeated = storage.kind in AT_REST and _is_in(units, storage.name)
@@ -182,7 +182,7 @@ def whole_step(fold: Fold, device: Device, units: Sequence[str], copies: int) ->
     most = _highest(sections, count, [(line.storages, line.storages) for line in lines]).level
     for index, times in peak.runs(sections):
         alive.update({kind: times * nbytes for kind, nbytes in lines[index].kinds})
-    stepped = sum(storage.nbytes for storage in block if storage.kind in STEPPED)
+    stepped = sum(item.nbytes for item in fold.allocations if _is_in(units, item.name) and item.kind in STEPPED)
     steps = [line for line in fold.lines if line.phase == OPTIMIZER_STEP]
     return WholeStep(
         _with_costs(traced, fold, lines, sections),
@@ -197,6 +197,7 @@ def whole_step(fold: Fold, device: Device, units: Sequence[str], copies: int) ->
             for param in timeline.plan.params
             if param.requires_grad
         ),
+        loss_bytes=fold.recorder.loss_bytes,
     )
 
 
@@ -216,15 +217,11 @@ class Highest(NamedTuple):
 
 
 def _highest(sections: Sequence[Section], level: int, changes: Sequence[tuple[int, int]]) -> Highest:
-    """Return the highest of the levels in a longer step that begins at ``level``.
-
-    Each line has its rise while it runs, and its change of the level. A section changes the level by the same amount in
-    each run, so that its first or its last run is the highest.
-    """
+    """Return the highest of the levels in a longer step. ``changes`` has each line's rise and its lasting change."""
     highest = Highest(0, 0, 0, 0)
     for number, section in enumerate(sections):
         change = sum(changes[index][1] for index in section.lines)
-        for run in sorted({0, section.times - 1}):
+        for run in sorted({0, section.times - 1}):  # each run changes the level alike
             now = level + run * change
             for index in section.lines:
                 rise, after = changes[index]

@@ -27,7 +27,7 @@ from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.dry_run import ProgramSource, fake_mesh
 from thunder_zero.tools.forecast.fold import Fold
 from thunder_zero.tools.forecast.for_loss import for_loss
-from thunder_zero.tools.forecast.recorder import Recorder, loss_traffic
+from thunder_zero.tools.forecast.recorder import Recorder
 from thunder_zero.tools.from_file import module_and_inputs
 from thunder_zero.tools.models import MODELS, NamedModel
 from thunder_zero.tools.plan.repeat import NotPeriodic, WholeStep, whole_step
@@ -239,11 +239,6 @@ class SubjectPrograms:
             self.enough[policy] = count
             return step, len(traced)
         raise AssertionError("a model that is traced whole repeats nothing")
-
-    @cached_property
-    def loss_bytes(self) -> int:
-        """The bytes that ``Subject.loss`` and its gradient read and write. 0 if there is no loss."""
-        return loss_traffic(next(iter(self.scheduled.values())), self.subject.loss) if self.subject.loss else 0
 
     def returns_loss(self) -> bool:
         """Return whether forward returns a single number, such as a loss."""
