@@ -93,6 +93,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("hugging_face.py",   IMPORT, IMPORT,  NOT,     rooms("plan comm compat sharded capture checkpoint")),
     Room("lightning/",        IMPORT, IMPORT,  IMPORT,  rooms("plan comm compat/jitted sharded optim capture")),
     # -------------------------------------------------------------------------------------------------------------
+    Room("spmd/",             IMPORT, IMPORT,  NOT,     rooms("plan/amounts compat/private compat/torch")),
     Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),
     Room("tools/table/rows.py",NOT,   NOT,     NOT,     rooms("plan schedule tools/printing")),
     Room("tools/table/lines.py",NOT,  NOT,     IMPORT,  rooms("traces tools/table/rows")),
@@ -134,7 +135,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
                                                               "tools/devices tools/time tools/forecast tools/table "
                                                               "tools/views/selection tools/views/print_rows")),
     Room("tools/convert/",    IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan checkpoint tools/printing")),
-    Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint tools/convert tools/devices "
+    Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint spmd tools/convert tools/devices "
                                                               "tools/dry_run tools/from_file tools/models "
                                                               "tools/plan tools/table/rows tools/views")),
     Room("tools/__init__.py", NOT,    NOT,     NOT,     ALL),

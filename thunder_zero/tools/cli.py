@@ -5,6 +5,7 @@ thunder-zero consolidate CHECKPOINT OUT.safetensors [--dtype bfloat16] [--optimi
 thunder-zero shard IN.safetensors CHECKPOINT [--ranks 8] [--dtype float32]
 thunder-zero trace FILE.py:function [--world-size 8] [--stage 3] [--rank 0] [--all] [--json]
 thunder-zero report FILE.py:function [--out report.html] [--world-size 8] [--stage 3] [--beside 2] [--json]
+thunder-zero check TRAIN.py:step --mesh dp=7,tp=2 [--data dp] [--json]
 thunder-zero plan --model llama3-8b --world-size 1024 [--device h100] [--memory-bytes 80GiB] [--json]
 thunder-zero why [--device machine.json] SCRIPT.py [its arguments]
 thunder-zero calibrate OUT.json [--seconds 30]
@@ -37,6 +38,10 @@ WHY = (
     "Run a training script unchanged (torchrun --nproc-per-node 2 -m thunder_zero why SCRIPT.py), and print on rank 0, "
     "for each model, the time, the waits and the memory of a step beside their forecast, and what was compiled."
 )
+CHECK = (
+    "Check a step of any training script, which need not use thunder_zero: FSDP2, parallelize_module, DDP or groups by "
+    "hand. The exit status is 0 if nothing is wrong, 1 if something is, 2 if the check cannot say."
+)
 CALIBRATE = (
     "Measure the CPU, and under torchrun the ranks' collectives on gloo, for forecasts of time. GPUs and NCCL are not "
     "measured."
@@ -44,7 +49,7 @@ CALIBRATE = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, and return its exit code. Errors are printed on stderr, with exit code 1."""
+    """Run a command, and return its exit code. Errors are printed on stderr, with exit code 1; of ``check``, 2."""
     options = parser().parse_args(arguments)
     if options.command == "why":  # the user's script handles its errors and warnings
         options.run(options)
@@ -52,9 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code, errors = 0, []
     with warnings.catch_warnings(record=True) as caught:
         try:
-            options.run(options)
+            code = options.run(options) or 0
         except (OSError, ValueError) as error:
-            code, errors = 1, [str(error)]
+            code, errors = 2 if options.command == "check" else 1, [str(error)]
         except KeyboardInterrupt:
             code, errors = INTERRUPTED, ["interrupted"]
     for line in [*(str(warning.message) for warning in caught), *errors]:
@@ -66,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. Commands import modules lazily, so that help is quick."""
     root = argparse.ArgumentParser("thunder-zero", description=DESCRIPTION)
     commands = root.add_subparsers(dest="command", required=True)
-    for add_command in (_inspect, _consolidate, _shard, _trace, _report, _plan, _why, _calibrate):
+    for add_command in (_inspect, _consolidate, _shard, _trace, _report, _check, _plan, _why, _calibrate):
         add_command(commands.add_parser)
     return root
 
@@ -75,7 +80,7 @@ Add = Callable[..., argparse.ArgumentParser]  # takes name, help and description
 
 
 def _command(
-    add: Add, name: str, help: str, run: Callable[[argparse.Namespace], None], description: str = ""
+    add: Add, name: str, help: str, run: Callable[[argparse.Namespace], int | None], description: str = ""
 ) -> argparse.ArgumentParser:
     """Add a command that calls ``run``, and return its parser."""
     command = add(name, help=help, description=description or f"{help[0].upper()}{help[1:]}.")
@@ -158,6 +163,15 @@ def _report(add: Add) -> None:
     cmd.add_argument("--json", action="store_true", help="print what the page shows as JSON; write no file")
 
 
+def _check(add: Add) -> None:
+    cmd = _command(add, "check", "check a training step on a mesh: what is wrong on which axis", _check_step, CHECK)
+    cmd.add_argument("place", metavar="TRAIN.py:step", help="step(mesh) trains for one step and returns the model")
+    cmd.add_argument("--mesh", required=True, help="axes and their ranks, such as dp=7,tp=2")
+    cmd.add_argument("--data", nargs="*", metavar="AXIS", help="axes whose ranks have batches of their own")
+    cmd.add_argument("--seconds", type=float, default=600.0, help="how long it may take (default: 600)")
+    cmd.add_argument("--json", action="store_true", help="print JSON")
+
+
 def _plan(add: Add) -> None:
     cmd = _command(add, "plan", "compare stages and meshes for a model, and recommend one", _show_plan)
     cmd.add_argument("--model", required=True, help=f"{', '.join(MODELS)}, or FILE.py:function: {INPUTS}")
@@ -196,6 +210,18 @@ def _calibrate(add: Add) -> None:
     cmd = _command(add, "calibrate", "measure CPU and gloo, no GPU", run, CALIBRATE)
     cmd.add_argument("out", type=Path, help="OUT.json, for tz.tools.load_device and --device")
     cmd.add_argument("--seconds", type=float, default=30.0, help="how long to measure (default: 30)")
+
+
+def _check_step(options: argparse.Namespace) -> int:
+    """Print what is wrong with a step, and return the exit status."""
+    from functools import partial
+
+    from thunder_zero.spmd.check import check_step
+    from thunder_zero.tools.from_file import call
+
+    verdict = check_step(partial(call, options.place), options.mesh, data=options.data, seconds=options.seconds)
+    print(verdict.to_json() if options.json else verdict)
+    return verdict.status
 
 
 def _options_except(options: argparse.Namespace, *names: str) -> dict[str, Any]:
