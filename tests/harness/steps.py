@@ -478,6 +478,34 @@ def equal_batches(mesh: DeviceMesh) -> nn.Module:
     return net
 
 
+# steps that are no error
+
+
+def batch_norm(mesh: DeviceMesh) -> nn.Module:
+    net = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.BatchNorm1d(6), nn.Linear(HIDDEN, WIDTH))
+    backward(net, mesh)
+    average(net, mesh)
+    return net
+
+
+def real_ddp(mesh: DeviceMesh) -> nn.Module:
+    net = nn.parallel.DistributedDataParallel(model())
+    backward(net, mesh)
+    return net
+
+
+class Positive(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[x[..., 0] > 0]).mean()
+
+
+def shape_of_data(mesh: DeviceMesh) -> nn.Module:
+    net = Positive(WIDTH, WIDTH)
+    net(batch(mesh, "dp")[0]).backward()
+    average(net, mesh)
+    return net
+
+
 DP, TP, BOTH, HYBRID, SP = {"dp": 7}, {"tp": 2}, {"dp": 7, "tp": 2}, {"replicate": 3, "shard": 5}, {"sp": 2}
 Case = tuple[Callable[[DeviceMesh], nn.Module], dict[str, int]]
 RIGHT: list[Case] = [

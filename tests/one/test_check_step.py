@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import thunder_zero as tz
-from tests.harness import steps
+from tests.harness import steps, steps_of_transformers
 from tests.harness.tiers import slow
 from thunder_zero.tools.cli import main
 
@@ -35,7 +36,30 @@ def test_nothing_is_said_of_right_steps(step: Step, mesh: dict[str, int]) -> Non
     assert all(factor == 1 for gradient in verdict.gradients for factor in gradient.factors.values())
 
 
-@pytest.mark.parametrize(("step", "mesh", "cause"), steps.WRONG, ids=named)
+FAST_MODELS = ("Qwen3's plan", "FSDP2 of Llama")
+MODELS = [
+    pytest.param(*case, marks=[] if case[0] in FAST_MODELS else pytest.mark.slow)
+    for case in steps_of_transformers.RIGHT
+]
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+@pytest.mark.parametrize(("name", "step", "mesh"), MODELS)
+def test_nothing_is_said_of_language_models(name: str, step: Step, mesh: dict[str, int]) -> None:
+    verdict = tz.tools.check_step(step, mesh)
+    assert (verdict.status, verdict.faults) == (0, ()), str(verdict)
+    assert len(verdict.gradients) > 10
+
+
+FAST_FAULTS = (  # one of each kind of sentence
+    *(steps.norm_of_heads_not_summed, steps.bias_on_every_slice, steps.softmax_over_a_slice, steps.divided_twice),
+    *(steps.sum_in_a_hook_and_in_a_loop, steps.sum_after_fsdp, steps.divided_by_the_local_count, steps.equal_batches),
+    *(steps.optimizer_before_fully_shard, steps.clip_that_counts_replicated_parameters_n_times),
+)
+WRONG = [case if case[0] in FAST_FAULTS else slow(case)[0] for case in steps.WRONG]
+
+
+@pytest.mark.parametrize(("step", "mesh", "cause"), WRONG, ids=named)
 def test_the_first_fault_names_the_cause(step: Step, mesh: dict[str, int], cause: str) -> None:
     verdict = tz.tools.check_step(step, mesh)
     assert verdict.status == 1, str(verdict)
@@ -69,6 +93,25 @@ def test_a_step_that_cannot_run_is_told(tmp_path: Path, capsys: pytest.CaptureFi
     assert "train.py:2" in capsys.readouterr().err
     assert main(["check", f"{script}:step", "--mesh", "dp"]) == 2
     assert "cannot read the mesh 'dp'" in capsys.readouterr().err
+
+
+def test_a_difference_that_may_be_meant_is_a_warning() -> None:
+    for step, mesh, text in (
+        (steps.two_precisions, steps.HYBRID, "two precisions"),
+        (steps.batch_norm, steps.DP, "the statistics of its own batch"),
+        (steps.positions_of_slices, steps.SP, "the ranks report different numbers"),
+    ):
+        verdict = tz.tools.check_step(step, mesh)
+        assert [fault.kind for fault in verdict.faults] == ["warning"], str(verdict)
+        assert text in verdict.faults[0].text
+        assert verdict.status == 0
+
+
+@pytest.mark.parametrize(("step", "why"), [(steps.real_ddp, "out of sight"), (steps.shape_of_data, "on the data")])
+def test_it_says_what_it_cannot_check(step: Step, why: str) -> None:
+    verdict = tz.tools.check_step(step, steps.DP)
+    assert verdict.status == 2, str(verdict)
+    assert why in verdict.faults[0].text
 
 
 def test_bad_arguments_are_refused() -> None:

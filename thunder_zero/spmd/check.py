@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from thunder_zero.spmd.collectives import collective_kind
 from thunder_zero.spmd.flow import AxisTypes, Fault, Memo, Walk
-from thunder_zero.spmd.record import Shadow, StepRecord, StepRecorder, TooLarge
+from thunder_zero.spmd.record import NotChecked, Shadow, StepRecord, StepRecorder
 from thunder_zero.spmd.report import Verdict, verdict_of
 
 Step = Callable[[DeviceMesh], Any]
@@ -153,7 +153,12 @@ def check_step(
         raise verdict
     if isinstance(verdict, Verdict):
         return verdict
-    return Verdict(shape, (Fault("every axis", "unknown", f"the step {verdict}", "", 0),), (), (), (), 0)
+    return Verdict(shape, (Fault("every axis", "unknown", _sentence(verdict), "", 0),), (), (), (), 0)
+
+
+def _sentence(reason: object) -> str:
+    """Return why a step is not checked."""
+    return f"rank 0 {reason}" if str(reason).startswith(("took ", "ended ")) else str(reason)
 
 
 def _reason(result: object) -> str:
@@ -248,7 +253,7 @@ def _check(step: Step, shape: Mapping[str, int], data: Sequence[str], pipe: Any)
         record = record_step(step, shape)
         others, faults = pipe.recv()
         pipe.send(_verdict(record, data, others, faults))
-    except TooLarge as error:
+    except NotChecked as error:
         pipe.send(str(error))
     except Exception as error:
         _send_error(error, pipe)

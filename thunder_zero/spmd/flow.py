@@ -30,6 +30,7 @@ from thunder_zero.spmd.operators import (
     MOVES,
     PARTS_OF_BACKWARD,
     SCATTERS,
+    SELECTIONS,
     averages,
     key_of,
     runner,
@@ -118,6 +119,7 @@ class Walk:
         self._means: set[int] = set()
         self._divided: set[int] = set()
         self._tainted: set[int] = set()
+        self._untyped: dict[int, tuple[str, str]] = {}  # why, and the line
         self._notes: dict[int, str] = {}
         self._faults: dict[tuple[str, str], Fault] = {}
         self._assumed: set[str] = set()
@@ -126,6 +128,8 @@ class Walk:
         self._experiments = 0
         self._virtual = -1
         self._differing_inputs = False
+        lines = record.lines
+        self._first_backward = next((index for index, line in enumerate(lines) if line.backward), len(lines))
         self._placed = {item.ref.storage: item for item in (*record.buffers, *record.parameters)}
 
     def run(self) -> AxisTypes:
@@ -182,7 +186,10 @@ class Walk:
     def _give(self, ref: Ref, codes: Tensor | int) -> None:
         if ref.nbytes:
             into = self._flat(self._home(ref), ref).as_strided(ref.shape, ref.stride, ref.offset)
-            into.copy_(codes.reshape(ref.shape) if isinstance(codes, Tensor) else filled(ref.shape, codes))
+            codes = codes.reshape(ref.shape) if isinstance(codes, Tensor) else filled(ref.shape, codes)
+            for dim in (dim for dim, step in enumerate(ref.stride) if step == 0):  # expanded: one element for all
+                into, codes = into.narrow(dim, 0, 1), codes.narrow(dim, 0, 1)
+            into.copy_(codes)
 
     # inputs
 
@@ -262,21 +269,21 @@ class Walk:
         mine, other = self._record.shadows[self._line], self._other.get(self._line)
         if other is None:
             return None
-        moved = other.outputs != mine.outputs and other.offsets == mine.offsets
-        return other.scalars if other.scalars != mine.scalars or moved else None
+        return other.scalars if other.scalars != mine.scalars else None
 
     def _view(self, line: RecordedLine) -> None:
         """Pass codes on to a view; a view of another part on each rank is a slice of its own."""
-        source, differs = line.inputs[0], self._other_numbers() is not None
+        source = line.inputs[0]
         if len(line.results) == 1 and self._over:
             (ref,) = line.results
             codes = self._through(line, self._over)
             self._separate(ref, codes)
             return
         other = self._other.get(self._line)
-        if differs and len(line.results) == 1 and other is not None:
+        mine = self._record.shadows[self._line]
+        if len(line.results) == 1 and other is not None and other.outputs != mine.outputs:
             (ref,) = line.results
-            if other.outputs != self._record.shadows[self._line].outputs:
+            if other.scalars != mine.scalars or other.offsets == mine.offsets:
                 codes = self._flat(self._home(source), ref).as_strided(ref.shape, ref.stride, ref.offset).clone()
                 if not bool(codes.any()):
                     codes = _slice(ref.shape, _cut(ref.shape, source.shape))
@@ -309,6 +316,7 @@ class Walk:
             result = effect(line.collective, self._axis, self._size, codes, [item.shape for item in outputs], zero=zero)
             factor = self._largest_factor(inputs) * result.factor
             tainted = any(self._home(item) in self._tainted for item in inputs)
+            self._tell_untyped(inputs)
             if result.fault and not tainted:
                 note = next((self._notes[self._home(item)] for item in inputs if self._home(item) in self._notes), "")
                 text = f"{result.fault}: {note}" if note and "no share" in result.fault else result.fault
@@ -337,6 +345,8 @@ class Walk:
         """Return the codes of what a line writes."""
         name, numbers = line.name, self._other_numbers()
         codes = [self.codes(item).clone() for item in line.inputs]
+        if numbers is not None and self._sizes_differ() and line.backward:
+            self._cannot_say(f"the sizes of {name} differ between the ranks", line, targets)
         if name in ("arange", "linspace") and numbers is not None:
             return [halves(ref.shape) for ref in targets]
         if name in RANDOM and (not line.inputs or name.endswith("_") or self._draws_differ()):
@@ -347,11 +357,17 @@ class Walk:
             return [filled(ref.shape, R) for ref in targets]
         if name in MOVES:
             return self._move(line, targets)
+        if "batch_norm" in name and self._batches_differ:
+            return self._batch_norm(line, codes[0] if not line.backward else codes[1], targets)
         if numbers is None and {letter for item in codes for letter in letters(item).split("+")} <= {"R", "X"}:
             shapes = [item.shape for item in codes if bool((item == X).any())]
             if all(ref.shape in shapes for ref in targets):
                 return [filled(ref.shape, X) for ref in targets]
         return self._experiment(line, codes, numbers, targets)
+
+    def _sizes_differ(self) -> bool:
+        mine, other = self._record.shadows[self._line], self._other[self._line]
+        return [shape for _, shape in mine.outputs] != [shape for _, shape in other.outputs]
 
     def _draws_differ(self) -> bool:
         """Return whether the ranks draw different random numbers. Ranks with batches of their own may draw alike."""
@@ -364,6 +380,13 @@ class Walk:
             return filled(ref.shape, R)
         alike = (item for item in codes if item.shape == ref.shape and bool(item.any()))
         return next(alike, filled(ref.shape, X)) if name == "native_dropout" else filled(ref.shape, X)
+
+    def _batch_norm(self, line: RecordedLine, codes: Tensor, targets: Sequence[Ref]) -> list[Tensor]:
+        """Type a norm over the batch as if its statistics were those of the whole batch, and warn."""
+        if not line.backward:
+            self._say("warning", f"{line.name}: each rank has the statistics of its own batch", line.where)
+        small = P if line.backward else R
+        return [codes if ref.shape == codes.shape else filled(ref.shape, small) for ref in targets]
 
     def _move(self, line: RecordedLine, targets: Sequence[Ref]) -> list[Tensor]:
         """Run an operator that only moves elements on their codes."""
@@ -384,6 +407,10 @@ class Walk:
         self, line: RecordedLine, codes: list[Tensor], numbers: tuple[Any, ...] | None, targets: Sequence[Ref]
     ) -> list[Tensor]:
         """Run the line on two imagined ranks, or remember the outcome of an equal line."""
+        masks = zip(codes, line.inputs, strict=True)
+        if line.name in SELECTIONS and any(item.dtype is torch.bool and bool(code.any()) for code, item in masks):
+            self._cannot_say(f"the shape of {line.name} depends on the data", line, targets)
+            return [filled(ref.shape, V) for ref in targets]
         assumed = self._masked_part(line, codes, numbers, targets)
         if assumed is not None:
             return assumed
@@ -396,7 +423,7 @@ class Walk:
             again = self._outcomes(line, shares, numbers, targets)
             outcomes = outcomes if isinstance(again, str) or any(item.fault for item in again) else again
         if isinstance(outcomes, str):
-            self._say("unknown", f"{line.name} could not run again: {outcomes}", line.where)
+            self._cannot_say(f"{line.name} could not run again: {outcomes}", line, targets)
             return [filled(ref.shape, V) for ref in targets]
         for ref, outcome in zip(targets, outcomes, strict=True):
             self._hear(line, ref, outcome)
@@ -423,8 +450,21 @@ class Walk:
         if outcome.fault and not any(self._home(item) in self._tainted for item in line.inputs):
             self._say("error", outcome.fault, line.where)
             self._tainted.add(self._home(ref))
-        if outcome.note:
+        if outcome.note.startswith("the shape"):
+            self._cannot_say(outcome.note, line, [ref])
+        elif outcome.note:
             self._notes[self._home(ref)] = f"{outcome.note} ({line.where})"
+
+    def _cannot_say(self, text: str, line: RecordedLine, targets: Sequence[Ref]) -> None:
+        """Note that values are not typed. It is told where they reach a collective or a gradient."""
+        for ref in targets:
+            self._tainted.add(self._home(ref))
+            self._untyped[self._home(ref)] = text, line.where
+
+    def _tell_untyped(self, refs: Iterable[Ref]) -> None:
+        """Report values that are not typed."""
+        for text, where in [self._untyped[self._home(ref)] for ref in refs if self._home(ref) in self._untyped]:
+            self._say("unknown", text, where)
 
     def _masked_part(
         self, line: RecordedLine, codes: Sequence[Tensor], numbers: tuple[Any, ...] | None, targets: Sequence[Ref]
@@ -473,12 +513,16 @@ class Walk:
             self._divided, home, moves_share or (is_share and math.isclose(scaled or 0, 1 / self._size, rel_tol=1e-6))
         )
         factor = 1.0 if is_fresh else self._largest_factor(line.inputs)
-        if scaled is not None and ("P" in letters(self.codes(ref)) or self._batches_differ or self._loss_is_mean()):
+        counts = self._line >= self._first_backward and (self._batches_differ or self._loss_is_mean())
+        if scaled is not None and (counts or "P" in letters(self.codes(ref))):
             factor *= self._own_part(scaled)
         self._set_factor(ref, factor)
         is_mean = name in MEANS and bool((self.codes(ref) == P).any()) and averages(line)
         _toggle(self._means, home, is_mean or (not is_fresh and any(item in self._means for item in inputs)))
         _toggle(self._tainted, home, home in self._tainted or any(item in self._tainted for item in inputs))
+        untyped = next((self._untyped[item] for item in (home, *inputs) if item in self._untyped), None)
+        if untyped is not None:
+            self._untyped[home] = untyped
         if bool((self.codes(ref) == V).any()):
             note = next((self._notes[item] for item in inputs if item in self._notes), "")
             if note:
@@ -513,6 +557,7 @@ class Walk:
         wanted = "S" if "S" in letters(self.codes(parameter.ref)) else "R"
         wanted = "P" if grad.placements.get(self._axis) == "partial" else wanted
         got, home = letters(self.codes(grad.ref)), self._home(grad.ref)
+        self._tell_untyped([grad.ref])
         mean = self._loss_is_mean()
         factor = self._factors.get(home, 1.0) * (self._size if mean else 1.0)
         fits = got == wanted or (wanted == "S" and set(got.split("+")) <= {"S", "R"})

@@ -23,9 +23,8 @@ MOVES = COPIES | _words(
     "all_gather_copy_in"
 )
 CONSTANTS = _words("zero_ fill_ _foreach_zero_ empty zeros ones full")
-LOOKUPS = _words(
-    "embedding gather index index_select take_along_dim"
-)  # a rank's own part of a table: a share, if masked
+LOOKUPS = _words("embedding gather index index_select take_along_dim")
+SELECTIONS = _words("index masked_select nonzero")  # by a mask: their shape depends on the data
 SCATTERS = _words(
     "embedding_dense_backward scatter scatter_add index_put_ index_put scatter_ scatter_add_ gather_backward"
 )

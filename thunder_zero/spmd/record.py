@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -42,8 +43,8 @@ RANDOM = frozenset(
 )
 
 
-class TooLarge(RuntimeError):
-    """The values of a step do not fit into memory beside the step."""
+class NotChecked(RuntimeError):
+    """A step that cannot be recorded, and why."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +295,7 @@ class StepRecorder(TorchDispatchMode):
                 if ref not in self._values and item.untyped_storage().nbytes():
                     self._nbytes += ref.nbytes
                     if self._nbytes > LIMIT:
-                        raise TooLarge(f"the values of the step take over {LIMIT >> 30} GiB; check a smaller model")
+                        raise NotChecked(f"the step reads over {LIMIT >> 30} GiB of values; check a smaller model")
                     self._values[ref] = _with_strides(item)
 
     # storages
@@ -337,6 +338,10 @@ class StepRecorder(TorchDispatchMode):
     # modules and optimizers
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if isinstance(module, DistributedDataParallel):
+            raise NotChecked(
+                f"{type(module).__name__} sums gradients out of sight; sum them in the step, by all_reduce"
+            )
         with torch.no_grad(), disable_current_modes():
             for item in module.parameters():
                 self._perturb(item)
