@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import thunder_zero as tz
-from tests.harness import steps, steps_of_transformers
+from tests.harness import mutants, steps, steps_of_transformers
 from tests.harness.tiers import slow
+from thunder_zero.spmd.check import data_axes
 from thunder_zero.tools.cli import main
 
 Step = Callable[[DeviceMesh], nn.Module]
@@ -119,3 +120,22 @@ def test_bad_arguments_are_refused() -> None:
         tz.tools.check_step(steps.ddp, "dp=2", data=["fsdp"])
     with pytest.raises(TypeError, match="define step at the top of a file"):
         tz.tools.check_step(lambda mesh: mesh, "dp=2")
+
+
+CHANGED = (  # ten right steps
+    *(steps.ddp, steps.fsdp_with_clip_and_accumulation, steps.fsdp_in_bf16, steps.hsdp, steps.tensor_parallel),
+    *(steps.sequence_parallel, steps.megatron, steps.vocabulary_in_slices, steps.positions_of_slices),
+    steps.dropout_with_a_generator_for_each_slice,
+)
+
+
+@pytest.mark.slow
+def test_nearly_all_changes_of_a_collective_or_a_divisor_are_noticed() -> None:
+    counts, missed = 0, []
+    for step, mesh in steps.RIGHT:
+        if step in CHANGED:
+            count, unnoticed = mutants.unnoticed(step, mesh, data_axes(mesh))
+            counts += count
+            missed += [f"{step.__name__}: {what}" for what in unnoticed]
+    assert counts > 100
+    assert len(missed) <= 0.05 * counts, missed

@@ -135,9 +135,9 @@ def check_step(
     data = data_axes(shape) if data is None else tuple(data)
     if unknown := [axis for axis in data if axis not in shape]:
         raise ValueError(f"the mesh has no axis {', '.join(unknown)}; it has {', '.join(shape)}")
-    with _Processes(step, seconds) as processes:
+    with Processes(step, seconds) as processes:
         checking = processes.start(_check, shape, data)
-        running = [(task, processes.start(_other_rank, task)) for task in _tasks(shape, data)]
+        running = [(task, processes.start(run_other_rank, task)) for task in tasks_of(shape, data)]
         others, faults = {}, []
         for task, pipe in running:
             result = processes.receive(pipe)
@@ -192,7 +192,8 @@ class RankTask:
     rank: int
 
 
-def _tasks(shape: Mapping[str, int], data: Sequence[str]) -> list[RankTask]:
+def tasks_of(shape: Mapping[str, int], data: Sequence[str]) -> list[RankTask]:
+    """Return what other processes run for a mesh."""
     tasks, names = [], list(shape)
     for index, axis in enumerate(names):
         if shape[axis] > 1:
@@ -202,7 +203,7 @@ def _tasks(shape: Mapping[str, int], data: Sequence[str]) -> list[RankTask]:
     return tasks
 
 
-class _Processes:
+class Processes:
     """Runs a step as several ranks, each in a process of its own, as DTensor's caches keep the first mesh."""
 
     def __init__(self, step: Step, seconds: float) -> None:
@@ -214,7 +215,7 @@ class _Processes:
             self._context.set_forkserver_preload(modules)
         self._running: list[tuple[Any, Any]] = []
 
-    def __enter__(self) -> _Processes:
+    def __enter__(self) -> Processes:
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -269,7 +270,7 @@ def _verdict(
     return verdict_of(record, types, data, [*faults, *different])
 
 
-def _other_rank(step: Step, task: RankTask, pipe: Any) -> None:
+def run_other_rank(step: Step, task: RankTask, pipe: Any) -> None:
     """StepRecord a step as another rank, and send its shadow."""
     try:
         record = record_step(step, task.shape, task.rank, keep_values=False)

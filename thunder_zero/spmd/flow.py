@@ -512,7 +512,7 @@ class Walk:
         _toggle(
             self._divided, home, moves_share or (is_share and math.isclose(scaled or 0, 1 / self._size, rel_tol=1e-6))
         )
-        factor = 1.0 if is_fresh else self._largest_factor(line.inputs)
+        factor = 1.0 if is_fresh else self._input_factor(line, ref)
         counts = self._line >= self._first_backward and (self._batches_differ or self._loss_is_mean())
         if scaled is not None and (counts or "P" in letters(self.codes(ref))):
             factor *= self._own_part(scaled)
@@ -527,6 +527,22 @@ class Walk:
             note = next((self._notes[item] for item in inputs if item in self._notes), "")
             if note:
                 self._notes.setdefault(home, note)
+
+    def _input_factor(self, line: RecordedLine, ref: Ref) -> float:
+        """Return the factor of a line's result: the largest of its inputs, unless a number scales a tensor.
+
+        A number such as a norm has the factor of all gradients. A wrong number changes the factor of the tensor.
+        """
+        if line.name not in FACTORS or not isinstance(line.args[1], Ref) or line.args[1].shape:
+            return self._largest_factor(line.inputs)
+        scaled = line.args[0]
+        if line.changes:
+            scaled = ref
+        elif isinstance(scaled, list | tuple):
+            scaled = scaled[line.results.index(ref)]
+        number = self._largest_factor([line.args[1]])
+        usual = 1 / self._size if self._loss_is_mean() else 1.0
+        return self._largest_factor([scaled]) * (1.0 if math.isclose(number, 1.0) else number / usual)
 
     def _own_part(self, scaled: float) -> float:
         """Return this axis' part of a factor: the factor 1/15 is 1/5 on an axis of 5 ranks beside one of 3."""
