@@ -204,6 +204,15 @@ def lengths_of_packed_sequences_end_graphs() -> bool:
     return True
 
 
+def no_public_name_tells_of_fake_operators() -> bool:
+    names = [*dir(torch.utils), *dir(torch.overrides), *dir(torch)]
+    return not [name for name in names if "fake" in name.lower() and "mode" in name.lower() and name[0] != "_"]
+
+
+def no_public_name_numbers_operators_of_autograd() -> bool:
+    return not [name for name in dir(torch.autograd) if "sequence" in name.lower() and not name.startswith("_")]
+
+
 def no_public_name_makes_groups_of_threads() -> bool:
     return not [name for name in dir(dist) if "thread" in name.lower() and not name.startswith("_")]
 
@@ -221,6 +230,8 @@ NEEDS = (
     Need("torch/groups.py: restarts_on_one_store", attempts_of_torchrun_have_one_store, TORCH),
     Need("torch/groups.py: at_exit", gloo_has_threads_after_its_group, TORCH),
     Need("torch/groups.py: wait_for_a_core", gloo_takes_a_core_when_woken, TORCH),
+    Need("torch/recording.py: fakes", no_public_name_tells_of_fake_operators, TORCH),
+    Need("torch/recording.py: is_backward", no_public_name_numbers_operators_of_autograd, TORCH),
     Need("torch/threaded_group.py", no_public_name_makes_groups_of_threads, TORCH),
     Need("imports.py", thunder_cannot_be_imported, TORCH),
     Need("plans_of_transformers.py", transformers_has_no_public_name_that_applies_a_plan, TORCH),

@@ -96,7 +96,8 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),
     Room("tools/table/rows.py",NOT,   NOT,     NOT,     rooms("plan schedule tools/printing")),
     Room("tools/table/lines.py",NOT,  NOT,     IMPORT,  rooms("traces tools/table/rows")),
-    Room("spmd/",             IMPORT, IMPORT,  NOT,     rooms("compat/torch tools/printing")),
+    Room("spmd/",             IMPORT, IMPORT,  NOT,     rooms("plan/amounts compat/private compat/torch "
+                                                              "tools/printing")),
     Room("tools/devices/",    IMPORT, IMPORT,  NOT,     rooms("plan schedule comm tools/printing")),
     Room("tools/dry_run.py",  IMPORT, IMPORT,  IMPORT,  rooms("plan schedule compat comm traces sharded capture "
                                                               "tools/devices")),
@@ -132,7 +133,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
                                                               "tools/devices tools/time tools/forecast tools/table "
                                                               "tools/views/print_rows")),
     Room("tools/convert.py",  IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan checkpoint tools/printing")),
-    Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint tools/convert tools/devices "
+    Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint spmd tools/convert tools/devices "
                                                               "tools/dry_run tools/from_file tools/models "
                                                               "tools/plan tools/table/rows tools/views")),
     Room("tools/__init__.py", NOT,    NOT,     NOT,     ALL),

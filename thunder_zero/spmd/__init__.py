@@ -1,1 +1,14 @@
-"""Checks a step of several ranks in one process: gradients by numbers."""
+"""Checks anybody's training step on the axes of a mesh: by types of its values, and by numbers.
+
+By types: the step runs on one rank, and each value is replicated, a slice, or a share of a sum::
+
+    step(mesh) -- record.py --> StepRecord: each operator below DTensor and FSDP2
+                                  |
+    neighbours, in processes -----+--> flow.py: types of each line, by experiments (laws.py) and by a table
+                                  |             for collectives (collectives.py)
+                                  +--> check.py --> report.py: what is wrong, the first cause first
+
+By numbers: all ranks run as threads, and their gradients are compared with those of the plain module::
+
+    build, parallelize, batch -- by_numbers.py --> comparison.py: wrong values, and the shapes of their errors
+"""

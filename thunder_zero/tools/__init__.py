@@ -19,7 +19,10 @@ from thunder_zero.lazy import lazy
 if TYPE_CHECKING:  # the public names, which are imported when they are first used
     from thunder_zero.spmd.by_numbers import GradientComparison as GradientComparison
     from thunder_zero.spmd.by_numbers import compare_gradients as compare_gradients
+    from thunder_zero.spmd.check import check_step as check_step
     from thunder_zero.spmd.comparison import ComparedValue as ComparedValue
+    from thunder_zero.spmd.flow import Fault as Fault
+    from thunder_zero.spmd.report import Verdict as Verdict
     from thunder_zero.tools.compiled_programs import programs as programs
     from thunder_zero.tools.convert import consolidate as consolidate
     from thunder_zero.tools.convert import shard_safetensors as shard_safetensors

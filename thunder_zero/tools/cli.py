@@ -10,6 +10,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ WHY = (
     "Run a training script unchanged (torchrun --nproc-per-node 2 -m thunder_zero why SCRIPT.py), and print on rank 0, "
     "for each model, the time, the waits and the memory of a step beside their forecast, and what was compiled."
 )
+CHECK = (
+    "Check a step of any training script, which need not use thunder_zero: FSDP2, parallelize_module, DDP or groups by "
+    "hand. The exit status is 0 if nothing is wrong, 1 if something is, 2 if the check cannot say."
+)
 CALIBRATE = (
     "Measure the CPU, and under torchrun the ranks' collectives on gloo, for forecasts of time. GPUs and NCCL are not "
     "measured."
@@ -36,11 +41,11 @@ CALIBRATE = (
 
 
 Add = Callable[..., object]  # adds an argument to a command's parser
-Command = Callable[..., None]  # runs a command with its arguments as keywords
+Command = Callable[..., int | None]  # runs a command with its arguments as keywords; may return an exit code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, and return its exit code. Errors are printed on stderr, with exit code 1."""
+    """Run a command, and return its exit code. Errors are printed on stderr, with exit code 1; of ``check``, 2."""
     options = vars(parser().parse_args(arguments))
     command, run = options.pop("command"), options.pop("run")
     if command == "why":  # the user's script handles its errors and warnings
@@ -49,9 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code, errors = 0, []
     with warnings.catch_warnings(record=True) as caught:
         try:
-            run(**options)
+            code = run(**options) or 0
         except (OSError, ValueError) as error:
-            code, errors = 1, [str(error)]
+            code, errors = 2 if command == "check" else 1, [str(error)]
         except KeyboardInterrupt:
             code, errors = INTERRUPTED, ["interrupted"]
     for line in [*(str(warning.message) for warning in caught), *errors]:
@@ -164,6 +169,24 @@ def _report(add: Add) -> Command:
     return run
 
 
+def _check(add: Add) -> Command:
+    def run(place: str, mesh: str, **options: Any) -> int:
+        from thunder_zero.spmd.check import check_step
+        from thunder_zero.tools.from_file import call
+
+        as_json = options.pop("json")
+        verdict = check_step(partial(call, place), mesh, **options)
+        print(verdict.to_json() if as_json else verdict)
+        return verdict.status
+
+    add("place", metavar="TRAIN.py:step", help="step(mesh) trains for one step and returns the model")
+    add("--mesh", required=True, help="axes and their ranks, such as dp=7,tp=2")
+    add("--data", nargs="*", metavar="AXIS", help="axes whose ranks have batches of their own")
+    add("--seconds", type=float, default=600.0, help="how long it may take (default: 600)")
+    add("--json", action="store_true", help="print JSON")
+    return run
+
+
 def _plan(add: Add) -> Command:
     def run(model: str, loss: str | None, **options: Any) -> None:
         from thunder_zero.tools.from_file import function_at, naming_the_users_line
@@ -220,6 +243,7 @@ COMMANDS: dict[str, tuple[Callable[[Add], Command], str, str]] = {
     "shard": (_shard, "make a checkpoint from safetensors files; does not move `latest`", ""),
     "trace": (_trace, "print the traces that one rank of any world runs", ""),
     "report": (_report, "write one HTML file that shows a step: time, memory, bytes, lines", ""),
+    "check": (_check, "check a training step on a mesh: what is wrong on which axis", CHECK),
     "plan": (_plan, "compare stages and meshes for a model, and recommend one", ""),
     "why": (_why, "run a training script; print its measured step beside the forecast", WHY),
     "calibrate": (_calibrate, "measure CPU and gloo, no GPU", CALIBRATE),

@@ -41,6 +41,12 @@ def function_at(place: str) -> Callable[..., Any]:
         return function
 
 
+def call(place: str, *args: Any) -> Any:
+    """Call the function in ``FILE.py:function``. Other processes can import this function."""
+    with _imported(place) as function:
+        return function(*args)
+
+
 @contextmanager
 def _imported(place: str) -> Iterator[Callable[..., Any]]:
     """Yield the function of a file. The file may import other files in its folder."""

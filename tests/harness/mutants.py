@@ -1,0 +1,67 @@
+"""Makes recorded steps wrong in one place: each reduction, group, divisor and gather, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import isclose, prod
+from typing import Any
+
+from thunder_zero.spmd.check import Other, Processes, record_step, run_other_rank, tasks_of, types_of
+from thunder_zero.spmd.operators import FACTORS
+from thunder_zero.spmd.record import RecordedLine, StepRecord
+from thunder_zero.spmd.report import verdict_of
+
+
+def mutants(record: StepRecord) -> Iterator[tuple[str, StepRecord]]:
+    """Yield wrong records with what was changed."""
+    for index, line in enumerate(record.lines):
+        for what, changed in wrong_lines(line, record.axes):
+            lines = (*record.lines[:index], changed, *record.lines[index + 1 :])
+            yield f"{what} of {line.name} ({line.where})", replace(record, lines=lines)
+
+
+def wrong_lines(line: RecordedLine, axes: Mapping[str, int]) -> Iterator[tuple[str, RecordedLine]]:
+    item = line.collective
+    if (
+        item is not None
+        and item.kind in ("all_reduce", "reduce_scatter", "all_gather")
+        and item.op not in ("max", "min")
+    ):
+        yield "no sending", replace(line, collective=replace(item, axes=("no axis",)))
+        for axis in axes:
+            if axis not in item.axes:
+                yield f"group {axis}", replace(line, collective=replace(item, axes=(axis,)))
+        if item.op in ("sum", "avg"):
+            yield "divisor", replace(line, collective=replace(item, op="avg" if item.op == "sum" else "sum"))
+    elif line.name in FACTORS and len(line.args) > 1 and isinstance(line.args[1], int | float):
+        sizes = [*axes.values(), prod(axes.values())]
+        if "div" in line.name and any(isclose(float(line.args[1]), size) for size in sizes):
+            yield "divisor", replace(line, args=(line.args[0], 1.0, *line.args[2:]))
+
+
+def unnoticed(step: Any, shape: Mapping[str, int], data: Sequence[str]) -> tuple[int, list[str]]:
+    """Return the number of mutants of a step, and those of which nothing is said."""
+    with Processes(step, 300.0) as processes:
+        pipe = processes.start(_try_mutants, shape, data)
+        tasks = tasks_of(shape, data)
+        running = [(task, processes.start(run_other_rank, task)) for task in tasks]
+        pipe.send({(task.axis, task.what): processes.receive(end) for task, end in running})
+        result = processes.receive(pipe)
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _try_mutants(step: Any, shape: Mapping[str, int], data: Sequence[str], pipe: Any) -> None:
+    record = record_step(step, shape)
+    others = pipe.recv()
+    neighbours = {axis: others[axis, "neighbour"].shadows for axis in shape}
+    wholes = {axis: others.get((axis, "whole"), Other()) for axis in shape}
+    missed, count = [], 0
+    for what, wrong in mutants(record):
+        types = types_of(wrong, neighbours, data, {axis: (item.shadows, item.shapes) for axis, item in wholes.items()})
+        count += 1
+        if verdict_of(wrong, types, data, []).status != 1:
+            missed.append(what)
+    pipe.send((count, missed))

@@ -1,0 +1,545 @@
+"""Training steps on a mesh for ``check_step``: right steps, and steps that are wrong in one place.
+
+Each is a function of a mesh that returns its model. The name of a wrong step says what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+WIDTH, HIDDEN = 8, 16
+Function: Any = torch.autograd.Function
+
+
+class Block(nn.Module):
+    """A norm, a wide layer and a narrow layer on sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(Block(), Block())
+
+
+def batch(mesh: DeviceMesh, *axes: str) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of this rank: ranks that differ on the axes have batches of their own."""
+    seed = sum(mesh.get_local_rank(axis) * 10**index for index, axis in enumerate(axes))
+    dice = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 6, WIDTH, generator=dice), torch.randn(4, 6, WIDTH, generator=dice)
+
+
+def backward(net: nn.Module, mesh: DeviceMesh, axis: str = "dp") -> None:
+    x, y = batch(mesh, *([axis] if axis in (mesh.mesh_dim_names or ()) else []))
+    F.mse_loss(net(x), y).backward()
+
+
+def average(net: nn.Module, mesh: DeviceMesh, divide: float | None = None) -> None:
+    for param in net.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad, group=mesh.get_group("dp"))
+            param.grad.div_(mesh["dp"].size() if divide is None else divide)
+
+
+# right steps
+
+
+def ddp(mesh: DeviceMesh) -> nn.Module:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    backward(net, mesh)
+    average(net, mesh)
+    optimizer.step()
+    optimizer.zero_grad()
+    return net
+
+
+def fsdp(mesh: DeviceMesh, **options: Any) -> nn.Module:
+    net = model()
+    for block in net:
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(net, mesh=mesh, **options)
+    return net
+
+
+def fsdp_with_clip_and_accumulation(mesh: DeviceMesh) -> nn.Module:
+    net = fsdp(mesh)
+    optimizer = torch.optim.AdamW(net.parameters())
+    x, y = batch(mesh, "dp")
+    for index, (inputs, targets) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
+        net.set_requires_gradient_sync(index == 1)
+        (F.mse_loss(net(inputs), targets) / 2).backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return net
+
+
+def fsdp_in_bf16(mesh: DeviceMesh) -> nn.Module:
+    net = fsdp(mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    backward(net, mesh)
+    return net
+
+
+def fsdp_under_autocast(mesh: DeviceMesh) -> nn.Module:
+    net = fsdp(mesh)
+    with torch.autocast("cpu", torch.bfloat16):
+        backward(net, mesh)
+    return net
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def fsdp_with_checkpoints(mesh: DeviceMesh) -> nn.Module:
+    net = nn.Sequential(Checkpointed(), Checkpointed())
+    for block in net:
+        fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    backward(net, mesh)
+    return net
+
+
+def hsdp(mesh: DeviceMesh) -> nn.Module:
+    net = fsdp(mesh)
+    x, y = batch(mesh, "replicate", "shard")
+    F.mse_loss(net(x), y).backward()
+    return net
+
+
+def fsdp_compiled(mesh: DeviceMesh) -> nn.Module:
+    net = fsdp(mesh)
+    net.compile(backend="aot_eager")
+    backward(net, mesh)
+    return net
+
+
+def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
+    net = model()
+    for block in net:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if "dp" in (mesh.mesh_dim_names or ()):
+        for block in net:
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(net, mesh=mesh["dp"])
+    backward(net, mesh)
+    return net
+
+
+def sequence_parallel(mesh: DeviceMesh) -> nn.Module:
+    return _sequence_parallel(mesh, norm=True)
+
+
+def _sequence_parallel(mesh: DeviceMesh, *, norm: bool) -> nn.Module:
+    net = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+    )
+    plan: dict[str, Any] = {
+        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "2": ColwiseParallel(input_layouts=Shard(1)),
+        "3": RowwiseParallel(),
+    }
+    plan |= {"1": SequenceParallel(use_local_output=True)} if norm else {}
+    parallelize_module(net, mesh["tp"], plan)
+    backward(net, mesh)
+    return net
+
+
+class CopyToSlices(Function):
+    """Megatron's f: nothing in forward, a sum in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class SumOfSlices(Function):
+    """Megatron's g: a sum in forward, nothing in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class SumOfSlicesTwice(SumOfSlices):
+    """A sum in forward whose backward sums again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return SumOfSlices.forward(ctx, x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return CopyToSlices.backward(ctx, grad)
+
+
+class Sliced(nn.Module):
+    """A block of which each rank has a slice, written by hand. The arguments leave out or change one thing."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        copies: bool = True,
+        bias_on_each: bool = False,
+        add: type[SumOfSlices] = SumOfSlices,
+        norm_of_heads: bool = False,
+        softmax: bool = False,
+        dropout: torch.Generator | None = None,
+        positions: bool = False,
+    ) -> None:
+        super().__init__()
+        self.group, hidden = mesh.get_group("tp"), HIDDEN // mesh["tp"].size()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, hidden),
+            nn.Linear(hidden, WIDTH, bias=False),
+        )
+        self.heads = nn.LayerNorm(4) if norm_of_heads else None
+        self.bias = nn.Parameter(torch.ones(WIDTH))
+        self.table = nn.Parameter(torch.randn(hidden)) if positions else None
+        self.copies, self.bias_on_each, self.add, self.softmax = copies, bias_on_each, add, softmax
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        y = F.gelu(self.up(CopyToSlices.apply(y, self.group) if self.copies else y))
+        if self.heads is not None:
+            y = self.heads(y.unflatten(-1, (-1, 4))).flatten(-2)
+        if self.softmax:
+            y = y.softmax(-1)
+        if self.dropout is not None:
+            y = y * (torch.rand(y.shape, generator=self.dropout) < 0.5)
+        y = self.down(y)
+        if self.bias_on_each:
+            return self.add.apply(y + self.bias, self.group)
+        return self.add.apply(y, self.group) + self.bias
+
+
+def _sliced(mesh: DeviceMesh, **options: Any) -> nn.Module:
+    net = Sliced(mesh, **options)
+    backward(net, mesh)
+    if "dp" in (mesh.mesh_dim_names or ()):
+        average(net, mesh)
+    return net
+
+
+def megatron(mesh: DeviceMesh) -> nn.Module:
+    return _sliced(mesh)
+
+
+def dropout_with_a_generator_for_each_slice(mesh: DeviceMesh) -> nn.Module:
+    return _sliced(mesh, dropout=torch.Generator().manual_seed(mesh.get_local_rank("tp")))
+
+
+class Vocabulary(nn.Module):
+    """A table of which each rank has some rows, and logits over all of it."""
+
+    def __init__(self, mesh: DeviceMesh, *, masked: bool = True) -> None:
+        super().__init__()
+        self.group, size = mesh.get_group("tp"), 32 // mesh["tp"].size()
+        self.start, self.masked = mesh.get_local_rank("tp") * size, masked
+        self.table = nn.Parameter(torch.randn(size, WIDTH))
+        self.out = nn.Linear(WIDTH, 32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        index = tokens - self.start
+        foreign = (index < 0) | (index >= len(self.table))
+        rows = F.embedding(index.masked_fill(foreign, 0), self.table)
+        rows = rows.masked_fill(foreign[..., None], 0.0)
+        return self.out(SumOfSlices.apply(rows, self.group))
+
+
+def vocabulary_in_slices(mesh: DeviceMesh) -> nn.Module:
+    net = Vocabulary(mesh)
+    tokens = torch.randint(32, (4, 6), generator=torch.Generator().manual_seed(3))
+    F.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten()).backward()
+    return net
+
+
+# wrong steps
+
+
+def norm_not_summed_under_sequence_parallelism(mesh: DeviceMesh) -> nn.Module:
+    return _sequence_parallel(mesh, norm=False)
+
+
+def norm_of_heads_not_summed(mesh: DeviceMesh) -> nn.Module:
+    return _sliced(mesh, norm_of_heads=True)
+
+
+def bias_on_every_slice(mesh: DeviceMesh) -> nn.Module:
+    return _sliced(mesh, bias_on_each=True)
+
+
+def softmax_over_a_slice(mesh: DeviceMesh) -> nn.Module:
+    return _sliced(mesh, softmax=True)
+
+
+def equal_masks_on_slices(mesh: DeviceMesh) -> nn.Module:
+    return _sliced(mesh, dropout=torch.Generator().manual_seed(0))
+
+
+def no_f_before_a_column(mesh: DeviceMesh) -> nn.Module:
+    return _sliced(mesh, copies=False)
+
+
+def backward_that_sums_again(mesh: DeviceMesh) -> nn.Module:
+    return _sliced(mesh, add=SumOfSlicesTwice)
+
+
+class Router(nn.Module):
+    """Experts of which each rank has some, weighted by a gate that each rank has whole."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.group, count = mesh.get_group("tp"), 4 // mesh["tp"].size()
+        self.first = mesh.get_local_rank("tp") * count
+        self.gate = nn.Linear(WIDTH, 4)
+        self.experts = nn.Parameter(torch.randn(count, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)[..., self.first : self.first + len(self.experts)]
+        mixed = torch.einsum("bse,eij,bsj->bsi", weights, self.experts, CopyToSlices.apply(x, self.group))
+        return SumOfSlices.apply(mixed, self.group)
+
+
+def router_not_summed(mesh: DeviceMesh) -> nn.Module:
+    net = Router(mesh)
+    backward(net, mesh)
+    return net
+
+
+class Positions(nn.Module):
+    """A learned position for each token. The sequence is in slices."""
+
+    def __init__(self, mesh: DeviceMesh, *, shifted: bool) -> None:
+        super().__init__()
+        self.start = mesh.get_local_rank("sp") * (12 // mesh["sp"].size()) if shifted else 0
+        self.table, self.out = nn.Embedding(12, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(self.start, self.start + x.shape[1])
+        return self.out(F.gelu(x + self.table(places)))
+
+
+def _positions(mesh: DeviceMesh, *, shifted: bool) -> nn.Module:
+    net = Positions(mesh, shifted=shifted)
+    dice = torch.Generator().manual_seed(0)
+    rank, size = mesh.get_local_rank("sp"), mesh["sp"].size()
+    x, y = (torch.randn(4, 12, WIDTH, generator=dice).chunk(size, 1)[rank].clone() for _ in range(2))
+    F.mse_loss(net(x), y).backward()
+    for param in net.parameters():
+        dist.all_reduce(param.grad, group=mesh.get_group("sp"))
+        param.grad.div_(mesh["sp"].size())
+    return net
+
+
+def positions_of_slices(mesh: DeviceMesh) -> nn.Module:
+    return _positions(mesh, shifted=True)
+
+
+def positions_from_0_on_each_slice(mesh: DeviceMesh) -> nn.Module:
+    return _positions(mesh, shifted=False)
+
+
+def sum_in_a_hook_and_in_a_loop(mesh: DeviceMesh) -> nn.Module:
+    net = model()
+    for param in net.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad, group=mesh.get_group("dp")))
+    backward(net, mesh)
+    average(net, mesh)
+    return net
+
+
+def sum_after_fsdp(mesh: DeviceMesh) -> nn.Module:
+    net = fsdp(mesh)
+    backward(net, mesh)
+    for param in net.parameters():
+        dist.all_reduce(param.grad.to_local(), group=mesh.get_group("dp"))
+    return net
+
+
+def never_divided(mesh: DeviceMesh) -> nn.Module:
+    net = model()
+    backward(net, mesh)
+    average(net, mesh, divide=1)
+    return net
+
+
+def divided_twice(mesh: DeviceMesh) -> nn.Module:
+    net = model()
+    x, y = batch(mesh, "dp")
+    (F.mse_loss(net(x), y) / mesh.size()).backward()
+    average(net, mesh)
+    return net
+
+
+def divided_by_the_local_count(mesh: DeviceMesh) -> nn.Module:
+    net = nn.Linear(WIDTH, 32)
+    x, _ = batch(mesh, "dp")
+    tokens = torch.randint(32, (4, 6), generator=torch.Generator().manual_seed(mesh.get_local_rank("dp")))
+    tokens[:, 4 + mesh.get_local_rank("dp") % 2 :] = -100
+    F.cross_entropy(net(x).flatten(0, 1), tokens.flatten()).backward()
+    average(net, mesh)
+    return net
+
+
+def clip_that_counts_replicated_parameters_n_times(mesh: DeviceMesh) -> nn.Module:
+    net = Sliced(mesh)
+    optimizer = torch.optim.SGD(net.parameters())
+    backward(net, mesh)
+    total = torch.stack([param.grad.square().sum() for param in net.parameters()]).sum()
+    dist.all_reduce(total, group=mesh.get_group("tp"))
+    for param in net.parameters():
+        param.grad.mul_((1.0 / total.sqrt()).clamp(max=1.0))
+    optimizer.step()
+    return net
+
+
+def wrong_group(mesh: DeviceMesh) -> nn.Module:
+    net = Sliced(mesh)
+    net.group = mesh.get_group("dp")
+    backward(net, mesh)
+    average(net, mesh)
+    return net
+
+
+def two_precisions(mesh: DeviceMesh) -> nn.Module:
+    net = model()
+    x, y = batch(mesh, "replicate", "shard")
+    F.mse_loss(net(x), y).backward()
+    for param in net.parameters():
+        half = param.grad.bfloat16()
+        dist.all_reduce(half, group=mesh.get_group("shard"))
+        param.grad.copy_(half)
+        dist.all_reduce(param.grad, group=mesh.get_group("replicate"))
+        param.grad.div_(mesh.size())
+    return net
+
+
+def optimizer_before_fully_shard(mesh: DeviceMesh) -> nn.Module:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters())
+    for block in net:
+        fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    backward(net, mesh)
+    optimizer.step()
+    return net
+
+
+def equal_batches(mesh: DeviceMesh) -> nn.Module:
+    net = model()
+    x, y = batch(mesh)
+    F.mse_loss(net(x), y).backward()
+    average(net, mesh)
+    return net
+
+
+# steps that are no error
+
+
+def batch_norm(mesh: DeviceMesh) -> nn.Module:
+    net = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.BatchNorm1d(6), nn.Linear(HIDDEN, WIDTH))
+    backward(net, mesh)
+    average(net, mesh)
+    return net
+
+
+def real_ddp(mesh: DeviceMesh) -> nn.Module:
+    net = nn.parallel.DistributedDataParallel(model())
+    backward(net, mesh)
+    return net
+
+
+class Positive(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[x[..., 0] > 0]).mean()
+
+
+def shape_of_data(mesh: DeviceMesh) -> nn.Module:
+    net = Positive(WIDTH, WIDTH)
+    net(batch(mesh, "dp")[0]).backward()
+    average(net, mesh)
+    return net
+
+
+DP, TP, BOTH, HYBRID, SP = {"dp": 7}, {"tp": 2}, {"dp": 7, "tp": 2}, {"replicate": 3, "shard": 5}, {"sp": 2}
+Case = tuple[Callable[[DeviceMesh], nn.Module], dict[str, int]]
+RIGHT: list[Case] = [
+    (ddp, DP),
+    (fsdp_with_clip_and_accumulation, DP),
+    (hsdp, HYBRID),
+    (tensor_parallel, BOTH),
+    (sequence_parallel, TP),
+    (megatron, BOTH),
+    (dropout_with_a_generator_for_each_slice, TP),
+    (vocabulary_in_slices, TP),
+    (positions_of_slices, SP),
+    (fsdp_in_bf16, DP),
+    (fsdp_under_autocast, DP),
+    (fsdp_with_checkpoints, DP),
+    (fsdp_compiled, DP),
+]
+WRONG: list[tuple[Callable[[DeviceMesh], nn.Module], dict[str, int], str]] = [
+    (norm_not_summed_under_sequence_parallelism, TP, "1.weight"),
+    (norm_of_heads_not_summed, TP, "heads.weight"),
+    (router_not_summed, TP, "gate.weight"),
+    (bias_on_every_slice, TP, "counted 2 times"),
+    (positions_from_0_on_each_slice, SP, "add does not treat slices alike"),
+    (softmax_over_a_slice, TP, "softmax does not treat slices alike"),
+    (equal_masks_on_slices, TP, "does not treat slices alike"),
+    (sum_in_a_hook_and_in_a_loop, DP, "already equal on all ranks multiplies it by 7"),
+    (sum_after_fsdp, DP, "adds slices of different elements"),
+    (never_divided, DP, "7 x the true one"),
+    (divided_twice, DP, "0.1429 x the true one"),
+    (divided_by_the_local_count, DP, "own count"),
+    (clip_that_counts_replicated_parameters_n_times, TP, "counted 2 times"),
+    (wrong_group, BOTH, "over dp adds slices of different elements"),
+    (backward_that_sums_again, TP, "already equal on all ranks multiplies it by 2"),
+    (no_f_before_a_column, TP, "norm.weight"),
+    (optimizer_before_fully_shard, DP, "no parameters of the model"),
+    (equal_batches, DP, "get the same batch"),
+]

@@ -1,0 +1,141 @@
+"""``check_step`` says nothing of right steps, and names the cause of wrong ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import thunder_zero as tz
+from tests.harness import mutants, steps, steps_of_transformers
+from tests.harness.tiers import slow
+from thunder_zero.spmd.check import data_axes
+from thunder_zero.tools.cli import main
+
+Step = Callable[[DeviceMesh], nn.Module]
+FAST = (steps.megatron, steps.vocabulary_in_slices, steps.fsdp_with_clip_and_accumulation, steps.tensor_parallel)
+RIGHT = [case if case[0] in FAST else slow(case)[0] for case in steps.RIGHT]
+
+
+def named(value: Any) -> str:
+    return getattr(value, "__name__", "")
+
+
+@pytest.mark.parametrize(("step", "mesh"), RIGHT, ids=named)
+def test_nothing_is_said_of_right_steps(step: Step, mesh: dict[str, int]) -> None:
+    verdict = tz.tools.check_step(step, mesh)
+    assert [fault for fault in verdict.faults if fault.kind != "warning"] == [], str(verdict)
+    assert verdict.status == 0
+    assert str(verdict).startswith("nothing wrong")
+    assert all(factor == 1 for gradient in verdict.gradients for factor in gradient.factors.values())
+
+
+FAST_MODELS = ("Qwen3's plan", "FSDP2 of Llama")
+MODELS = [
+    pytest.param(*case, marks=[] if case[0] in FAST_MODELS else pytest.mark.slow)
+    for case in steps_of_transformers.RIGHT
+]
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+@pytest.mark.parametrize(("name", "step", "mesh"), MODELS)
+def test_nothing_is_said_of_language_models(name: str, step: Step, mesh: dict[str, int]) -> None:
+    verdict = tz.tools.check_step(step, mesh)
+    assert (verdict.status, verdict.faults) == (0, ()), str(verdict)
+    assert len(verdict.gradients) > 10
+
+
+FAST_FAULTS = (  # one of each kind of sentence
+    *(steps.norm_of_heads_not_summed, steps.bias_on_every_slice, steps.softmax_over_a_slice, steps.divided_twice),
+    *(steps.sum_in_a_hook_and_in_a_loop, steps.sum_after_fsdp, steps.divided_by_the_local_count, steps.equal_batches),
+    *(steps.optimizer_before_fully_shard, steps.clip_that_counts_replicated_parameters_n_times),
+)
+WRONG = [case if case[0] in FAST_FAULTS else slow(case)[0] for case in steps.WRONG]
+
+
+@pytest.mark.parametrize(("step", "mesh", "cause"), WRONG, ids=named)
+def test_the_first_fault_names_the_cause(step: Step, mesh: dict[str, int], cause: str) -> None:
+    verdict = tz.tools.check_step(step, mesh)
+    assert verdict.status == 1, str(verdict)
+    first = verdict.faults[0]
+    assert cause in f"{first.text} {' '.join(first.parameters)}", str(verdict)
+    assert json.loads(verdict.to_json())["faults"][0]["text"] == first.text
+
+
+PAGE = (Path(__file__).parents[2] / "docs/check.md").read_text()
+SCRIPTS = re.findall(r"<!-- script: ([\w ]+) -->\n```python\n(.*?)```(?:\n\n```\n(.*?)```)?", PAGE, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize(("name", "program", "said"), [SCRIPTS[1], *slow(SCRIPTS[0], *SCRIPTS[2:])], ids=named)
+def test_the_page_shows_what_is_said_of_its_scripts(
+    name: str, program: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(SCRIPTS) == 4
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    mesh = "dp=7" if name in ("right", "never divided") else "tp=2"
+    assert main(["check", f"{script}:step", "--mesh", mesh]) == (1 if said else 0)
+    printed = capsys.readouterr().out
+    assert printed.startswith("wrong: " if said else "nothing wrong: ")
+    assert said in printed
+
+
+def test_a_step_that_cannot_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def step(mesh):\n    return mesh.nothing\n")
+    assert main(["check", f"{script}:step", "--mesh", "dp=7"]) == 2
+    assert "train.py:2" in capsys.readouterr().err
+    assert main(["check", f"{script}:step", "--mesh", "dp"]) == 2
+    assert "cannot read the mesh 'dp'" in capsys.readouterr().err
+
+
+def test_a_difference_that_may_be_meant_is_a_warning() -> None:
+    for step, mesh, text in (
+        (steps.two_precisions, steps.HYBRID, "two precisions"),
+        (steps.batch_norm, steps.DP, "the statistics of its own batch"),
+        (steps.positions_of_slices, steps.SP, "the ranks report different numbers"),
+    ):
+        verdict = tz.tools.check_step(step, mesh)
+        assert [fault.kind for fault in verdict.faults] == ["warning"], str(verdict)
+        assert text in verdict.faults[0].text
+        assert verdict.status == 0
+
+
+@pytest.mark.parametrize(("step", "why"), [(steps.real_ddp, "out of sight"), (steps.shape_of_data, "on the data")])
+def test_it_says_what_it_cannot_check(step: Step, why: str) -> None:
+    verdict = tz.tools.check_step(step, steps.DP)
+    assert verdict.status == 2, str(verdict)
+    assert why in verdict.faults[0].text
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="the mesh has no axis fsdp; it has dp"):
+        tz.tools.check_step(steps.ddp, "dp=2", data=["fsdp"])
+    with pytest.raises(TypeError, match="define step at the top of a file"):
+        tz.tools.check_step(lambda mesh: mesh, "dp=2")
+
+
+CHANGED = (  # ten right steps
+    *(steps.ddp, steps.fsdp_with_clip_and_accumulation, steps.fsdp_in_bf16, steps.hsdp, steps.tensor_parallel),
+    *(steps.sequence_parallel, steps.megatron, steps.vocabulary_in_slices, steps.positions_of_slices),
+    steps.dropout_with_a_generator_for_each_slice,
+)
+
+
+@pytest.mark.slow
+def test_nearly_all_changes_of_a_collective_or_a_divisor_are_noticed() -> None:
+    counts, missed = 0, []
+    for step, mesh in steps.RIGHT:
+        if step in CHANGED:
+            count, unnoticed = mutants.unnoticed(step, mesh, data_axes(mesh))
+            counts += count
+            missed += [f"{step.__name__}: {what}" for what in unnoticed]
+    assert counts > 100
+    assert len(missed) <= 0.05 * counts, missed

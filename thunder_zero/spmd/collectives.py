@@ -1,0 +1,201 @@
+"""What each collective of torch reads and writes, and what it does to the types of values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from thunder_zero.compat.private import resolve_process_group
+from thunder_zero.spmd.laws import P, R, filled, halves, letters
+
+KINDS = {  # parts of operators' names
+    **dict.fromkeys(("allreduce", "all_reduce"), "all_reduce"),
+    **dict.fromkeys(("allgather", "all_gather"), "all_gather"),
+    "reduce_scatter": "reduce_scatter",
+    **dict.fromkeys(("alltoall", "all_to_all"), "all_to_all"),
+    "broadcast": "broadcast",
+    "scatter": "scatter",
+}
+OPS = ("sum", "avg", "product", "min", "max")
+Pair = tuple[list[Any], list[Any]]  # inputs and outputs of one collective
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective: its kind, its reduction or "", its number of ranks, and the axes that its group spans."""
+
+    kind: str
+    op: str
+    size: int
+    axes: tuple[str, ...]
+    rank: int = 0
+
+    def pairs(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[Any]) -> list[Pair]:
+        """Return the inputs and outputs, which may be tensors or the refs of a line."""
+        if operator.namespace != "c10d":
+            inputs = _as_list(args[0])
+            outputs = inputs if operator.overloadpacket.__name__.endswith("_") else _as_list(kwargs.get("out", results))
+            return [([item], [output]) for item, output in zip(inputs, outputs, strict=False)]
+        if self.kind in ("all_reduce", "broadcast"):
+            return [([item], [item]) for item in _as_list(args[0])]
+        if operator.overloadpacket.__name__ == "alltoall_":
+            return [(list(args[1]), list(args[0]))]
+        outputs, inputs = _as_list(args[0]), _as_list(args[1])
+        inputs = inputs or [[] for _ in outputs]
+        return [(_as_list(item), _as_list(output)) for item, output in zip(inputs, outputs, strict=False)]
+
+
+def collective_kind(name: str) -> str | None:
+    """Return the kind of collective of an operator's name, or None."""
+    return next((kind for part, kind in KINDS.items() if part in name), None)
+
+
+def collective_of(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], mesh: DeviceMesh) -> Collective | None:
+    """Return the collective that an operator launches, or None."""
+    if operator.namespace not in ("c10d", "_c10d_functional", "c10d_functional"):
+        return None
+    if (kind := collective_kind(operator.overloadpacket.__name__)) is None:
+        return None
+    given = {item.name: value for item, value in zip(operator._schema.arguments, args, strict=False)} | kwargs
+    group = _group(given.get("process_group", given.get("group_name")))
+    ranks = sorted(dist.get_process_group_ranks(group))
+    op = _op(given.get("reduce_op")) if "reduce" in kind else ""
+    return Collective(kind, op, group.size(), axes_of(mesh, ranks), dist.get_rank(group))
+
+
+def _group(group: Any) -> dist.ProcessGroup:
+    if isinstance(group, str):
+        return resolve_process_group(group)  # type: ignore[no-any-return]
+    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
+
+
+def _op(op: Any) -> str:
+    text = op if isinstance(op, str) else str(op.op()).rpartition(".")[2].lower()
+    return text if not text.isdigit() else OPS[int(text)] if int(text) < len(OPS) else "sum"
+
+
+def axes_of(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[str, ...]:
+    """Return the axes of the mesh that a group of this rank spans; () if there are none."""
+    names, here = mesh.mesh_dim_names or (), mesh.get_coordinate() or ()
+    for count in range(1, len(names) + 1):
+        for chosen in combinations(range(len(names)), count):
+            index = tuple(slice(None) if dim in chosen else here[dim] for dim in range(len(names)))
+            if sorted(mesh.mesh[index].reshape(-1).tolist()) == list(ranks):
+                return tuple(names[dim] for dim in chosen if mesh.size(dim) > 1) or (names[chosen[0]],)
+    return ()
+
+
+def fill(collective: Collective, pairs: Sequence[Pair]) -> None:
+    """Fill the outputs of a collective that sent nothing with this rank's values."""
+    for inputs, outputs in pairs:
+        if collective.kind == "all_gather" and inputs:
+            parts = [_as_of_rank(inputs[0].reshape(-1), rank) for rank in range(collective.size)]
+            if len(outputs) == 1:
+                outputs[0].copy_(torch.cat(parts).reshape(outputs[0].shape))
+            else:
+                for output, part in zip(outputs, parts, strict=True):
+                    output.copy_(part.reshape(output.shape))
+        elif collective.kind == "reduce_scatter":
+            whole = torch.cat([item.reshape(-1) for item in inputs])
+            outputs[0].copy_(whole[: outputs[0].numel()].reshape(outputs[0].shape))
+        elif collective.kind == "scatter":
+            for output in outputs:
+                _fill_scattered(collective, inputs, output)
+        elif collective.kind == "all_to_all":
+            whole, places = torch.cat([item.reshape(-1) for item in inputs]), sum(item.numel() for item in outputs)
+            whole = whole.repeat(-(-places // max(len(whole), 1)))[:places]
+            for output, part in zip(outputs, whole.split([item.numel() for item in outputs]), strict=True):
+                output.copy_(part.reshape(output.shape))
+        elif outputs[0] is not inputs[0] and outputs[0].shape == inputs[0].shape:
+            outputs[0].copy_(inputs[0])
+
+
+def _as_of_rank(item: Tensor, rank: int) -> Tensor:
+    """Return values as another rank may have them: equal parts of a table would hide faults."""
+    return item.roll(rank) * (1 + 0.1 * rank) if item.is_floating_point() and rank else item
+
+
+def _fill_scattered(collective: Collective, inputs: Sequence[Tensor], output: Tensor) -> None:
+    if len(inputs) == collective.size and inputs[collective.rank].shape == output.shape:
+        output.copy_(inputs[collective.rank])
+    elif output.is_floating_point():
+        dice = torch.Generator().manual_seed(output.numel())
+        output.copy_(torch.randn(output.shape, generator=dice))
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a collective does to one axis: the codes of its outputs, a factor for sums, and a fault."""
+
+    codes: list[Tensor]
+    factor: float = 1.0
+    fault: str = ""
+
+
+def effect(
+    collective: Collective, axis: str, size: int, codes: list[Tensor], shapes: Sequence[tuple[int, ...]], *, zero: bool
+) -> Effect:
+    """Return the effect on the types of an axis.
+
+    Args:
+        collective: the collective.
+        axis, size: the axis, and its number of ranks.
+        codes: of the inputs.
+        shapes: of the outputs.
+        zero: whether all inputs are zero; the sum of zeros multiplies nothing.
+    """
+    types = letters(torch.cat([item.reshape(-1) for item in codes]))
+    if axis not in collective.axes:
+        return Effect(_elsewhere(collective, codes, shapes))
+    whole = [filled(shape, R) for shape in shapes]
+    if collective.kind in ("all_reduce", "reduce_scatter"):
+        factor, fault = _reduction(collective, size, types, zero)
+        return Effect(whole if collective.kind == "all_reduce" else [halves(shapes[0])], factor, fault)
+    if collective.kind == "all_gather":
+        return Effect(whole, fault="all_gather of shares of a sum: reduce them first" if "P" in types else "")
+    if collective.kind == "broadcast":
+        return Effect(whole)
+    return Effect([filled(shape, P) if types == "P" else halves(shape) for shape in shapes])
+
+
+def _reduction(collective: Collective, size: int, types: str, zero: bool) -> tuple[float, str]:
+    """Return the factor and the fault of a reduction of values with these types."""
+    name = f"{collective.kind}({collective.op}) over {' and '.join(collective.axes)}"
+    if collective.op not in ("sum", "avg"):
+        return 1.0, ""
+    if "V" in types:
+        return 1.0, f"{name} of a value that is no share of a sum"
+    if "N" in types:
+        return 1.0, f"{name} of norms: square them first"
+    if "S" in types or "X" in types:
+        return 1.0, f"{name} adds slices of different elements"
+    if types == "R" and collective.op == "sum" and not zero:
+        return float(size), f"{name} of a value that is already equal on all ranks multiplies it by {size}"
+    if "P" in types and collective.op == "avg":
+        return 1 / size, ""
+    return 1.0, ""
+
+
+def _elsewhere(collective: Collective, codes: list[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Move the codes of another axis with the elements."""
+    flat = torch.cat([item.reshape(-1) for item in codes])
+    if collective.kind == "all_gather":
+        copies = 1 if len(shapes) > 1 else collective.size
+        return [torch.cat([flat] * copies).reshape(shape) for shape in shapes]
+    if collective.kind == "reduce_scatter":
+        return [flat[: torch.Size(shapes[0]).numel()].reshape(shapes[0])]
+    if collective.kind in ("all_to_all", "scatter"):
+        alike = len(flat) > 0 and bool((flat == flat[0]).all())
+        return [filled(shape, int(flat[0])) if alike else halves(shape) for shape in shapes]
+    return [item.reshape(shape) for item, shape in zip(codes, shapes, strict=True)]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,457 @@
+"""Records each operator of a step that runs in one process, below DTensor and FSDP2.
+
+In: a user's step on a mesh without other processes. Out: a ``StepRecord`` of frozen lines, with copies of their inputs.
+Collectives send nothing: they fill their outputs with this rank's values. Recording starts at the first forward.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from inspect import currentframe
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from thunder_zero.compat.private import HigherOrderOperator, disable_current_modes
+from thunder_zero.compat.torch.recording import backward_sequence, fakes, is_backward, next_sequence
+from thunder_zero.spmd.collectives import Collective, collective_of, fill
+
+PACKAGE, TORCH = str(Path(__file__).resolve().parents[1]), str(Path(nn.__file__).resolve().parents[1])
+LIMIT = 2 << 30  # bytes of copied values
+SILENT = frozenset(
+    ("resize_", "set_", "record_stream", "detach", "_local_scalar_dense", "item", "is_pinned", "equal", "_assert_async")
+)
+RANDOM = frozenset(
+    (
+        *("bernoulli_", "bernoulli", "rand", "randn", "rand_like", "randn_like", "native_dropout", "uniform_"),
+        *("normal_", "randint", "randperm", "exponential_", "multinomial"),
+    )
+)
+
+
+class NotChecked(RuntimeError):
+    """A step that cannot be recorded, and why."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor that a line reads or writes: a part of a storage, after so many writes."""
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    writes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class RecordedLine:
+    """An operator that ran.
+
+    Attributes:
+        operator: an overload, such as ``torch.ops.aten.mm.default``.
+        args, kwargs: its arguments, with ``Ref`` in place of tensors.
+        inputs: the tensors among its arguments.
+        changes: the positions among the inputs of those that it changes in place.
+        written: the changed inputs after the line.
+        results: its new outputs.
+        fresh: the inputs that no line before has written or read.
+        where: the user's line, such as ``"train.py:12: loss.backward()"``.
+        backward: whether a backward ran.
+        collective: its group and reduction, if it is a collective.
+    """
+
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[Ref, ...]
+    changes: tuple[int, ...]
+    written: tuple[Ref, ...]
+    results: tuple[Ref, ...]
+    fresh: tuple[Ref, ...]
+    where: str
+    backward: bool
+    collective: Collective | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.operator.overloadpacket.__name__)
+
+    @property
+    def is_view(self) -> bool:
+        """True if all outputs are parts of inputs that the line does not change."""
+        storages = {item.storage for item in self.inputs}
+        return bool(self.results) and not self.written and all(item.storage in storages for item in self.results)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter, or a gradient, of the model: its part on this rank, and how it is placed on the mesh's axes.
+
+    ``placements`` maps axes to the dimension of a slice, ``"replicate"`` or ``"partial"``. ``line`` is the number of
+    lines that ran before an optimizer read the gradient.
+    """
+
+    path: str
+    ref: Ref
+    placements: Mapping[str, int | str]
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """One line, as another rank ran it: what decides whether the ranks differ."""
+
+    name: str
+    scalars: tuple[Any, ...]
+    offsets: tuple[int, ...]
+    outputs: tuple[tuple[int, tuple[int, ...]], ...]
+    fresh: tuple[tuple[tuple[int, ...], str], ...]  # shapes and digests
+    drawn: tuple[str, ...]  # digests of random numbers
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A step on one rank.
+
+    Attributes:
+        axes: the axes of the mesh and their numbers of ranks.
+        lines: the operators that ran.
+        shadows: what decides, for each line, whether another rank differs.
+        values: copies of what the lines read.
+        parameters, gradients, buffers: of the model.
+        slices: gathered parameters of FSDP2, by storage, with their slices on the other axes.
+        equalised: storages that a collective made equal before the first forward.
+        loss: the scalar from which backward started.
+        foreign: shapes of tensors that an optimizer stepped and that are no parameters of the model.
+        stepped: the parameters that an optimizer stepped.
+    """
+
+    axes: Mapping[str, int]
+    lines: tuple[RecordedLine, ...] = ()
+    shadows: tuple[Shadow, ...] = ()
+    values: Mapping[Ref, Tensor] = field(default_factory=dict, repr=False)
+    parameters: tuple[Parameter, ...] = ()
+    gradients: tuple[Parameter, ...] = ()
+    buffers: tuple[Parameter, ...] = ()
+    slices: Mapping[int, tuple[Ref, Mapping[str, int | str]]] = field(default_factory=dict)
+    equalised: frozenset[int] = frozenset()
+    loss: Ref | None = None
+    foreign: tuple[str, ...] = ()
+    stepped: frozenset[str] = frozenset()
+
+
+class StepRecorder(TorchDispatchMode):
+    """Records the operators that run inside the block, from the first forward of a module on."""
+
+    def __init__(self, mesh: DeviceMesh, *, keep_values: bool = True) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mesh, self._keeps_values = mesh, keep_values
+        self._axes = {name: mesh.size(index) for index, name in enumerate(mesh.mesh_dim_names or ())}
+        self._lines: list[RecordedLine] = []
+        self._shadows: list[Shadow] = []
+        self._values: dict[Ref, Tensor] = {}
+        self._nbytes = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._writes: dict[int, int] = {}
+        self._known: set[int] = set()
+        self._seen: set[Ref] = set()
+        self._equalised: set[int] = set()
+        self._slices: dict[int, tuple[Ref, Mapping[str, int | str]]] = {}
+        self._forward_lines: dict[int, str] = {}
+        self._loss: Ref | None = None
+        self._scalar: Ref | None = None
+        self._perturbed: set[int] = set()
+        self._optimized: list[Tensor] = []
+        self._gradients: dict[int, tuple[Tensor, int]] = {}
+        self._is_active = False
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Follow modules and optimizers inside the block."""
+        handles = [
+            register_module_forward_pre_hook(torch.compiler.disable(self._before_forward)),
+            register_module_forward_hook(torch.compiler.disable(self._note_slices)),
+            register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step)),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # what runs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator on plain tensors and record it; leave the operators of subclasses to the subclasses."""
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator) or fakes(types):
+            return func(*args, **kwargs)
+        if any("__torch_dispatch__" in vars(kind) for kind in types if kind not in (Tensor, nn.Parameter, nn.Buffer)):
+            return NotImplemented
+        tensors = _tensors((args, kwargs))
+        if any(item.is_meta for item in tensors):
+            return func(*args, **kwargs)
+        collective = collective_of(func, args, kwargs, self._mesh)
+        if not self._is_active:
+            return self._prepare(func, args, kwargs, collective)
+        where = self._where()
+        inputs = tuple(map(self._ref, tensors))
+        fresh = tuple(item for item in dict.fromkeys(inputs) if item.nbytes and self._is_fresh(item))
+        changed = [_argument(func, args, kwargs, item.name) for item in func._schema.arguments if _is_written(item)]
+        writes = _tensors(changed)
+        plain = tree_map_only(Tensor, self._ref, (args, kwargs))
+        if self._keeps_values or fresh:
+            self._copy(func, tensors, inputs)
+        result = func(*args, **kwargs)
+        outputs = _tensors(result)
+        if any(item.is_meta for item in outputs):
+            return result
+        if collective is not None:
+            pairs = collective.pairs(func, args, kwargs, outputs)
+            writes = [item for _, group in pairs for item in group if any(item is other for other in tensors)]
+            with torch.no_grad(), disable_current_modes():
+                fill(collective, pairs)
+        for item in writes:
+            self._bump(item)
+        storages = {item.storage for item in inputs}
+        results = [item for item in outputs if not _among(item, writes)]
+        for item in results:
+            if self._ref(item).storage not in storages:
+                self._bump(item)
+        line = RecordedLine(
+            func,
+            plain[0],
+            plain[1],
+            inputs,
+            tuple(index for index, item in enumerate(tensors) if any(item is other for other in writes)),
+            tuple(map(self._ref, writes)),
+            tuple(map(self._ref, results)),
+            fresh,
+            where,
+            is_backward(),
+            collective,
+        )
+        self._append(line, args, kwargs, outputs)
+        return result
+
+    def _append(self, line: RecordedLine, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        if line.name == "ones_like" and not line.backward and line.inputs and not line.inputs[0].shape:
+            self._scalar = line.inputs[0]
+        if line.backward and self._loss is None:
+            self._loss = self._scalar
+        leaves = tree_leaves((args, kwargs))
+        drawn = tuple(map(_digest, outputs)) if line.name in RANDOM else ()
+        fresh = tuple((item.shape, _digest(self._values[item])) for item in line.fresh if item in self._values)
+        shadow = Shadow(
+            str(line.operator),
+            tuple(item for item in leaves if isinstance(item, int | float | bool)),
+            tuple(item.offset for item in line.inputs),
+            tuple((self._ref(item).offset, tuple(item.shape)) for item in outputs),
+            fresh,
+            drawn,
+        )
+        if not self._keeps_values:
+            self._values.clear()
+        self._seen.update(line.results)
+        self._lines.append(line)
+        self._shadows.append(shadow)
+
+    def _prepare(self, func: Any, args: Any, kwargs: Any, collective: Collective | None) -> Any:
+        """Run an operator of the time before the first forward. Broadcasts make values equal."""
+        result = func(*args, **kwargs)
+        if collective is not None:
+            pairs = collective.pairs(func, args, kwargs, _tensors(result))
+            with torch.no_grad(), disable_current_modes():
+                fill(collective, pairs)
+            if collective.kind in ("broadcast", "all_reduce", "all_gather"):
+                self._equalised |= {self._ref(item).storage for _, group in pairs for item in group}
+        return result
+
+    def _copy(self, func: Any, tensors: list[Tensor], inputs: tuple[Ref, ...]) -> None:
+        if func.overloadpacket.__name__ in SILENT:
+            return
+        with torch.no_grad(), disable_current_modes():
+            for item, ref in zip(tensors, inputs, strict=True):
+                if ref not in self._values and item.untyped_storage().nbytes():
+                    self._nbytes += ref.nbytes
+                    if self._nbytes > LIMIT:
+                        raise NotChecked(f"the step reads over {LIMIT >> 30} GiB of values; check a smaller model")
+                    self._values[ref] = _with_strides(item)
+
+    # storages
+
+    def _ref(self, item: Tensor) -> Ref:
+        storage = item.untyped_storage()
+        weak, number = self._storages.get(storage._cdata, (None, -1))
+        if weak is None or weak.expired():
+            number = self._new_number()
+            self._storages[storage._cdata] = StorageWeakRef(storage), number
+        shape, stride = tuple(item.shape), tuple(item.stride())
+        return Ref(number, int(item.storage_offset()), shape, stride, item.dtype, self._writes.get(number, 0))
+
+    def _new_number(self) -> int:
+        self._writes[len(self._writes)] = 0
+        return len(self._writes) - 1
+
+    def _bump(self, item: Tensor) -> None:
+        number = self._ref(item).storage
+        self._writes[number] += 1
+        self._known.add(number)
+
+    def _is_fresh(self, ref: Ref) -> bool:
+        """Return whether a tensor comes from outside of the record and is read for the first time."""
+        if ref.storage in self._known or ref in self._seen:
+            return False
+        self._seen.add(ref)
+        return True
+
+    # the user's line
+
+    def _where(self) -> str:
+        if (sequence := backward_sequence()) is not None:
+            return self._forward_lines.get(sequence, "") or "backward"
+        where = _users_line()
+        if not is_backward():
+            self._forward_lines[next_sequence() - 1] = where
+        return where
+
+    # modules and optimizers
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if isinstance(module, DistributedDataParallel):
+            raise NotChecked(
+                f"{type(module).__name__} sums gradients out of sight; sum them in the step, by all_reduce"
+            )
+        with torch.no_grad(), disable_current_modes():
+            for item in module.parameters():
+                self._perturb(item)
+        self._is_active = True
+        self._note_slices(module)
+
+    def _perturb(self, item: nn.Parameter) -> None:
+        """Add noise to a parameter once: zeros and ones would hide faults."""
+        local = _local(item)
+        if id(item) in self._perturbed or self._lines or local.is_meta or not local.is_floating_point():
+            return
+        self._perturbed.add(id(item))
+        dice = torch.Generator().manual_seed(len(self._perturbed))
+        noise = 0.1 * torch.randn(local.shape, generator=dice)
+        usual = local.isfinite() & (local.abs() < 1e3)
+        local.copy_(torch.where(usual, local, torch.zeros((), dtype=local.dtype)) + noise.to(local.dtype))
+
+    def _note_slices(self, module: nn.Module, *_: Any) -> None:
+        """Note how gathered parameters of FSDP2 are sliced on the other axes."""
+        for item in module.parameters(recurse=False):
+            if isinstance(item, DTensor) and len(item.device_mesh.mesh_dim_names or ()) < len(self._axes):
+                placed = self._placed("", item)
+                if any(isinstance(dim, int) for dim in placed.placements.values()):
+                    self._slices[placed.ref.storage] = placed.ref, placed.placements
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for item in group["params"]:
+                self._optimized.append(item)
+                if item.grad is not None:
+                    self._gradients[id(item)] = item.grad, len(self._lines)
+
+    def _placed(self, path: str, item: Tensor, line: int = 0) -> Parameter:
+        placements: dict[str, int | str] = {}
+        local = _local(item)
+        if isinstance(item, DTensor):
+            for axis, placement in zip(item.device_mesh.mesh_dim_names or (), item.placements, strict=True):
+                if isinstance(placement, Replicate | Partial):
+                    placements[axis] = "replicate" if isinstance(placement, Replicate) else "partial"
+                else:
+                    placements[axis] = placement.dim % max(local.dim(), 1)  # type: ignore[attr-defined]
+        return Parameter(path, self._ref(local), placements, line)
+
+    def record(self, model: nn.Module) -> StepRecord:
+        """Return the record of the model's step."""
+        with disable_current_modes():
+            named = dict(model.named_parameters())
+            held = {id(item) for item in named.values()}
+            end = len(self._lines)
+            grads = {path: self._gradients.get(id(item), (item.grad, end)) for path, item in named.items()}
+            foreign = [item for item in self._optimized if id(item) not in held]
+            return StepRecord(
+                self._axes,
+                tuple(self._lines),
+                tuple(self._shadows),
+                self._values,
+                tuple(self._placed(path, item) for path, item in named.items() if not _local(item).is_meta),
+                tuple(self._placed(path, grad, line) for path, (grad, line) in grads.items() if grad is not None),
+                tuple(self._placed(path, item) for path, item in model.named_buffers() if not _local(item).is_meta),
+                self._slices,
+                frozenset(self._equalised),
+                self._loss,
+                tuple(str(tuple(item.shape)) for item in foreign),
+                frozenset(path for path, item in named.items() if any(item is other for other in self._optimized)),
+            )
+
+
+def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+    for index, item in enumerate(func._schema.arguments):
+        if item.name == name:
+            return args[index] if index < len(args) else kwargs.get(name, item.default_value)
+    return None
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [item for item in tree_leaves(tree) if isinstance(item, Tensor)]
+
+
+def _among(item: Tensor, others: list[Tensor]) -> bool:
+    return any(item is other or (item.numel() > 0 and item.data_ptr() == other.data_ptr()) for other in others)
+
+
+def _local(item: Tensor) -> Tensor:
+    return item._local_tensor if isinstance(item, DTensor) else item
+
+
+def _with_strides(item: Tensor) -> Tensor:
+    """Copy a tensor and keep its strides, so that operators on the copy take the same path."""
+    if 0 in item.stride() or not item.numel():
+        return item.clone()
+    return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype).copy_(item)
+
+
+def _digest(item: Tensor) -> str:
+    with torch.no_grad(), disable_current_modes():
+        data = item.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return blake2b(data, digest_size=8).hexdigest()
+
+
+def _users_line() -> str:
+    """Return the last line outside of torch and of this package, as ``file:line: text``."""
+    frame = currentframe()
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((TORCH, PACKAGE, "<")) and "/contextlib.py" not in name:
+            text = linecache.getline(name, frame.f_lineno).strip()
+            return f"{Path(name).name}:{frame.f_lineno}: {text}"
+        frame = frame.f_back
+    return ""
