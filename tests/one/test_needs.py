@@ -210,7 +210,7 @@ def no_public_name_tells_of_fake_operators() -> bool:
 
 
 def no_public_name_numbers_operators_of_autograd() -> bool:
-    return not [name for name in dir(torch.autograd) if "sequence" in name.lower() and not name.startswith("_")]
+    return not [name for name in dir(torch.autograd) if "sequence_nr" in name.lower() and not name.startswith("_")]
 
 
 def no_public_name_makes_groups_of_threads() -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import thunder_zero as tz
+from tests.harness import steps
 from tests.harness.traced import Chain, ResidualBlock, mean_square
 from thunder_zero.tools.compiled_programs import Programs
 from thunder_zero.tools.format_errors import WireErrors
@@ -69,9 +70,16 @@ def build_values() -> Mapping[str, tuple[Any, ...]]:
     )
     plan = tz.tools.plan_training(alike, y, world_size=1024, stages=(2, 3), loss=mean_square)
     table = tz.tools.step_table(three, device="h100")
+    verdict = tz.tools.check_step(steps.bias_on_every_slice, {"tp": 2})
+    linear, batch = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH)
+    comparison = tz.tools.compare_gradients(lambda: linear, lambda model, mesh: model, batch, {"dp": 2})
     return {
         "wire_error": (WireErrors([dict(zip(WireErrors.forms, ERROR, strict=True))]),),
         "programs": (Programs([dict(zip(Programs.forms, PROGRAM, strict=True))]),),
+        "ComparedValue": comparison.rows,
+        "Fault": verdict.faults,
+        "GradientComparison": (comparison,),
+        "Verdict": (verdict,),
         "DEVICES": (tz.tools.DEVICES,),
         "Device": (measured, *tz.tools.DEVICES.values()),
         "Difference": (tz.tools.diff(two, three),),

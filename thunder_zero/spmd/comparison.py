@@ -15,13 +15,14 @@ from thunder_zero.spmd.error_shapes import name_error, on_ranks, relative_error
 from thunder_zero.spmd.plain_module import names_of
 from thunder_zero.spmd.slices import Slices, find_slices, put_together
 from thunder_zero.spmd.steps import RankValues, Step, Steps, first_names
+from thunder_zero.tools.printing.words import summed_up
 
 NAN = float("nan")
 TOLERANCE = 1e-5  # some models compute parts in float32
 FLOOR = 1e-8  # of the norm of all gradients: what remains where the true gradient is zero, as of a bias of keys
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ComparedValue:
     """A value of the parallel model, compared with that of the plain module.
 
@@ -37,6 +38,9 @@ class ComparedValue:
     error: float
     factor: float | None = None
     sentence: str = ""
+
+    def __repr__(self) -> str:
+        return summed_up(self, f"{self.name}: {self.sentence or 'right'}, error {self.error:.1e}")
 
 
 @dataclass(frozen=True)

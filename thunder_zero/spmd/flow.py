@@ -36,9 +36,10 @@ from thunder_zero.spmd.operators import (
     runner,
 )
 from thunder_zero.spmd.record import RANDOM, SILENT, Parameter, RecordedLine, Ref, Shadow, StepRecord
+from thunder_zero.tools.printing.words import summed_up
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Fault:
     """What is wrong, or cannot be said: ``kind`` is ``"error"``, ``"warning"`` or ``"unknown"``."""
 
@@ -48,6 +49,9 @@ class Fault:
     where: str
     line: int
     parameters: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return summed_up(self, f"{self.kind} on {self.axis}: {self.text}")
 
 
 @dataclass(frozen=True)

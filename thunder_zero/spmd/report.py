@@ -6,11 +6,13 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from textwrap import wrap
 
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.spmd.flow import AxisTypes, Fault
 from thunder_zero.spmd.operators import FACTORS, MOVES
 from thunder_zero.spmd.record import RecordedLine, StepRecord
+from thunder_zero.tools.printing.words import WIDTH, summed_up
 
 ORDER = ("error", "unknown", "warning")
 History = tuple[tuple[str, str], ...]  # reductions as text, each with its dtype
@@ -87,24 +89,32 @@ class Verdict:
         """Return the verdict as JSON, with its status."""
         return json.dumps({**asdict(self), "status": self.status})
 
+    def __repr__(self) -> str:
+        return summed_up(self, self._title())
+
     def __str__(self) -> str:
+        """Return text in 100 columns: what is wrong, and at most 12 lines each of collectives and gradients."""
         return "\n".join(self._lines())
 
-    def _lines(self) -> Iterator[str]:
+    def _title(self) -> str:
         axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        yield f"{ENDS[self.status]}: checked on these inputs, {self.operators} operators on the mesh {axes}"
+        return f"{ENDS[self.status]}: checked on these inputs, {self.operators} operators on the mesh {axes}"
+
+    def _lines(self) -> Iterator[str]:
+        yield self._title()
         for index, fault in enumerate(self.faults, 1):
             yield ""
-            yield f"{index}. {fault.kind} on {fault.axis}: {fault.text}"
-            if fault.where:
-                yield f"   {fault.where}"
-            if fault.parameters:
-                yield f"   {_some(fault.parameters)}"
+            yield from wrap(f"{index}. {fault.kind} on {fault.axis}: {fault.text}", WIDTH, subsequent_indent=INDENT)
+            for more in filter(None, (fault.where, _some(fault.parameters))):
+                yield from wrap(more, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
         for title, rows in (("collectives", self._sent()), ("gradients", self._reduced()), ("assumed", self.assumed)):
             if rows:
                 yield ""
                 yield title
-                yield from (f"  {row}" for row in rows)
+                for row in rows[:MOST]:
+                    yield from wrap(row, WIDTH, initial_indent="  ", subsequent_indent="    ")
+                if len(rows) > MOST:
+                    yield f"  and {len(rows) - MOST} more: to_json() has them"
 
     def _sent(self) -> list[str]:
         """Return the collectives, equal ones in one row."""
@@ -125,10 +135,14 @@ class Verdict:
         return [f"{row}  ({_some(paths)})" for row, paths in groups.items()]
 
 
+MOST = 12
+INDENT = "   "
 ENDS = {0: "nothing wrong", 1: "wrong", 2: "cannot say"}
 
 
 def _some(paths: Sequence[str]) -> str:
+    if not paths:
+        return ""
     count = "1 parameter" if len(paths) == 1 else f"{len(paths)} parameters"
     return f"{count}: {', '.join(paths[:3])}{' ...' if len(paths) > 3 else ''}"
 

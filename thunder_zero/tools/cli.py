@@ -16,8 +16,7 @@ from typing import Any
 
 from thunder_zero.tools.devices.device import DEVICES
 from thunder_zero.tools.models import MODELS
-from thunder_zero.tools.table.rows import PHASES
-from thunder_zero.tools.views.print_rows import ONLY
+from thunder_zero.tools.table.rows import ONLY, PHASES
 
 INPUTS = "(module, input, ...) or (module, (input, ...), {name: input, ...})"
 DEVICE = f"{', '.join(DEVICES)}, or OUT.json of calibrate"

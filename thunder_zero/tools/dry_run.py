@@ -158,13 +158,13 @@ class ProgramSource:
         self._mode = Mode(self.joint.differentiates and torch.is_grad_enabled(), synced)
         self._lifted: dict[object, tuple[JointTrace, Timeline]] = {}
 
-    def under(self, policy: Policy | int, mesh: Mesh | None = None) -> Traces:
-        """Return the traces under another policy, and on another mesh if ``mesh`` is given.
+    def under(self, policy: Policy | int) -> Traces:
+        """Return the traces under another policy.
 
         The policy may differ from the captured policy in the stage, in the kept and recomputed units, and in the bytes
         of buckets and in flight.
         """
-        executor = ZeroExecutor(self._plan(policy, mesh or self._mesh), Runtime())
+        executor = ZeroExecutor(self._plan(policy, self._mesh), Runtime())
         converted, traces = program_of(self.joint, self.paths, executor, self._mode, fuses=self._fuses)
         return self._named(converted, traces)
 

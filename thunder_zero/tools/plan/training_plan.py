@@ -99,7 +99,7 @@ class PlanRow:
     peak_bytes: int  # bytes of tensors at the peak, which may be in the optimizer's step
     at_rest_bytes: int  # bytes of tensors between two steps
     peak_phase: str  # "forward", "loss", "backward" or "optimizer step"
-    # a mapping from kinds to bytes of tensors, at the peak of forward, loss and backward
+    # a mapping from kinds to bytes of tensors that are alive behind the line of the peak of forward, loss and backward
     by_kind: Mapping[str, int] = field(hash=False)
     sent_bytes: int  # bytes that a rank sends in a step
     compute_seconds: float  # time of compute in forward and backward

@@ -12,7 +12,7 @@ Lines are plain text. This module does not use Thunder.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,6 +91,13 @@ class Row:
         """The code on one line, with short names of operators and without comments."""
         lines = (line.partition("  #")[0].strip() for line in self.code.splitlines())
         return short(" ".join(line for line in lines if not line.startswith("#")))
+
+
+# the rows that ``only=`` selects when a trace is printed
+ONLY: Mapping[str, Callable[[Row], bool]] = {
+    "parameters": lambda row: bool(row.params),
+    "communication": lambda row: row.kind in (*CODES, TENSOR, *CODES.values()),
+}
 
 
 def explained(

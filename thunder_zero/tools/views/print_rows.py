@@ -11,7 +11,7 @@ The column "alive" exists only if the lines have a forecast of memory. Without T
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, zip_longest
 
 from rich.console import Console
@@ -24,7 +24,7 @@ from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.ops import Free
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.printing.words import WIDTH, clip, fill, fold, place_of
-from thunder_zero.tools.table.rows import CODES, COMPUTES, Row, label_of
+from thunder_zero.tools.table.rows import COMPUTES, ONLY, Row, label_of
 
 NARROWEST, WIDEST = 80, 140
 KIND, PARAMETERS, BYTES = 7, 25, 8  # columns
@@ -43,10 +43,6 @@ STYLES: dict[str, str] = {
 }
 BORDER = "-- backward --"
 VALUES_WIDTH = 32  # a fixed width, so that two timelines can be compared line by line
-ONLY: Mapping[str, Callable[[Row], bool]] = {
-    "parameters": lambda row: bool(row.params),
-    "communication": lambda row: row.kind in (*CODES, TENSOR, *CODES.values()),
-}
 
 
 def print_rows(rows: Sequence[Row | int], plan: Plan, phase: str, console: Console) -> None:

@@ -110,6 +110,7 @@ def print_trace(
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     if this_rank != rank:
         return
+    select((), traces.plan, unit, only)  # refuses before anything is printed
     console = Console(file=file)
     if memory is not None:
         require_forecast_of(traces, memory)

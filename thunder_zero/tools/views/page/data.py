@@ -17,7 +17,7 @@ from thunder_zero.plan.mesh import TENSOR
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.schedule.ops import Compute
 from thunder_zero.tools.devices.device import Lane
-from thunder_zero.tools.forecast.figures import Holds, Memory, Storage, outside_of_the_peak
+from thunder_zero.tools.forecast.figures import Holds, Memory, Storage
 from thunder_zero.tools.printing.words import place_of, short
 from thunder_zero.tools.table.rows import CODES, COMPUTES, label, label_of
 from thunder_zero.tools.table.table import Table
@@ -65,7 +65,7 @@ def data_of(name: str, table: Table, note: str = "") -> Data:
         "device": time.device.name,
         "note": " ".join(filter(None, [note, no_memory])),
         "figures": _figures(table),
-        "left_out": [] if memory is None else outside_of_the_peak(memory)[1:],
+        "left_out": [] if memory is None else list(memory.excluded),
         "units": list(units),
         "parameters": [{"path": param.path, "explained": str(explanation_of(table, param))} for param in plan.params],
         "phases": [{"name": phase, "start": rows[0].start, "end": rows[-1].end} for phase, rows in phases.items()],
@@ -280,7 +280,10 @@ def _memory(table: Table, memory: Memory, capacity: int) -> Data:
     line_of = {(row.phase, row.position): number for number, row in enumerate(table.lines)}
     places = [line_of[line.phase, line.position] for line in memory.lines]
     peak = places[memory.lines.index(memory.peak_line)]
-    lines = [*({} for _ in range(places[0])), *memory.alive]  # the digests come before all lines with memory
+    resting = Counter[Holds]()  # alive in the digests, which come before all lines with memory
+    for storage in memory.storages:
+        resting[storage.kind] += storage.nbytes * (storage.line < 0)
+    lines: list[Mapping[Holds, int]] = [*(resting for _ in range(places[0])), *memory.alive]
     lines[peak] = memory.by_kind
     used = {storage.kind for storage in memory.storages}
     kinds = [kind for kind in Holds if kind in used]

@@ -29,7 +29,7 @@ const KINDS = {
   "parameters at rest": "#5f7fa8", "buffers of the module": "#8ea3bd", "optimizer state": "#a9bad0", "inputs": "#c5ccd5",
   "gathered parameters": "#46aaa3", "saved for backward": "#e6b04f", "full gradients": "#d2605f",
   "reduced gradients": "#e5a2a0", "deferred gradients": "#bd82ad", "buffers of collectives": "#9783d0",
-  "outputs and loss": "#9fb45f", "workspaces": "#8b8b8b", "temporaries": "#c4bcae",
+  "outputs and loss": "#9fb45f", "temporaries": "#c4bcae",
 };
 
 // The state: the selected program, line and parameter, and the visible range of seconds.
@@ -447,7 +447,7 @@ function showProgram() {
   if (memory) {
     const kinds = Object.entries(memory.peak.by_kind), line = memory.peak.line;
     $("peak").replaceChildren(
-      make("p", { className: "note" }, `${size(memory.peak.bytes)} in ${phaseOf(program, line)}, at `, jump(place(program, line), line), program.left_out.length ? `; left out: ${program.left_out.map((reason) => reason.replace("left out: ", "")).join("; ")}` : ""),
+      make("p", { className: "note" }, `${size(memory.peak.bytes)} in ${phaseOf(program, line)}, at `, jump(place(program, line), line), program.left_out.length ? `; left out: ${program.left_out.join("; ")}` : ""),
       make("div", { className: "stack", role: "img", ariaLabel: "Shares of the kinds" }, ...kinds.map(([kind, bytes]) => make("i", { title: kind, style: `flex: ${bytes} 0 0; background: ${KINDS[kind]}` }))),
       make("ul", {}, ...kinds.map(([kind, bytes]) => item(bytes, swatch(KINDS[kind]), kind))),
       make("p", { className: "note" }, "The largest tensors:"), tensorList(program, line, 4));
