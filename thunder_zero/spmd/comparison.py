@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_zero.spmd.error_shapes import is_close, name_error, on_ranks, relative_error
-from thunder_zero.spmd.plain_module import names_of
-from thunder_zero.spmd.steps import RankValues, Step, Steps, first_names
+from thunder_zero.spmd.steps import RankValues, Step, Steps, first_names, names_of
 
 NAN = float("nan")
 TOLERANCE = 1e-5  # some models compute parts in float32

@@ -35,7 +35,7 @@ from thunder_zero.spmd.operators import (
     runner,
 )
 from thunder_zero.spmd.record import RANDOM, SILENT, Parameter, RecordedLine, Ref, Shadow, StepRecord
-from thunder_zero.spmd.storages import Storages, cut_dim, end_of, is_contiguous
+from thunder_zero.spmd.storages import TypedStorages, cut_dim, end_of, is_contiguous
 
 Memo = dict[bytes, list[Outcome] | str]  # outcomes of experiments, or why they failed; equal lines are typed once
 MEANINGS = {
@@ -105,7 +105,7 @@ class Walk:
         self._batches_differ, self._memo = batches_differ, memo
         self._neighbour, self._whole = _aligned(record, neighbour), _aligned(record, whole)
         self._full_shapes = {item.path: item.ref.shape for item in whole.parameters} if whole is not None else {}
-        self._values = Storages()
+        self._values = TypedStorages()
         self._over: dict[Ref, Tensor] = {}  # codes of inputs that are another part of a value on the neighbour
         self._gathered: dict[int, Tensor] = {}  # codes of parameters that FSDP2 gathers, by storage
         self._faults: dict[tuple[str, str], Fault] = {}

@@ -80,7 +80,7 @@ def _all_equal(pair: Pair, other: Pair) -> bool:
 
 
 @dataclass(frozen=True)
-class Runs:
+class ChangedRuns:
     """One output on both ranks, under each change of the inputs."""
 
     drawn: Pair
@@ -142,7 +142,7 @@ class Experiment:
         redrawn = self._outputs(self._redraw) if "V" in self._letters else drawn
         zeros = [_without_shares(first, codes) for (first, _), codes in zip(self._inputs, self._codes, strict=True)]
         runs = zip(drawn, split, swapped, redrawn, self._run(zeros, 0), strict=True)
-        return [self._recognise(shape, Runs(*run)) for shape, run in zip(shapes, runs, strict=True)]
+        return [self._recognise(shape, ChangedRuns(*run)) for shape, run in zip(shapes, runs, strict=True)]
 
     def _outputs(self, change: Callable[[Pair, Tensor], Pair] | None = None) -> list[Pair]:
         """Run the operator on both ranks, with changed inputs."""
@@ -206,7 +206,7 @@ class Experiment:
 
     # outputs
 
-    def _recognise(self, shape: Sequence[int], runs: Runs) -> Outcome:
+    def _recognise(self, shape: Sequence[int], runs: ChangedRuns) -> Outcome:
         """Return the law that an output keeps under all changes of the inputs."""
         if runs.shapes != {torch.Size(shape)}:
             return Outcome(filled(shape, V), note=f"the shape of {self._name} depends on the data")
@@ -226,7 +226,7 @@ class Experiment:
             return Outcome(torch.where(same, R, V if self._ranked else F).byte())
         return self._sum_or_none(shape, runs)
 
-    def _sum_or_none(self, shape: Sequence[int], runs: Runs) -> Outcome:
+    def _sum_or_none(self, shape: Sequence[int], runs: ChangedRuns) -> Outcome:
         name, ranks, has_shares = self._name, self._ranks, "P" in self._letters
         if runs.keeps_sum:
             added = (

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from thunder_zero.plan.amounts import name_of
-from thunder_zero.spmd.collectives import Collective
 from thunder_zero.spmd.flow import AxisTypes, Fault
 from thunder_zero.spmd.operators import FACTORS, MOVES
 from thunder_zero.spmd.record import RecordedLine, Ref, StepRecord
@@ -39,7 +38,7 @@ class Sent:
 
     @property
     def name(self) -> str:
-        return str(Collective(self.kind, self.op, 0, self.axes))
+        return f"{self.kind}({self.op})" if self.op else self.kind
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,8 @@ class Verdict:
         """Return the collectives, equal ones in one row."""
         counts: Counter[Sent] = Counter(self.collectives)
         return [
-            f"{count} x {item.name}  {item.dtype}  {item.nbytes:,} B  {item.phase}  {item.where}"
+            f"{count} x {item.name} over {' and '.join(item.axes) or 'no axis'}  {item.dtype}  {item.nbytes:,} B  "
+            f"{item.phase}  {item.where}"
             for item, count in counts.items()
         ]
 

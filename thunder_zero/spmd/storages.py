@@ -1,4 +1,4 @@
-"""What is known of the values in each storage of a record, on one axis: codes of elements, a factor, notes.
+"""Keeps what is known of the values in each storage on one axis: codes, a factor, notes.
 
 In: refs of a record's lines. Out: codes as tensors of the shapes of the refs, which alias one another as the refs do.
 """
@@ -18,7 +18,7 @@ from thunder_zero.spmd.record import Ref
 
 
 @dataclass
-class Storage:
+class TypedStorage:
     """What is known of the values in a storage.
 
     Attributes:
@@ -57,14 +57,14 @@ class Storage:
         self.factor = 1.0 if isclose(factor, 1.0, rel_tol=1e-9) else factor
 
 
-class Storages:
+class TypedStorages:
     """The storages of a record, by ref. A view may have a storage of its own."""
 
     def __init__(self) -> None:
-        self._by_number: defaultdict[int, Storage] = defaultdict(Storage)
-        self._moved: dict[tuple[object, ...], Storage] = {}
+        self._by_number: defaultdict[int, TypedStorage] = defaultdict(TypedStorage)
+        self._moved: dict[tuple[object, ...], TypedStorage] = {}
 
-    def __getitem__(self, ref: Ref) -> Storage:
+    def __getitem__(self, ref: Ref) -> TypedStorage:
         return self._moved.get(_place(ref)) or self._by_number[ref.storage]
 
     def codes(self, ref: Ref) -> Tensor:
@@ -87,7 +87,7 @@ class Storages:
 
     def separate(self, view: Ref, codes: Tensor) -> None:
         """Give a view codes of its own, as the elements beside it belong to other ranks."""
-        self._moved[_place(view)] = Storage()
+        self._moved[_place(view)] = TypedStorage()
         self.give(view, codes)
 
     def largest_factor(self, refs: Iterable[Ref]) -> float:
