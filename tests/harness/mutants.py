@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import isclose, prod
 from typing import Any
 
-from thunder_zero.spmd.check import Other, Processes, record_step, run_other_rank, tasks_of, types_of
+from thunder_zero.spmd.check import Processes, record_step, run_others, types_of
 from thunder_zero.spmd.operators import FACTORS
 from thunder_zero.spmd.record import RecordedLine, StepRecord
 from thunder_zero.spmd.report import verdict_of
@@ -44,9 +44,7 @@ def unnoticed(step: Any, shape: Mapping[str, int], data: Sequence[str]) -> tuple
     """Return the number of mutants of a step, and those of which nothing is said."""
     with Processes(step, 300.0) as processes:
         pipe = processes.start(_try_mutants, shape, data)
-        tasks = tasks_of(shape, data)
-        running = [(task, processes.start(run_other_rank, task)) for task in tasks]
-        pipe.send({(task.axis, task.what): processes.receive(end) for task, end in running})
+        pipe.send(run_others(processes, shape, data))
         result = processes.receive(pipe)
     if isinstance(result, Exception):
         raise result
@@ -54,14 +52,7 @@ def unnoticed(step: Any, shape: Mapping[str, int], data: Sequence[str]) -> tuple
 
 
 def _try_mutants(step: Any, shape: Mapping[str, int], data: Sequence[str], pipe: Any) -> None:
-    record = record_step(step, shape)
+    wrong = list(mutants(record_step(step, shape)))
     others = pipe.recv()
-    neighbours = {axis: others[axis, "neighbour"].shadows for axis in shape}
-    wholes = {axis: others.get((axis, "whole"), Other()) for axis in shape}
-    missed, count = [], 0
-    for what, wrong in mutants(record):
-        types = types_of(wrong, neighbours, data, {axis: (item.shadows, item.shapes) for axis, item in wholes.items()})
-        count += 1
-        if verdict_of(wrong, types, data, []).status != 1:
-            missed.append(what)
-    pipe.send((count, missed))
+    verdicts = [(what, verdict_of(record, types_of(record, others, data), data, [])) for what, record in wrong]
+    pipe.send((len(wrong), [what for what, verdict in verdicts if verdict.status != 1]))

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import thunder_zero as tz
 from tests.harness import mutants, steps, steps_of_transformers
 from tests.harness.tiers import slow
-from thunder_zero.spmd.check import data_axes
+from thunder_zero.spmd.axes import axes_of_batches
 from thunder_zero.tools.cli import main
 
 Step = Callable[[DeviceMesh], nn.Module]
@@ -134,7 +134,7 @@ def test_nearly_all_changes_of_a_collective_or_a_divisor_are_noticed() -> None:
     counts, missed = 0, []
     for step, mesh in steps.RIGHT:
         if step in CHANGED:
-            count, unnoticed = mutants.unnoticed(step, mesh, data_axes(mesh))
+            count, unnoticed = mutants.unnoticed(step, mesh, axes_of_batches(mesh))
             counts += count
             missed += [f"{step.__name__}: {what}" for what in unnoticed]
     assert counts > 100

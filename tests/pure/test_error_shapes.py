@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from thunder_zero.spmd.comparison import Slices, find_slices, put_together
 from thunder_zero.spmd.error_shapes import name_error, relative_error
-from thunder_zero.spmd.slices import Slices, find_slices, put_together
 
 MESH = {"dp": 3, "tp": 2}
 TRUE = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -6,6 +6,7 @@ By types: the step runs on one rank, and each value is replicated, a slice, or a
                                   |
     neighbours, in processes -----+--> flow.py: types of each line, by experiments (laws.py) and by a table
                                   |             for collectives (collectives.py)
+                                  |             storages.py keeps what is known of each value
                                   +--> check.py --> report.py: what is wrong, the first cause first
 
 By numbers: all ranks run as threads, and their gradients are compared with those of the plain module::

@@ -18,14 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from thunder_zero.spmd.axes import axes_of_batches, unknown_axes
 from thunder_zero.spmd.comparison import ComparedValue, Comparison
-from thunder_zero.spmd.plain_module import mean_loss, plain_module
-from thunder_zero.spmd.steps import Clip, Loss, Parallelize, Steps
+from thunder_zero.spmd.steps import Clip, Loss, Parallelize, Steps, mean_loss, plain_module
 from thunder_zero.spmd.threads import run_ranks
 from thunder_zero.tools.printing.words import WIDTH, summed_up
 
-DATA_AXES = ("dp", "ddp", "fsdp", "hsdp", "data", "replicate", "shard")  # beginnings of names
-MODEL_AXES = ("tp", "tensor", "sp", "cp", "model")  # ranks along these have the same part of the batch
 MOST = 6  # rows of one sentence in the printed form
 
 
@@ -115,8 +113,8 @@ def compare_gradients(
             ``torch.nn.utils.clip_grad_norm_``.
         max_norm: the norm to which gradients are clipped.
         data_axes: the axes along which ranks have different parts of the batch. By default these are the axes with
-            names that begin with dp, ddp, fsdp, hsdp, data, replicate or shard. Axes named tp, tensor, sp, cp or model
-            do not cut the batch.
+            names that begin with dp, ddp, fsdp, hsdp, data, replicate or shard. Axes of other parallelisms, such as
+            tp, sp, cp, ep and pp, do not cut the batch.
         timeout: seconds after which ranks that still run are an error.
 
     Raises:
@@ -125,11 +123,11 @@ def compare_gradients(
         RuntimeError: a rank raised, or ranks wait for each other. The error names the ranks.
     """
     axes = _checked(mesh_shape)
-    data = _data_axes(axes, data_axes)
+    divided = _checked_data_axes(axes, data_axes)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         module, batch, notes = plain_module(build, batch)
-        steps = Steps(module, batch, axes, data, loss, parallelize, clip, max_norm)
+        steps = Steps(module, batch, axes, divided, loss, parallelize, clip, max_norm)
         true = steps.run_plain()
         ranks = run_ranks(prod(axes.values()), steps.run_rank, timeout)
         rows = tuple(Comparison(steps, true, ranks).rows())
@@ -144,12 +142,10 @@ def _checked(mesh_shape: Mapping[str, int]) -> dict[str, int]:
     return dict(mesh_shape)
 
 
-def _data_axes(axes: Mapping[str, int], given: Sequence[str] | None) -> list[str]:
+def _checked_data_axes(axes: Mapping[str, int], given: Sequence[str] | None) -> tuple[str, ...]:
     """Return the axes along which ranks have different parts of the batch. By default these have known names."""
-    if given is None:
-        if unknown := [name for name in axes if not name.startswith((*DATA_AXES, *MODEL_AXES))]:
-            raise ValueError(f"does axis {unknown[0]!r} cut the batch? Give the axes that do as data_axes=")
-        return [name for name in axes if name.startswith(DATA_AXES)]
-    if lacking := [name for name in given if name not in axes]:
+    if given is None and (unknown := unknown_axes(axes)):
+        raise ValueError(f"does axis {unknown[0]!r} cut the batch? Give the axes that do as data_axes=")
+    if lacking := [name for name in given or () if name not in axes]:
         raise ValueError(f"data_axes has {lacking[0]!r}, which mesh_shape lacks; its axes are {', '.join(axes)}")
-    return [*given]
+    return axes_of_batches(axes, given)

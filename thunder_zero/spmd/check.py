@@ -11,9 +11,9 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from itertools import zip_longest
 from math import prod
 from pickle import PicklingError
 from typing import Any
@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from thunder_zero.spmd.axes import axes_of_batches, mesh_of
 from thunder_zero.spmd.collectives import collective_kind
 from thunder_zero.spmd.flow import AxisTypes, Fault, Memo, Walk
-from thunder_zero.spmd.record import NotChecked, Shadow, StepRecord, StepRecorder
+from thunder_zero.spmd.record import NotChecked, StepRecord, StepRecorder
 from thunder_zero.spmd.report import Verdict, verdict_of
 
 TrainStep = Callable[[DeviceMesh], Any]
-WITHOUT_BATCHES = ("tp", "tensor", "model", "sp", "seq", "sequence", "cp", "context", "ep", "expert", "pp", "pipe")
+OtherRun = tuple[str, str]  # an axis, and "neighbour", its next rank, or "whole", the step with one rank on it
 SECONDS = 600.0
 PRELOADED = (  # what each process would import; the last only if this process has it
     *("thunder_zero.spmd.check", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
@@ -59,36 +60,22 @@ def _model_of(result: Any) -> nn.Module:
     return model
 
 
-def types_of(
-    record: StepRecord,
-    neighbours: Mapping[str, Sequence[Shadow]],
-    data: Sequence[str],
-    wholes: Mapping[str, tuple[Sequence[Shadow], Mapping[str, tuple[int, ...]]]] | None = None,
-) -> dict[str, AxisTypes]:
+def types_of(record: StepRecord, others: Mapping[OtherRun, StepRecord], data: Sequence[str]) -> dict[str, AxisTypes]:
     """Type a record on each axis of its mesh that has several ranks."""
-    memo, result = Memo(), {}
-    for axis, size in record.axes.items():
-        if size > 1:
-            shadows, shapes = (wholes or {}).get(axis, ((), {}))
-            walk = Walk(
-                record,
-                axis,
-                neighbour=neighbours.get(axis, ()),
-                whole=shadows,
-                wholes=shapes,
-                batches_differ=axis in data,
-                memo=memo,
-            )
-            result[axis] = walk.run()
-    return result
-
-
-@dataclass(frozen=True)
-class Other:
-    """What another rank, or a smaller mesh, ran: its lines, and the shapes of its parameters."""
-
-    shadows: tuple[Shadow, ...] = ()
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    memo: Memo = {}
+    walks = {
+        axis: Walk(
+            record,
+            axis,
+            others.get((axis, "neighbour")),
+            others.get((axis, "whole")),
+            batches_differ=axis in data,
+            memo=memo,
+        )
+        for axis, size in record.axes.items()
+        if size > 1
+    }
+    return {axis: walk.run() for axis, walk in walks.items()}
 
 
 def check_step(
@@ -132,75 +119,48 @@ def check_step(
         Exception: what the step raises, with its traceback as a note.
     """
     shape = mesh_of(mesh)
-    data = data_axes(shape) if data is None else tuple(data)
+    if any(size < 1 for size in shape.values()) or prod(shape.values()) < 2:
+        raise ValueError(f"the mesh {shape} has no two ranks; give axes and ranks, such as dp=7,tp=2")
+    data = axes_of_batches(shape, data)
     if unknown := [axis for axis in data if axis not in shape]:
         raise ValueError(f"the mesh has no axis {', '.join(unknown)}; it has {', '.join(shape)}")
     with Processes(step, seconds) as processes:
         checking = processes.start(_check, shape, data)
-        running = [(task, processes.start(run_other_rank, task)) for task in tasks_of(shape, data)]
         others, faults = {}, []
-        for task, pipe in running:
-            result = processes.receive(pipe)
-            if isinstance(result, Other):
-                others[task.axis, task.what] = result
-            elif task.what == "neighbour":
-                text = f"rank {task.rank}, the neighbour on this axis, {_reason(result)}"
-                faults.append(Fault(task.axis, "unknown", text, "", 0))
+        for (axis, what), result in run_others(processes, shape, data).items():
+            if isinstance(result, StepRecord):
+                others[axis, what] = result
+            elif what == "neighbour":
+                reason = result if isinstance(result, NotChecked) else f"raised {type(result).__name__}: {result}"
+                faults.append(Fault(axis, "unknown", f"the neighbour on this axis: {reason}"))
         with suppress(BrokenPipeError):  # it has ended, and says why
             checking.send((others, faults))
         verdict = processes.receive(checking)
+    if isinstance(verdict, NotChecked):
+        return Verdict(shape, (Fault("every axis", "unknown", str(verdict)),), (), (), (), 0)
     if isinstance(verdict, Exception):
         raise verdict
-    if isinstance(verdict, Verdict):
-        return verdict
-    return Verdict(shape, (Fault("every axis", "unknown", _sentence(verdict), "", 0),), (), (), (), 0)
+    return verdict  # type: ignore[no-any-return]
 
 
-def _sentence(reason: object) -> str:
-    """Return why a step is not checked."""
-    return f"rank 0 {reason}" if str(reason).startswith(("took ", "ended ")) else str(reason)
-
-
-def _reason(result: object) -> str:
-    return f"raised {type(result).__name__}: {result}" if isinstance(result, Exception) else str(result)
-
-
-def mesh_of(mesh: Mapping[str, int] | str) -> dict[str, int]:
-    """Return the axes of a mesh, such as those of ``"dp=7,tp=2"``."""
-    if isinstance(mesh, str):
-        parts = [part.partition("=") for part in mesh.split(",")]
-        if not all(name.strip() and size.strip().isdigit() for name, _, size in parts):
-            raise ValueError(f"cannot read the mesh {mesh!r}; give axes and ranks, such as dp=7,tp=2")
-        mesh = {name.strip(): int(size) for name, _, size in parts}
-    if not mesh or any(size < 1 for size in mesh.values()) or prod(mesh.values()) < 2:
-        raise ValueError(f"the mesh {dict(mesh)} has no two ranks; give axes and ranks, such as dp=7,tp=2")
-    return dict(mesh)
-
-
-def data_axes(shape: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the axes whose ranks have batches of their own, by their names."""
-    return tuple(axis for axis in shape if not axis.startswith(WITHOUT_BATCHES))
-
-
-@dataclass(frozen=True)
-class RankTask:
-    """What another process runs: the next rank of an axis, or the step with one rank on this axis."""
-
-    axis: str
-    what: str
-    shape: Mapping[str, int]
-    rank: int
-
-
-def tasks_of(shape: Mapping[str, int], data: Sequence[str]) -> list[RankTask]:
-    """Return what other processes run for a mesh."""
-    tasks, names = [], list(shape)
+def other_runs(shape: Mapping[str, int], data: Sequence[str]) -> dict[OtherRun, tuple[Mapping[str, int], int]]:
+    """Return the meshes and ranks of other processes: the next rank of each axis, and the step with one rank on it."""
+    result: dict[OtherRun, tuple[Mapping[str, int], int]] = {}
+    names = list(shape)
     for index, axis in enumerate(names):
         if shape[axis] > 1:
-            tasks.append(RankTask(axis, "neighbour", shape, prod(shape[name] for name in names[index + 1 :])))
+            result[axis, "neighbour"] = shape, prod(shape[name] for name in names[index + 1 :])
             if axis not in data:
-                tasks.append(RankTask(axis, "whole", {**shape, axis: 1}, 0))
-    return tasks
+                result[axis, "whole"] = {**shape, axis: 1}, 0
+    return result
+
+
+def run_others(
+    processes: Processes, shape: Mapping[str, int], data: Sequence[str]
+) -> dict[OtherRun, StepRecord | Exception]:
+    """Run the step in other processes, and return their records, or why there are none."""
+    pipes = {run: processes.start(_run_other_rank, *where) for run, where in other_runs(shape, data).items()}
+    return {run: processes.receive(pipe) for run, pipe in pipes.items()}
 
 
 class Processes:
@@ -239,42 +199,30 @@ class Processes:
         return mine
 
     def receive(self, pipe: Any) -> Any:
-        """Return what a process sends, or why it sends nothing."""
+        """Return what a process sends, or an exception that says why it sends nothing."""
         if not pipe.poll(max(self._ends - time.monotonic(), 0)):
-            return f"took over {self._seconds:.0f} s"
+            return NotChecked(f"a rank took over {self._seconds:.0f} s")
         try:
             return pipe.recv()
         except (EOFError, ConnectionResetError):
-            return "ended without a result"
+            return NotChecked("a rank ended without a result")
 
 
 def _check(step: TrainStep, shape: Mapping[str, int], data: Sequence[str], pipe: Any) -> None:
-    """StepRecord a step as rank 0, type it beside what other processes ran, and send the verdict."""
+    """Record a step as rank 0, type it beside what other processes ran, and send the verdict."""
     try:
         record = record_step(step, shape)
         others, faults = pipe.recv()
-        pipe.send(_verdict(record, data, others, faults))
-    except NotChecked as error:
-        pipe.send(str(error))
+        faults += [fault for run, other in others.items() for fault in _different_collectives(record, run, other)]
+        pipe.send(verdict_of(record, types_of(record, others, data), data, faults))
     except Exception as error:
         _send_error(error, pipe)
 
 
-def _verdict(
-    record: StepRecord, data: Sequence[str], others: Mapping[tuple[str, str], Other], faults: list[Fault]
-) -> Verdict:
-    neighbours = {axis: others.get((axis, "neighbour"), Other()).shadows for axis in record.axes}
-    wholes = {axis: others.get((axis, "whole"), Other()) for axis in record.axes}
-    types = types_of(record, neighbours, data, {axis: (item.shadows, item.shapes) for axis, item in wholes.items()})
-    different = [fault for axis, other in neighbours.items() for fault in _different_collectives(record, axis, other)]
-    return verdict_of(record, types, data, [*faults, *different])
-
-
-def run_other_rank(step: TrainStep, task: RankTask, pipe: Any) -> None:
-    """StepRecord a step as another rank, and send its shadow."""
+def _run_other_rank(step: TrainStep, shape: Mapping[str, int], rank: int, pipe: Any) -> None:
+    """Record a step as another rank, and send the record."""
     try:
-        record = record_step(step, task.shape, task.rank, keep_values=False)
-        pipe.send(Other(record.shadows, {item.path: item.ref.shape for item in record.parameters}))
+        pipe.send(record_step(step, shape, rank, keep_values=False).for_other_ranks())
     except Exception as error:
         _send_error(error, pipe)
 
@@ -290,16 +238,16 @@ def _send_error(error: Exception, pipe: Any) -> None:
     pipe.send(copied)
 
 
-def _different_collectives(record: StepRecord, axis: str, other: Sequence[Shadow]) -> list[Fault]:
-    """Return a fault if the neighbour calls other collectives: the ranks would wait for each other."""
-    mine = [line for line in record.lines if line.collective is not None]
-    theirs = [item.name for item in other if item.name.startswith(("c10d.", "_c10d_functional."))]
-    theirs = [name for name in theirs if collective_kind(name) is not None]
-    names = [str(line.operator) for line in mine]
-    if not other or names == theirs:
-        return []
-    pairs = enumerate(zip(names, theirs, strict=False))
-    index = next((index for index, (name, their) in pairs if name != their), min(len(names), len(theirs)))
-    where = mine[index].where if index < len(mine) else ""
-    text = f"the ranks call different collectives: {len(names)} and {len(theirs)}, from number {index + 1} on"
-    return [Fault(axis, "error", text, where, record.lines.index(mine[index]) if index < len(mine) else 0)]
+def _different_collectives(record: StepRecord, run: OtherRun, other: StepRecord) -> Iterator[Fault]:
+    """Yield a fault if the neighbour calls other collectives: the ranks would wait for each other."""
+    axis, what = run
+    mine = [(str(line.operator), index) for index, line in enumerate(record.lines) if line.collective is not None]
+    theirs = [item.name for item in other.shadows if collective_kind(item.name) is not None]
+    pairs = zip_longest(mine, theirs, fillvalue=None)
+    if what != "neighbour" or [name for name, _ in mine] == theirs:
+        return
+    number = next(number for number, (my, their) in enumerate(pairs) if my is None or my[0] != their)
+    line = mine[number][1] if number < len(mine) else 0
+    where = record.lines[line].where if number < len(mine) else ""
+    text = f"the ranks call different collectives: {len(mine)} and {len(theirs)}, from number {number + 1} on"
+    yield Fault(axis, "error", text, where, line)

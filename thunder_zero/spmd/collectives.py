@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thunder_zero.compat.private import resolve_process_group
-from thunder_zero.spmd.laws import P, R, filled, halves, letters
+from thunder_zero.spmd.laws import Outcome, P, R, filled, halves, letters
 
 KINDS = {  # parts of operators' names
     **dict.fromkeys(("allreduce", "all_reduce"), "all_reduce"),
@@ -37,6 +37,11 @@ class Collective:
     axes: tuple[str, ...]
     rank: int = 0
 
+    def __str__(self) -> str:
+        """Return text such as ``all_reduce(sum) over dp``."""
+        name = f"{self.kind}({self.op})" if self.op else self.kind
+        return f"{name} over {' and '.join(self.axes) or 'no axis'}"
+
     def pairs(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Sequence[Any]) -> list[Pair]:
         """Return the inputs and outputs, which may be tensors or the refs of a line."""
         if operator.namespace != "c10d":
@@ -53,15 +58,16 @@ class Collective:
 
 
 def collective_kind(name: str) -> str | None:
-    """Return the kind of collective of an operator's name, or None."""
+    """Return the kind of collective of an operator, such as ``c10d.allreduce_.default``, or None."""
+    namespace, _, name = name.partition(".")
+    if namespace not in ("c10d", "_c10d_functional", "c10d_functional"):
+        return None
     return next((kind for part, kind in KINDS.items() if part in name), None)
 
 
 def collective_of(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], mesh: DeviceMesh) -> Collective | None:
     """Return the collective that an operator launches, or None."""
-    if operator.namespace not in ("c10d", "_c10d_functional", "c10d_functional"):
-        return None
-    if (kind := collective_kind(operator.overloadpacket.__name__)) is None:
+    if (kind := collective_kind(str(operator))) is None:
         return None
     given = {item.name: value for item, value in zip(operator._schema.arguments, args, strict=False)} | kwargs
     group = _group(given.get("process_group", given.get("group_name")))
@@ -95,26 +101,17 @@ def axes_of(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[str, ...]:
 def fill(collective: Collective, pairs: Sequence[Pair]) -> None:
     """Fill the outputs of a collective that sent nothing with this rank's values."""
     for inputs, outputs in pairs:
-        if collective.kind == "all_gather" and inputs:
-            parts = [_as_of_rank(inputs[0].reshape(-1), rank) for rank in range(collective.size)]
-            if len(outputs) == 1:
-                outputs[0].copy_(torch.cat(parts).reshape(outputs[0].shape))
-            else:
-                for output, part in zip(outputs, parts, strict=True):
-                    output.copy_(part.reshape(output.shape))
-        elif collective.kind == "reduce_scatter":
-            whole = torch.cat([item.reshape(-1) for item in inputs])
-            outputs[0].copy_(whole[: outputs[0].numel()].reshape(outputs[0].shape))
-        elif collective.kind == "scatter":
+        if collective.kind == "scatter":
             for output in outputs:
                 _fill_scattered(collective, inputs, output)
-        elif collective.kind == "all_to_all":
-            whole, places = torch.cat([item.reshape(-1) for item in inputs]), sum(item.numel() for item in outputs)
-            whole = whole.repeat(-(-places // max(len(whole), 1)))[:places]
-            for output, part in zip(outputs, whole.split([item.numel() for item in outputs]), strict=True):
+        elif inputs and outputs[0] is not inputs[0]:
+            whole = torch.cat([item.reshape(-1) for item in inputs])
+            if collective.kind == "all_gather":
+                whole = torch.cat([_as_of_rank(whole, rank) for rank in range(collective.size)])
+            sizes = [item.numel() for item in outputs]
+            whole = whole.repeat(-(-sum(sizes) // max(len(whole), 1)))[: sum(sizes)]
+            for output, part in zip(outputs, whole.split(sizes), strict=True):
                 output.copy_(part.reshape(output.shape))
-        elif outputs[0] is not inputs[0] and outputs[0].shape == inputs[0].shape:
-            outputs[0].copy_(inputs[0])
 
 
 def _as_of_rank(item: Tensor, rank: int) -> Tensor:
@@ -130,19 +127,10 @@ def _fill_scattered(collective: Collective, inputs: Sequence[Tensor], output: Te
         output.copy_(torch.randn(output.shape, generator=dice))
 
 
-@dataclass(frozen=True)
-class Effect:
-    """What a collective does to one axis: the codes of its outputs, a factor for sums, and a fault."""
-
-    codes: list[Tensor]
-    factor: float = 1.0
-    fault: str = ""
-
-
 def effect(
     collective: Collective, axis: str, size: int, codes: list[Tensor], shapes: Sequence[tuple[int, ...]], *, zero: bool
-) -> Effect:
-    """Return the effect on the types of an axis.
+) -> list[Outcome]:
+    """Return the outcome of each output on an axis. A fault stands at each.
 
     Args:
         collective: the collective.
@@ -151,50 +139,50 @@ def effect(
         shapes: of the outputs.
         zero: whether all inputs are zero; the sum of zeros multiplies nothing.
     """
-    types = letters(torch.cat([item.reshape(-1) for item in codes]))
+    kind, flat = collective.kind, torch.cat([item.reshape(-1) for item in codes])
+    types = letters(flat)
     if axis not in collective.axes:
-        return Effect(_elsewhere(collective, codes, shapes))
+        return [Outcome(item) for item in _elsewhere(collective, flat, shapes)]
     whole = [filled(shape, R) for shape in shapes]
-    if collective.kind in ("all_reduce", "reduce_scatter"):
-        factor, fault = _reduction(collective, size, types, zero)
-        return Effect(whole if collective.kind == "all_reduce" else [halves(shapes[0])], factor, fault)
-    if collective.kind == "all_gather":
-        return Effect(whole, fault="all_gather of shares of a sum: reduce them first" if "P" in types else "")
-    if collective.kind == "broadcast":
-        return Effect(whole)
-    return Effect([filled(shape, P) if types == "P" else halves(shape) for shape in shapes])
+    if kind in ("all_reduce", "reduce_scatter"):
+        fault = _fault_of_reduction(collective, size, types, zero)
+        factor = float(size) if fault and types == "R" else 1.0
+        if not fault and "P" in types and collective.op == "avg":
+            factor = 1 / size
+        results = whole if kind == "all_reduce" else [halves(shapes[0])]
+        return [Outcome(item, fault, factor=factor) for item in results]
+    if kind == "all_gather":
+        fault = "all_gather of shares of a sum: reduce them first" if "P" in types else ""
+        return [Outcome(item, fault) for item in whole]
+    if kind == "broadcast":
+        return [Outcome(item) for item in whole]
+    return [Outcome(filled(shape, P) if types == "P" else halves(shape)) for shape in shapes]
 
 
-def _reduction(collective: Collective, size: int, types: str, zero: bool) -> tuple[float, str]:
-    """Return the factor and the fault of a reduction of values with these types."""
-    name = f"{collective.kind}({collective.op}) over {' and '.join(collective.axes)}"
+def _fault_of_reduction(collective: Collective, size: int, types: str, zero: bool) -> str:
+    """Return what is wrong with a reduction of values with these types, or an empty string."""
     if collective.op not in ("sum", "avg"):
-        return 1.0, ""
+        return ""
     if "V" in types:
-        return 1.0, f"{name} of a value that is no share of a sum"
+        return f"{collective} of a value that is no share of a sum"
     if "N" in types:
-        return 1.0, f"{name} of norms: square them first"
+        return f"{collective} of norms: square them first"
     if "S" in types or "X" in types:
-        return 1.0, f"{name} adds slices of different elements"
+        return f"{collective} adds slices of different elements"
     if types == "R" and collective.op == "sum" and not zero:
-        return float(size), f"{name} of a value that is already equal on all ranks multiplies it by {size}"
-    if "P" in types and collective.op == "avg":
-        return 1 / size, ""
-    return 1.0, ""
+        return f"{collective} of a value that is already equal on all ranks multiplies it by {size}"
+    return ""
 
 
-def _elsewhere(collective: Collective, codes: list[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+def _elsewhere(collective: Collective, flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Move the codes of another axis with the elements."""
-    flat = torch.cat([item.reshape(-1) for item in codes])
     if collective.kind == "all_gather":
         copies = 1 if len(shapes) > 1 else collective.size
         return [torch.cat([flat] * copies).reshape(shape) for shape in shapes]
-    if collective.kind == "reduce_scatter":
-        return [flat[: torch.Size(shapes[0]).numel()].reshape(shapes[0])]
     if collective.kind in ("all_to_all", "scatter"):
         alike = len(flat) > 0 and bool((flat == flat[0]).all())
         return [filled(shape, int(flat[0])) if alike else halves(shape) for shape in shapes]
-    return [item.reshape(shape) for item, shape in zip(codes, shapes, strict=True)]
+    return [flat[: torch.Size(shapes[0]).numel()].reshape(shapes[0])]
 
 
 def _as_list(value: Any) -> list[Any]:

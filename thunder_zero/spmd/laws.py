@@ -24,17 +24,19 @@ from torch import Tensor
 R, A, B, F, P, N, V, X = range(8)
 LETTERS = "RSSSPNVX"
 
-Values = Sequence[Tensor]
-Rerun = Callable[[Values, int], list[Tensor]]  # runs the operator with these inputs on rank 0 or 1
+Values = list[Tensor]
+Pair = tuple[Tensor, Tensor]  # a value on both imagined ranks
+Rerun = Callable[[Values, int], Values]  # runs the operator with these inputs on rank 0 or 1
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The codes of one output, with a fault or with a note on the operator that broke all laws."""
+    """The codes of one output, its factor, and a fault or a note on the operator that broke all laws."""
 
     codes: Tensor
     fault: str = ""
     note: str = ""
+    factor: float = 1.0
 
 
 def letters(codes: Tensor) -> str:
@@ -49,17 +51,13 @@ def filled(shape: Sequence[int], code: int) -> Tensor:
 def halves(shape: Sequence[int], dim: int | None = None) -> Tensor:
     """Return the codes of a slice along a dimension: A in its first half, B in its second half, F in between.
 
-    Without ``dim``, the halves are those of all elements in order.
+    Without ``dim``, or if it has one element only, the halves are those of all elements in order.
     """
-    if dim is None:
-        flat = filled([math.prod(shape)], F)
-        half = len(flat) // 2
-        flat[:half], flat[half : 2 * half] = A, B
-        return flat.reshape(tuple(shape))
     codes = filled(shape, F)
-    half = codes.shape[dim] // 2
-    codes.narrow(dim, 0, half).fill_(A)
-    codes.narrow(dim, half, half).fill_(B)
+    by_elements = dim is None or dim >= codes.dim() or codes.shape[dim] < 2
+    rows = codes.reshape(-1) if by_elements else codes.movedim(dim or 0, 0)
+    half = len(rows) // 2
+    rows[:half], rows[half : 2 * half] = A, B
     return codes
 
 
@@ -68,57 +66,98 @@ def is_sliced(codes: Tensor) -> bool:
     return bool(((codes == A) | (codes == B)).any())
 
 
+def has(codes: Tensor, code: int) -> bool:
+    return bool((codes == code).any())
+
+
 def _equal(one: Tensor, other: Tensor) -> Tensor:
     one, other = (torch.view_as_real(item) if item.is_complex() else item.double() for item in (one, other))
     return torch.isclose(one, other, rtol=1e-6, atol=1e-9, equal_nan=True)
 
 
+def _all_equal(pair: Pair, other: Pair) -> bool:
+    return all(bool(_equal(x, y).all()) for x, y in zip(pair, other, strict=True))
+
+
+@dataclass(frozen=True)
+class ChangedRuns:
+    """One output on both ranks, under each change of the inputs."""
+
+    drawn: Pair
+    split: Pair  # shares are split otherwise between the ranks
+    swapped: Pair  # elements of slices are exchanged
+    redrawn: Pair  # elements that keep no law are drawn again
+    alone: Tensor  # on rank 0, with zeros in place of its shares and slices
+
+    @property
+    def shapes(self) -> set[torch.Size]:
+        return {item.shape for item in (*self.drawn, *self.split, *self.swapped, *self.redrawn, self.alone)}
+
+    @property
+    def keeps_sum(self) -> bool:
+        """True if the sum over ranks is the same under all changes."""
+        total = self.drawn[0] + self.drawn[1]
+        return all(bool(_equal(total, x + y).all()) for x, y in (self.split, self.swapped))
+
+    @property
+    def keeps_squares(self) -> bool:
+        """True if the sum of squares is the same under all changes."""
+        if self.drawn[0].is_complex():
+            return False
+        squares = [x.square() + y.square() for x, y in (self.drawn, self.split, self.swapped)]
+        return all(bool(_equal(squares[0], item).all()) for item in squares)
+
+    @property
+    def adds_own_value(self) -> bool:
+        """True if a rank without shares and slices still adds a value to the sum."""
+        kept = _equal(self.alone, torch.zeros_like(self.alone)) | self.alone.isnan() | _equal(self.alone, self.drawn[0])
+        return not bool(kept.all())
+
+
 class Experiment:
-    """Runs an operator on two imagined ranks, and recognises the law of each output."""
+    """Runs an operator on two imagined ranks, and recognises the law of each output.
 
-    def __init__(self, run: Rerun, values: Values, codes: Sequence[Tensor], *, ranked: bool = False) -> None:
-        """Draw the inputs of both ranks. ``ranked`` says that the operator itself differs between the ranks."""
-        self._run, self._ranked = run, ranked
+    Args:
+        name: the operator, for the text of faults.
+        ranks: the axis' number of ranks, for the text of faults.
+        run: runs the operator.
+        values, codes: its recorded inputs, and their codes.
+        ranked: whether the operator itself differs between the ranks.
+    """
+
+    def __init__(
+        self, name: str, ranks: int, run: Rerun, values: Values, codes: Sequence[Tensor], *, ranked: bool = False
+    ) -> None:
+        self._name, self._ranks, self._run, self._ranked = name, ranks, run, ranked
         self._dice = torch.Generator().manual_seed(1234)
-        self.codes = [self._exchangeable(item, codes) for item in codes]
-        self.letters = {LETTERS[code] for item in self.codes for code in item.unique().tolist()}
-        pairs = [self._draw(value, item) for value, item in zip(values, self.codes, strict=True)]
-        self._first, self._second = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        self._codes = [_exchangeable(item, codes) for item in codes]
+        self._letters = {LETTERS[code] for item in self._codes for code in item.unique().tolist()}
+        self._inputs = [self._draw(value, item) for value, item in zip(values, self._codes, strict=True)]
 
-    def outcomes(self, name: str, shapes: Sequence[Sequence[int]], ranks: int) -> list[Outcome]:
-        """Return the outcome of each output. ``ranks`` is the axis' number of ranks, for the text of faults."""
-        drawn = self._both(self._first, self._second)
-        split = self._both(*self._split_otherwise()) if self.letters & {"P", "N"} else drawn
-        swapped = self._both(*self._exchanged()) if "S" in self.letters else drawn
-        redrawn = self._both(*self._redrawn()) if "V" in self.letters else drawn
-        alone = self._run(self._without_shares(), 0)
-        return [
-            self._recognise(
-                name, ranks, shape, drawn[index], split[index], swapped[index], redrawn[index], alone[index]
-            )
-            for index, shape in enumerate(shapes)
-        ]
+    def outcomes(self, shapes: Sequence[Sequence[int]]) -> list[Outcome]:
+        """Return the outcome of each output."""
+        drawn = self._outputs()
+        split = self._outputs(self._split_otherwise) if self._letters & {"P", "N"} else drawn
+        swapped = self._outputs(exchange) if "S" in self._letters else drawn
+        redrawn = self._outputs(self._redraw) if "V" in self._letters else drawn
+        zeros = [_without_shares(first, codes) for (first, _), codes in zip(self._inputs, self._codes, strict=True)]
+        runs = zip(drawn, split, swapped, redrawn, self._run(zeros, 0), strict=True)
+        return [self._recognise(shape, ChangedRuns(*run)) for shape, run in zip(shapes, runs, strict=True)]
 
-    def _both(self, first: Values, second: Values) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(self._run(first, 0), self._run(second, 1), strict=True))
+    def _outputs(self, change: Callable[[Pair, Tensor], Pair] | None = None) -> list[Pair]:
+        """Run the operator on both ranks, with changed inputs."""
+        pairs = self._inputs
+        if change is not None:
+            pairs = [change(pair, codes) for pair, codes in zip(pairs, self._codes, strict=True)]
+        first, second = (self._run([pair[rank] for pair in pairs], rank) for rank in (0, 1))
+        return list(zip(first, second, strict=True))
 
     # inputs
-
-    @staticmethod
-    def _exchangeable(codes: Tensor, others: Sequence[Tensor]) -> Tensor:
-        """Give random elements the codes of a slice, and a slice as many elements A as B."""
-        if bool((codes == X).any()):
-            alike = (item for item in others if is_sliced(item) and item.shape == codes.shape)
-            codes = torch.where(codes == X, next(alike, halves(codes.shape)), codes)
-        uneven = int((codes == A).sum()) != int((codes == B).sum())
-        if uneven and codes.numel() > 1 and set(codes.unique().tolist()) <= {A, B, F}:
-            return halves(codes.shape)
-        return codes
 
     def _normal(self, shape: Sequence[int]) -> Tensor:
         return torch.randn(tuple(shape), generator=self._dice, dtype=torch.float64)
 
-    def _draw(self, value: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    def _draw(self, value: Tensor, codes: Tensor) -> Pair:
         """Return a value on both ranks. Equal elements keep the recorded value, which decides masks and indices."""
         if not value.is_floating_point():
             return self._draw_integers(value, codes)
@@ -137,8 +176,8 @@ class Experiment:
         first = torch.where(free, self._normal(value.shape), value)
         return first, torch.where(codes == R, value, torch.where(free, self._normal(value.shape), other))
 
-    def _draw_integers(self, value: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-        if value.dtype is torch.bool and bool((codes == V).any()):
+    def _draw_integers(self, value: Tensor, codes: Tensor) -> Pair:
+        if value.dtype is torch.bool and has(codes, V):
             coins = torch.rand(value.shape, generator=self._dice) < 0.5
             return value.clone(), torch.where(codes == V, coins, value)
         flat = value.clone().reshape(-1)
@@ -146,132 +185,95 @@ class Experiment:
         flat[places] = flat[places[torch.randperm(len(places), generator=self._dice)]]
         return value.clone(), torch.where(codes == R, value, flat.reshape(value.shape))
 
-    def _split_otherwise(self) -> tuple[list[Tensor], list[Tensor]]:
+    def _split_otherwise(self, pair: Pair, codes: Tensor) -> Pair:
         """Move shares between the ranks: sums, and sums of squares, stay as they are."""
-        first, second = list(self._first), list(self._second)
-        cosine, sine = math.cos(0.7), math.sin(0.7)
-        for index, codes in enumerate(self.codes):
-            if bool((codes == P).any()):
-                moved = torch.where(codes == P, self._normal(codes.shape), 0.0)
-                first[index], second[index] = first[index] + moved, second[index] - moved
-            if bool((codes == N).any()):
-                one, other = first[index], second[index]
-                first[index] = torch.where(codes == N, cosine * one - sine * other, one)
-                second[index] = torch.where(codes == N, sine * one + cosine * other, other)
+        first, second = pair
+        if has(codes, P):
+            moved = torch.where(codes == P, self._normal(codes.shape), 0.0)
+            first, second = first + moved, second - moved
+        if has(codes, N):
+            cosine, sine = math.cos(0.7), math.sin(0.7)
+            turned = cosine * first - sine * second, sine * first + cosine * second
+            first, second = torch.where(codes == N, turned[0], first), torch.where(codes == N, turned[1], second)
         return first, second
 
-    def _exchanged(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Exchange the elements A of rank 0 with the elements B of rank 1."""
-        pairs = [
-            exchange(one, other, codes) for one, other, codes in zip(self._first, self._second, self.codes, strict=True)
-        ]
-        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-
-    def _redrawn(self) -> tuple[list[Tensor], list[Tensor]]:
+    def _redraw(self, pair: Pair, codes: Tensor) -> Pair:
         """Draw the elements that keep no law again."""
-
-        def again(values: Values) -> list[Tensor]:
-            return [
-                self._draw(value, torch.where(codes == V, V, R))[1] if bool((codes == V).any()) else value
-                for value, codes in zip(values, self.codes, strict=True)
-            ]
-
-        return again(self._first), again(self._second)
-
-    def _without_shares(self) -> list[Tensor]:
-        """Return rank 0's inputs with zeros in place of its shares and slices."""
-        return [
-            torch.where(codes == R, value, torch.zeros((), dtype=value.dtype))
-            if value.is_floating_point() or value.dtype is torch.bool
-            else value
-            for value, codes in zip(self._first, self.codes, strict=True)
-        ]
+        if not has(codes, V):
+            return pair
+        free = torch.where(codes == V, V, R)
+        return self._draw(pair[0], free)[1], self._draw(pair[1], free)[1]
 
     # outputs
 
-    def _recognise(
-        self,
-        name: str,
-        ranks: int,
-        shape: Sequence[int],
-        drawn: tuple[Tensor, Tensor],
-        split: tuple[Tensor, Tensor],
-        swapped: tuple[Tensor, Tensor],
-        redrawn: tuple[Tensor, Tensor],
-        alone: Tensor,
-    ) -> Outcome:
+    def _recognise(self, shape: Sequence[int], runs: ChangedRuns) -> Outcome:
         """Return the law that an output keeps under all changes of the inputs."""
-        runs = [*drawn, *split, *swapped, *redrawn, alone]
-        if {item.shape for item in runs} != {torch.Size(shape)}:
-            return Outcome(filled(shape, V), note=f"the shape of {name} depends on the data")
-        same = _equal(*drawn)
+        if runs.shapes != {torch.Size(shape)}:
+            return Outcome(filled(shape, V), note=f"the shape of {self._name} depends on the data")
+        same = _equal(*runs.drawn)
         if same.dim() > len(shape):  # complex numbers
             same = same.all(-1)
-
-        def unchanged(after: tuple[Tensor, Tensor]) -> bool:
-            return all(bool(_equal(x, y).all()) for x, y in zip(drawn, after, strict=True))
-
-        by_split, by_swap = not unchanged(split), not unchanged(swapped)
+        by_split, by_swap = not _all_equal(runs.drawn, runs.split), not _all_equal(runs.drawn, runs.swapped)
         if bool(same.all()) and not by_split and not by_swap:
             return Outcome(filled(shape, R))
-        if not unchanged(redrawn):
+        if not _all_equal(runs.drawn, runs.redrawn):
             return Outcome(filled(shape, V))
         if by_swap and not by_split:
-            for codes in candidates(self.codes, shape):
-                after = exchange(*drawn, codes)
-                if all(bool(_equal(x, y).all()) for x, y in zip(after, swapped, strict=True)):
+            for codes in candidates(self._codes, shape):
+                if _all_equal(exchange(runs.drawn, codes), runs.swapped):
                     return Outcome(torch.where((codes == A) | (codes == B), codes, torch.where(same, R, F).byte()))
-        if not by_split and not by_swap and (self._ranked or self.letters <= {"R", "S"}):
+        if not by_split and not by_swap and (self._ranked or self._letters <= {"R", "S"}):
             return Outcome(torch.where(same, R, V if self._ranked else F).byte())
-        return self._sum_or_none(name, ranks, shape, drawn, split, swapped, alone)
+        return self._sum_or_none(shape, runs)
 
-    def _sum_or_none(
-        self,
-        name: str,
-        ranks: int,
-        shape: Sequence[int],
-        drawn: tuple[Tensor, Tensor],
-        split: tuple[Tensor, Tensor],
-        swapped: tuple[Tensor, Tensor],
-        alone: Tensor,
-    ) -> Outcome:
-        total = drawn[0] + drawn[1]
-        if all(bool(_equal(total, x + y).all()) for x, y in (split, swapped)):
-            kept = _equal(alone, torch.zeros_like(alone)) | torch.isnan(alone) | _equal(alone, drawn[0])
+    def _sum_or_none(self, shape: Sequence[int], runs: ChangedRuns) -> Outcome:
+        name, ranks, has_shares = self._name, self._ranks, "P" in self._letters
+        if runs.keeps_sum:
             added = (
                 "a value that is equal on all ranks is added to a share of a sum"
-                if "P" in self.letters
+                if has_shares
                 else "every rank adds a value of its own to its share of a sum"
             )
-            fault = "" if bool(kept.all()) else f"{name}: {added}: once summed it is counted {ranks} times"
+            fault = f"{name}: {added}: once summed it is counted {ranks} times" if runs.adds_own_value else ""
             return Outcome(filled(shape, P), fault)
-        squares = [x.square() + y.square() for x, y in (drawn, split, swapped) if not x.is_complex()]
-        if squares and all(bool(_equal(squares[0], item).all()) for item in squares):
+        if runs.keeps_squares:
             return Outcome(filled(shape, N))
-        if "P" in self.letters:  # as if it had been summed, so that one fault is told once
-            return Outcome(filled(shape, R), _not_linear(name, ranks))
+        if has_shares:  # as if it had been summed, so that one fault is told once
+            if "nll_loss" in name:
+                counts = "the counts of ranks differ, so the mean of their means is not the mean of the whole"
+                return Outcome(filled(shape, R), f"{name}: a mean over this rank's own count: {counts}")
+            text = f"{name} is not linear in a share of a sum: the {ranks} shares must be summed first"
+            return Outcome(filled(shape, R), text)
         text = f"{name} does not treat slices alike: its result depends on how the elements are spread over the ranks"
         return Outcome(filled(shape, V), note=text)
 
 
-def _not_linear(name: str, ranks: int) -> str:
-    if "nll_loss" in name:
-        return (
-            f"{name}: a mean over this rank's own count: the counts of ranks differ, so the mean of their means is not "
-            "the mean of the whole"
-        )
-    return f"{name} is not linear in a share of a sum: the {ranks} shares must be summed first"
+def _exchangeable(codes: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """Give random elements the codes of a slice, and a slice as many elements A as B."""
+    if has(codes, X):
+        alike = (item for item in others if is_sliced(item) and item.shape == codes.shape)
+        codes = torch.where(codes == X, next(alike, halves(codes.shape)), codes)
+    uneven = int((codes == A).sum()) != int((codes == B).sum())
+    if uneven and codes.numel() > 1 and set(codes.unique().tolist()) <= {A, B, F}:
+        return halves(codes.shape)
+    return codes
 
 
-def exchange(first: Tensor, second: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+def _without_shares(value: Tensor, codes: Tensor) -> Tensor:
+    """Return a value with zeros in place of shares and slices."""
+    if value.is_floating_point() or value.dtype is torch.bool:
+        return torch.where(codes == R, value, torch.zeros((), dtype=value.dtype))
+    return value
+
+
+def exchange(pair: Pair, codes: Tensor) -> Pair:
     """Exchange the elements A of the first value with the elements B of the second value, in their order."""
-    places_a = (codes == A).reshape(-1).nonzero()[:, 0]
-    places_b = (codes == B).reshape(-1).nonzero()[:, 0]
+    places_a, places_b = ((codes == code).reshape(-1).nonzero()[:, 0] for code in (A, B))
     count = min(len(places_a), len(places_b))
     places_a, places_b = places_a[:count], places_b[:count]
-    one, other = first.clone().reshape(-1), second.clone().reshape(-1)
-    one[places_a], other[places_b] = second.reshape(-1)[places_b], first.reshape(-1)[places_a]
-    return one.reshape(first.shape), other.reshape(second.shape)
+    first, second = (item.clone().reshape(-1) for item in pair)
+    first[places_a], second[places_b] = pair[1].reshape(-1)[places_b], pair[0].reshape(-1)[places_a]
+    return first.reshape(pair[0].shape), second.reshape(pair[1].shape)
 
 
 def candidates(inputs: Sequence[Tensor], shape: Sequence[int]) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from thunder_zero.spmd.record import RecordedLine, Ref
+from thunder_zero.spmd.record import RecordedLine, Ref, argument_of
 
 
 def _words(text: str) -> frozenset[str]:
@@ -33,32 +33,29 @@ MEANS = _words("mean nll_loss_forward nll_loss2d_forward mse_loss binary_cross_e
 FACTORS = _words("mul mul_ div div_ _foreach_mul_ _foreach_div_ _foreach_mul _foreach_div")
 
 
+def is_constant(name: str) -> bool:
+    """Return whether an operator writes the same values on all ranks, whatever it reads."""
+    return name in CONSTANTS or name.endswith("_like") or name.startswith("new_")
+
+
 def averages(line: RecordedLine) -> bool:
     """Return whether a loss is a mean."""
-    for index, item in enumerate(line.operator._schema.arguments):
-        if item.name == "reduction":
-            given = line.args[index] if index < len(line.args) else line.kwargs.get(item.name, item.default_value)
-            return bool(given == 1)
-    return True
+    return argument_of(line.operator, line.args, line.kwargs, "reduction") in (1, None)
 
 
-def runner(line: RecordedLine, numbers: tuple[Any, ...] | None) -> Callable[[Sequence[Tensor], int], list[Tensor]]:
+def runner(line: RecordedLine, numbers: tuple[Any, ...] | None) -> Callable[[list[Tensor], int], list[Tensor]]:
     """Return a function that runs a line with other inputs, in float64, on rank 0 or on the neighbouring rank."""
     leaves, spec = tree_flatten((line.args, line.kwargs))
     leaves = [torch.float64 if isinstance(item, torch.dtype) and item.is_floating_point else item for item in leaves]
 
-    def run(values: Sequence[Tensor], rank: int) -> list[Tensor]:
-        theirs, tensors = iter(numbers or ()), [value.clone() for value in values]
-        given: list[Any] = []
-        rest = iter(tensors)
-        for item in leaves:
-            if isinstance(item, Ref):
-                given.append(next(rest))
-            elif rank and numbers is not None and isinstance(item, int | float | bool):
-                given.append(next(theirs, item))
-            else:
-                given.append(item)
-        args, kwargs = tree_unflatten(given, spec)
+    def run(values: list[Tensor], rank: int) -> list[Tensor]:
+        tensors = [value.clone() for value in values]
+        rest, theirs = iter(tensors), iter((numbers if rank else None) or ())
+        arguments = [
+            next(rest) if isinstance(item, Ref) else next(theirs, item) if isinstance(item, int | float) else item
+            for item in leaves
+        ]
+        args, kwargs = tree_unflatten(arguments, spec)
         torch.manual_seed(5)
         result = [item for item in tree_leaves(line.operator(*args, **kwargs)) if isinstance(item, Tensor)]
         written = [tensors[index] for index in line.changes]

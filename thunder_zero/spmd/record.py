@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thunder_zero.compat.private import HigherOrderOperator, disable_current_modes
 from thunder_zero.compat.torch.recording import backward_sequence, fakes, is_backward, next_sequence
-from thunder_zero.spmd.collectives import Collective, collective_of, fill
+from thunder_zero.spmd.collectives import Collective, Pair, collective_of, fill
 
 PACKAGE, TORCH = str(Path(__file__).resolve().parents[1]), str(Path(nn.__file__).resolve().parents[1])
 LIMIT = 2 << 30  # bytes of copied values
@@ -97,6 +97,13 @@ class RecordedLine:
         return str(self.operator.overloadpacket.__name__)
 
     @property
+    def pairs(self) -> list[Pair]:
+        """The inputs and outputs of a collective, which may consist of several."""
+        if self.collective is None:
+            return []
+        return self.collective.pairs(self.operator, self.args, self.kwargs, self.results)
+
+    @property
     def is_view(self) -> bool:
         """True if all outputs are parts of inputs that the line does not change."""
         storages = {item.storage for item in self.inputs}
@@ -139,11 +146,11 @@ class StepRecord:
         shadows: what decides, for each line, whether another rank differs.
         values: copies of what the lines read.
         parameters, gradients, buffers: of the model.
-        slices: gathered parameters of FSDP2, by storage, with their slices on the other axes.
+        slices: gathered parameters of FSDP2, with their placements on the other axes.
         equalised: storages that a collective made equal before the first forward.
         loss: the scalar from which backward started.
-        foreign: shapes of tensors that an optimizer stepped and that are no parameters of the model.
         stepped: the parameters that an optimizer stepped.
+        foreign: how many tensors an optimizer stepped that are no parameters of the model.
     """
 
     axes: Mapping[str, int]
@@ -153,11 +160,23 @@ class StepRecord:
     parameters: tuple[Parameter, ...] = ()
     gradients: tuple[Parameter, ...] = ()
     buffers: tuple[Parameter, ...] = ()
-    slices: Mapping[int, tuple[Ref, Mapping[str, int | str]]] = field(default_factory=dict)
+    slices: tuple[tuple[Ref, Mapping[str, int | str]], ...] = ()
     equalised: frozenset[int] = frozenset()
     loss: Ref | None = None
-    foreign: tuple[str, ...] = ()
     stepped: frozenset[str] = frozenset()
+    foreign: int = 0
+
+    def for_other_ranks(self) -> StepRecord:
+        """Return what types on other ranks need, which processes can send."""
+        return StepRecord(self.axes, shadows=self.shadows, parameters=self.parameters)
+
+    @property
+    def gradients_by_line(self) -> dict[int, list[Parameter]]:
+        """The gradients, by the number of lines that ran before an optimizer, or the end, reads them."""
+        result: dict[int, list[Parameter]] = {}
+        for item in self.gradients:
+            result.setdefault(item.line, []).append(item)
+        return result
 
 
 class StepRecorder(TorchDispatchMode):
@@ -176,7 +195,7 @@ class StepRecorder(TorchDispatchMode):
         self._known: set[int] = set()
         self._seen: set[Ref] = set()
         self._equalised: set[int] = set()
-        self._slices: dict[int, tuple[Ref, Mapping[str, int | str]]] = {}
+        self._slices: dict[int, Parameter] = {}
         self._forward_lines: dict[int, str] = {}
         self._loss: Ref | None = None
         self._scalar: Ref | None = None
@@ -214,23 +233,24 @@ class StepRecorder(TorchDispatchMode):
         collective = collective_of(func, args, kwargs, self._mesh)
         if not self._is_active:
             return self._prepare(func, args, kwargs, collective)
-        where = self._where()
+        name, where = func.overloadpacket.__name__, self._where()
         inputs = tuple(map(self._ref, tensors))
-        fresh = tuple(item for item in dict.fromkeys(inputs) if item.nbytes and self._is_fresh(item))
-        changed = [_argument(func, args, kwargs, item.name) for item in func._schema.arguments if _is_written(item)]
-        writes = _tensors(changed)
+        fresh: tuple[Ref, ...] = ()
+        if name not in SILENT:
+            fresh = tuple(item for item in dict.fromkeys(inputs) if item.nbytes and self._is_fresh(item))
+            if self._keeps_values or fresh:
+                self._copy(tensors, inputs)
+            fresh = tuple(item for item in fresh if item in self._values)
+        written = (item.name for item in func._schema.arguments if item.alias_info and item.alias_info.is_write)
+        writes = _tensors([argument_of(func, args, kwargs, item) for item in written])
         plain = tree_map_only(Tensor, self._ref, (args, kwargs))
-        if self._keeps_values or fresh:
-            self._copy(func, tensors, inputs)
         result = func(*args, **kwargs)
         outputs = _tensors(result)
         if any(item.is_meta for item in outputs):
             return result
         if collective is not None:
-            pairs = collective.pairs(func, args, kwargs, outputs)
+            pairs = _send_nothing(collective, func, args, kwargs, outputs)
             writes = [item for _, group in pairs for item in group if any(item is other for other in tensors)]
-            with torch.no_grad(), disable_current_modes():
-                fill(collective, pairs)
         for item in writes:
             self._bump(item)
         storages = {item.storage for item in inputs}
@@ -251,24 +271,22 @@ class StepRecorder(TorchDispatchMode):
             is_backward(),
             collective,
         )
-        self._append(line, args, kwargs, outputs)
+        self._append(line, outputs)
         return result
 
-    def _append(self, line: RecordedLine, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+    def _append(self, line: RecordedLine, outputs: list[Tensor]) -> None:
+        """Keep a line and its shadow. The loss is the scalar of which backward's first line makes a one."""
         if line.name == "ones_like" and not line.backward and line.inputs and not line.inputs[0].shape:
             self._scalar = line.inputs[0]
         if line.backward and self._loss is None:
             self._loss = self._scalar
-        leaves = tree_leaves((args, kwargs))
-        drawn = tuple(map(_digest, outputs)) if line.name in RANDOM else ()
-        fresh = tuple((item.shape, _digest(self._values[item])) for item in line.fresh if item in self._values)
         shadow = Shadow(
             str(line.operator),
-            tuple(item for item in leaves if isinstance(item, int | float | bool)),
+            tuple(item for item in tree_leaves((line.args, line.kwargs)) if isinstance(item, int | float)),
             tuple(item.offset for item in line.inputs),
             tuple((self._ref(item).offset, tuple(item.shape)) for item in outputs),
-            fresh,
-            drawn,
+            tuple((item.shape, _digest(self._values[item])) for item in line.fresh),
+            tuple(map(_digest, outputs)) if line.name in RANDOM else (),
         )
         if not self._keeps_values:
             self._values.clear()
@@ -280,16 +298,12 @@ class StepRecorder(TorchDispatchMode):
         """Run an operator of the time before the first forward. Broadcasts make values equal."""
         result = func(*args, **kwargs)
         if collective is not None:
-            pairs = collective.pairs(func, args, kwargs, _tensors(result))
-            with torch.no_grad(), disable_current_modes():
-                fill(collective, pairs)
+            pairs = _send_nothing(collective, func, args, kwargs, _tensors(result))
             if collective.kind in ("broadcast", "all_reduce", "all_gather"):
                 self._equalised |= {self._ref(item).storage for _, group in pairs for item in group}
         return result
 
-    def _copy(self, func: Any, tensors: list[Tensor], inputs: tuple[Ref, ...]) -> None:
-        if func.overloadpacket.__name__ in SILENT:
-            return
+    def _copy(self, tensors: list[Tensor], inputs: tuple[Ref, ...]) -> None:
         with torch.no_grad(), disable_current_modes():
             for item, ref in zip(tensors, inputs, strict=True):
                 if ref not in self._values and item.untyped_storage().nbytes():
@@ -320,10 +334,9 @@ class StepRecorder(TorchDispatchMode):
 
     def _is_fresh(self, ref: Ref) -> bool:
         """Return whether a tensor comes from outside of the record and is read for the first time."""
-        if ref.storage in self._known or ref in self._seen:
-            return False
+        is_fresh = ref.storage not in self._known and ref not in self._seen
         self._seen.add(ref)
-        return True
+        return is_fresh
 
     # the user's line
 
@@ -365,7 +378,7 @@ class StepRecorder(TorchDispatchMode):
             if isinstance(item, DTensor) and len(item.device_mesh.mesh_dim_names or ()) < len(self._axes):
                 placed = self._placed("", item)
                 if any(isinstance(dim, int) for dim in placed.placements.values()):
-                    self._slices[placed.ref.storage] = placed.ref, placed.placements
+                    self._slices[placed.ref.storage] = placed
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
@@ -392,7 +405,6 @@ class StepRecorder(TorchDispatchMode):
             held = {id(item) for item in named.values()}
             end = len(self._lines)
             grads = {path: self._gradients.get(id(item), (item.grad, end)) for path, item in named.items()}
-            foreign = [item for item in self._optimized if id(item) not in held]
             return StepRecord(
                 self._axes,
                 tuple(self._lines),
@@ -401,23 +413,28 @@ class StepRecorder(TorchDispatchMode):
                 tuple(self._placed(path, item) for path, item in named.items() if not _local(item).is_meta),
                 tuple(self._placed(path, grad, line) for path, (grad, line) in grads.items() if grad is not None),
                 tuple(self._placed(path, item) for path, item in model.named_buffers() if not _local(item).is_meta),
-                self._slices,
+                tuple((item.ref, item.placements) for item in self._slices.values()),
                 frozenset(self._equalised),
                 self._loss,
-                tuple(str(tuple(item.shape)) for item in foreign),
                 frozenset(path for path, item in named.items() if any(item is other for other in self._optimized)),
+                sum(id(item) not in held for item in self._optimized),
             )
 
 
-def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+def argument_of(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """Return an argument of an operator by its name, or its default, or None."""
     for index, item in enumerate(func._schema.arguments):
         if item.name == name:
             return args[index] if index < len(args) else kwargs.get(name, item.default_value)
     return None
 
 
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+def _send_nothing(collective: Collective, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> list[Pair]:
+    """Fill a collective's outputs with this rank's values. Return its inputs and outputs."""
+    pairs = collective.pairs(func, args, kwargs, outputs)
+    with torch.no_grad(), disable_current_modes():
+        fill(collective, pairs)
+    return pairs
 
 
 def _tensors(tree: Any) -> list[Tensor]:

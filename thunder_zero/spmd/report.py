@@ -11,7 +11,7 @@ from textwrap import wrap
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.spmd.flow import AxisTypes, Fault
 from thunder_zero.spmd.operators import FACTORS, MOVES
-from thunder_zero.spmd.record import RecordedLine, StepRecord
+from thunder_zero.spmd.record import RecordedLine, Ref, StepRecord
 from thunder_zero.tools.printing.words import WIDTH, summed_up
 
 ORDER = ("error", "unknown", "warning")
@@ -152,16 +152,12 @@ def verdict_of(
 ) -> Verdict:
     """Return the verdict on a typed record. ``extra`` are faults that need no types."""
     reductions = reductions_of(record)
-    by_path = {axis: {item.path: item for item in found.gradients} for axis, found in types.items()}
-    gradients = tuple(
-        Gradient(
-            item.path,
-            {axis: found[item.path].type for axis, found in by_path.items()},
-            {axis: round(found[item.path].factor, 6) for axis, found in by_path.items()},
-            tuple(text for text, _ in reductions[item.ref.storage, item.line]),
-        )
-        for item in record.gradients
-    )
+    gradients = []
+    for item in record.gradients:
+        on_axes = {axis: found.gradients[item.path] for axis, found in types.items()}
+        letters = {axis: letter for axis, (letter, _) in on_axes.items()}
+        factors = {axis: round(factor, 6) for axis, (_, factor) in on_axes.items()}
+        gradients.append(Gradient(item.path, letters, factors, tuple(text for text, _ in reductions[item.path])))
     faults = [*extra, *_equal_batches(types, data), *_optimizer(record), *_precisions(record, reductions)]
     spoiled = {fault.axis for fault in faults if fault.text.startswith("all ranks")}
     faults += [fault for axis, found in types.items() for fault in found.faults if axis not in spoiled]
@@ -169,81 +165,71 @@ def verdict_of(
     batches = [f"ranks along {axis} have batches of their own" for axis in data if axis in types]
     batches += [f"ranks along {axis} work on one batch" for axis in types if axis not in data]
     assumed = tuple(dict.fromkeys([*batches, *(text for found in types.values() for text in found.assumed)]))
-    return Verdict(dict(record.axes), tuple(faults), tuple(_sent(record)), gradients, assumed, len(record.lines))
+    return Verdict(dict(record.axes), tuple(faults), tuple(_sent(record)), tuple(gradients), assumed, len(record.lines))
 
 
 def _sent(record: StepRecord) -> Iterator[Sent]:
     for line in record.lines:
-        if (item := line.collective) is not None:
-            for inputs, outputs in item.pairs(line.operator, line.args, line.kwargs, line.results):
-                refs = outputs if item.kind == "all_gather" else inputs
-                nbytes = sum(ref.nbytes for ref in refs)
-                phase = "backward" if line.backward else "forward"
-                yield Sent(item.kind, item.op, item.axes, name_of(outputs[0].dtype), nbytes, phase, line.where)
+        for inputs, outputs in line.pairs:
+            item = line.collective
+            assert item is not None
+            nbytes = sum(ref.nbytes for ref in (outputs if item.kind == "all_gather" else inputs))
+            phase = "backward" if line.backward else "forward"
+            yield Sent(item.kind, item.op, item.axes, name_of(outputs[0].dtype), nbytes, phase, line.where)
 
 
-def reductions_of(record: StepRecord) -> dict[tuple[int, int], History]:
-    """Return the reductions of each gradient, as text and dtype, by its storage and the line where it is checked."""
-    due: dict[int, list[int]] = {}
-    for item in record.gradients:
-        due.setdefault(item.line, []).append(item.ref.storage)
-    history: dict[int, History] = {}
-    result: dict[tuple[int, int], History] = {}
-    for index, line in enumerate(record.lines):
-        result |= {(storage, index): history.get(storage, ()) for storage in due.get(index, ())}
-        _follow_reductions(line, history)
-    end = len(record.lines)
-    return result | {(storage, end): history.get(storage, ()) for storage in due.get(end, ())}
+def reductions_of(record: StepRecord) -> dict[str, History]:
+    """Return the reductions of each gradient, as text and dtype."""
+    due, history, result = record.gradients_by_line, dict[int, History](), dict[str, History]()
+    for index, line in enumerate((*record.lines, None)):
+        result |= {item.path: history.get(item.ref.storage, ()) for item in due.get(index, ())}
+        if line is not None:
+            _follow_reductions(line, history)
+    return result
 
 
 def _follow_reductions(line: RecordedLine, history: dict[int, History]) -> None:
-    if (item := line.collective) is not None:
-        for inputs, outputs in item.pairs(line.operator, line.args, line.kwargs, line.results):
-            before = _united(history, [ref.storage for ref in inputs])
+    for inputs, outputs in line.pairs:
+        after = _united(history, inputs)
+        if line.collective is not None and line.collective.op in ("sum", "avg"):
             dtype = name_of(outputs[0].dtype)
-            text = f"{item.kind}({item.op}) over {' and '.join(item.axes) or 'no axis'} in {dtype}"
-            after = (*before, (text, dtype)) if item.op in ("sum", "avg") else before
-            history.update({ref.storage: after for ref in outputs})
-        return
-    if line.is_view:
+            after = (*after, (f"{line.collective} in {dtype}", dtype))
+        history.update({ref.storage: after for ref in outputs})
+    if line.collective is not None or line.is_view or line.name.startswith("_record"):
         return
     keeps = line.name in MOVES or line.name in FACTORS or line.name in ("add_", "add")
-    sources = [ref.storage for ref in line.inputs] if keeps else []
-    for ref in (*line.written, *line.results):
-        if before := _united(history, sources):
-            history[ref.storage] = before
-        elif not line.name.startswith("_record"):
-            history.pop(ref.storage, None)
+    before = _united(history, line.inputs) if keeps else ()
+    history.update({ref.storage: before for ref in (*line.written, *line.results)})
 
 
-def _united(history: Mapping[int, History], storages: Sequence[int]) -> History:
-    return tuple(dict.fromkeys(item for storage in storages for item in history.get(storage, ())))
+def _united(history: Mapping[int, History], refs: Sequence[Ref]) -> History:
+    return tuple(dict.fromkeys(item for ref in refs for item in history.get(ref.storage, ())))
 
 
 def _equal_batches(types: Mapping[str, AxisTypes], data: Sequence[str]) -> Iterator[Fault]:
     for axis, found in types.items():
         if axis in data and not found.inputs_differ:
             text = "all ranks of this axis get the same batch; give each rank its own, as a DistributedSampler does"
-            yield Fault(axis, "error", text, "", -1)
+            yield Fault(axis, "error", text, line=-1)
 
 
 def _optimizer(record: StepRecord) -> Iterator[Fault]:
     missing = tuple(item.path for item in record.gradients if item.path not in record.stepped)
     if record.foreign and missing:
         text = (
-            f"the optimizer steps {len(record.foreign)} tensors that are no parameters of the model, which have stale "
+            f"the optimizer steps {record.foreign} tensors that are no parameters of the model, which have stale "
             "values; make the optimizer after fully_shard or parallelize_module"
         )
-        yield Fault("every axis", "error", text, "", len(record.lines), missing)
+        yield Fault("every axis", "error", text, line=len(record.lines), parameters=missing)
 
 
-def _precisions(record: StepRecord, reductions: Mapping[tuple[int, int], History]) -> Iterator[Fault]:
+def _precisions(record: StepRecord, reductions: Mapping[str, History]) -> Iterator[Fault]:
     """Warn of gradients whose reductions have several dtypes."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for item in record.gradients:
-        found = reductions[item.ref.storage, item.line]
+        found = reductions[item.path]
         if len({dtype for _, dtype in found}) > 1:
             groups.setdefault(tuple(text for text, _ in found), []).append(item.path)
     for texts, paths in groups.items():
         text = f"one gradient is summed in two precisions: {', '.join(texts)}"
-        yield Fault("every axis", "warning", text, "", len(record.lines), tuple(paths))
+        yield Fault("every axis", "warning", text, line=len(record.lines), parameters=tuple(paths))

@@ -1,0 +1,115 @@
+"""Keeps what is known of the values in each storage on one axis: codes, a factor, notes.
+
+In: refs of a record's lines. Out: codes as tensors of the shapes of the refs, which alias one another as the refs do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import isclose, log
+
+import torch
+from torch import Tensor
+
+from thunder_zero.spmd.laws import R, filled
+from thunder_zero.spmd.record import Ref
+
+
+@dataclass
+class TypedStorage:
+    """What is known of the values in a storage.
+
+    Attributes:
+        width: bytes of an element.
+        codes: of the elements, as many as were needed so far.
+        factor: by which the values differ from the true ones.
+        is_mean: whether they follow from a mean over this rank's part.
+        is_divided: whether they were divided by the number of ranks.
+        is_tainted: whether a fault that was told, or a value that is not typed, is among their causes.
+        untyped: why they are not typed, and the line.
+        note: the operator that broke all laws.
+    """
+
+    width: int = 0
+    codes: Tensor = field(default_factory=lambda: filled([1], R))
+    factor: float = 1.0
+    is_mean: bool = False
+    is_divided: bool = False
+    is_tainted: bool = False
+    untyped: tuple[str, str] | None = None
+    note: str = ""
+
+    def view(self, ref: Ref) -> Tensor:
+        """Return the codes of a tensor in this storage: a view, so that writes are seen by other views."""
+        width, need = ref.dtype.itemsize, end_of(ref)
+        if self.width > width:
+            self.codes = self.codes.repeat_interleave(self.width // width)
+        elif 0 < self.width < width:
+            self.codes = self.codes[:: width // self.width].clone()
+        self.width = width
+        if len(self.codes) < need:
+            self.codes = torch.cat([self.codes, filled([need - len(self.codes)], R)])
+        return self.codes.as_strided(ref.shape, ref.stride, ref.offset)
+
+    def set_factor(self, factor: float) -> None:
+        self.factor = 1.0 if isclose(factor, 1.0, rel_tol=1e-9) else factor
+
+
+class TypedStorages:
+    """The storages of a record, by ref. A view may have a storage of its own."""
+
+    def __init__(self) -> None:
+        self._by_number: defaultdict[int, TypedStorage] = defaultdict(TypedStorage)
+        self._moved: dict[tuple[object, ...], TypedStorage] = {}
+
+    def __getitem__(self, ref: Ref) -> TypedStorage:
+        return self._moved.get(_place(ref)) or self._by_number[ref.storage]
+
+    def codes(self, ref: Ref) -> Tensor:
+        """Return the codes of a tensor: a view of those of its storage."""
+        return self[ref].view(ref) if ref.nbytes else filled(ref.shape, R)
+
+    def give(self, ref: Ref, codes: Tensor | int) -> None:
+        """Set the codes of a tensor, all alike or one for each element."""
+        if ref.nbytes:
+            into = self[ref].view(ref)
+            codes = codes.reshape(ref.shape) if isinstance(codes, Tensor) else filled(ref.shape, codes)
+            for dim in (dim for dim, step in enumerate(ref.stride) if step == 0):  # expanded: one element for all
+                into, codes = into.narrow(dim, 0, 1), codes.narrow(dim, 0, 1)
+            into.copy_(codes)
+
+    def follow(self, source: Ref, view: Ref) -> None:
+        """Let a view share what is known of its source."""
+        if self[source] is not self._by_number[source.storage]:
+            self._moved[_place(view)] = self[source]
+
+    def separate(self, view: Ref, codes: Tensor) -> None:
+        """Give a view codes of its own, as the elements beside it belong to other ranks."""
+        self._moved[_place(view)] = TypedStorage()
+        self.give(view, codes)
+
+    def largest_factor(self, refs: Iterable[Ref]) -> float:
+        """Return the factor that differs most from 1."""
+        return max((self[ref].factor for ref in refs), key=lambda factor: abs(log(factor)), default=1.0)
+
+
+def _place(ref: Ref) -> tuple[object, ...]:
+    return ref.storage, ref.offset, ref.shape, ref.stride
+
+
+def end_of(ref: Ref) -> int:
+    """Return the position in its storage after a tensor's last element."""
+    return ref.offset + sum((size - 1) * step for size, step in zip(ref.shape, ref.stride, strict=True)) + 1
+
+
+def is_contiguous(ref: Ref) -> bool:
+    return end_of(ref) - ref.offset == torch.Size(ref.shape).numel() and list(ref.stride) == sorted(ref.stride)[::-1]
+
+
+def cut_dim(shape: Sequence[int], full: Sequence[int]) -> int | None:
+    """Return the dimension along which a shape is smaller than the full shape."""
+    if len(shape) != len(full):
+        return None
+    return next((dim for dim, (size, whole) in enumerate(zip(shape, full, strict=True)) if size != whole), None)
