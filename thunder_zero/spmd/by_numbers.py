@@ -114,7 +114,7 @@ def compare_gradients(
         max_norm: the norm to which gradients are clipped.
         data_axes: the axes along which ranks have different parts of the batch. By default these are the axes with
             names that begin with dp, ddp, fsdp, hsdp, data, replicate or shard. Axes of other parallelisms, such as
-            tp, sp, cp, ep and pp, do not cut the batch.
+            tp, sp and cp, do not cut the batch.
         timeout: seconds after which ranks that still run are an error.
 
     Raises:
