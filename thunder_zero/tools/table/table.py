@@ -105,7 +105,8 @@ def step_table(
     >>> table = tz.tools.step_table(traces, device="h100")
     >>> sum(row.sent or 0 for row in table.rows(where=lambda row: row.unit == "blocks.0"))
 
-    ``loss`` and ``optimizer`` are as for :func:`thunder_zero.tools.memory` (default: the step has none).
+    ``loss`` and ``optimizer`` are as for :func:`thunder_zero.tools.memory` (default: the step has none). With a device,
+    a loss that reads values raises; without one, ``no_memory`` has the reason.
     """
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     recorder, memory, no_memory = recorder_of(traces, loss, optimizer), None, ""
