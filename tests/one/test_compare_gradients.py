@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import thunder_zero as tz
+from tests.harness.steps import CopyToSlices, SumOfSlices
 from thunder_zero.compat.plans_of_transformers import apply_plan
 from thunder_zero.spmd import threads
 from thunder_zero.tools import GradientComparison, compare_gradients
@@ -167,37 +168,8 @@ def test_a_right_program_gives_no_alarm(build: Callable[[], nn.Module], parallel
 # slices by hand
 
 
-class Copied(torch.autograd.Function):
-    """Megatron's f: the input as it is; its gradient is summed over the slices."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class Summed(torch.autograd.Function):
-    """Megatron's g: the sum over the slices; its gradient is that of each."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-copy_to_slices: Any = Copied.apply
-sum_slices: Any = Summed.apply
+copy_to_slices: Any = CopyToSlices.apply
+sum_slices: Any = SumOfSlices.apply
 
 
 def megatron(*, bias_on_each: bool = False, copied: bool = True, wrong_gather: bool = False) -> Parallelize:

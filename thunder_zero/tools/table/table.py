@@ -130,8 +130,8 @@ def table_of(
     added = {place for place in places if isinstance(place, str)} - {row.phase for row in rows}
     ordered = in_order(rows, {phase: AROUND[phase] for phase in added})
     if memory is not None and ordered[0].phase == DIGESTS:
-        resting = sum(item.nbytes for item in memory.storages if item.line < 0) + memory.reserve
-        ordered[0] = replace(ordered[0], alive=resting, highest=resting)
+        alive = memory.at_start.total() + memory.reserve
+        ordered[0] = replace(ordered[0], alive=alive, highest=alive)
     table = Table(traces, tuple(ordered), memory, time)
     spans = tuple((table.place[places[span.op]], span) for span in time.spans)
     return replace(table, lines=tuple(_with_times(ordered, spans)), spans=spans)

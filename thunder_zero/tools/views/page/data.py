@@ -280,10 +280,8 @@ def _memory(table: Table, memory: Memory, capacity: int) -> Data:
     line_of = {(row.phase, row.position): number for number, row in enumerate(table.lines)}
     places = [line_of[line.phase, line.position] for line in memory.lines]
     peak = places[memory.lines.index(memory.peak_line)]
-    resting = Counter[Holds]()  # alive in the digests, which come before all lines with memory
-    for storage in memory.storages:
-        resting[storage.kind] += storage.nbytes * (storage.line < 0)
-    lines: list[Mapping[Holds, int]] = [*(resting for _ in range(places[0])), *memory.alive]
+    # the digests come before all lines with memory
+    lines: list[Mapping[Any, int]] = [*(memory.at_start for _ in range(places[0])), *memory.alive]
     lines[peak] = memory.by_kind
     used = {storage.kind for storage in memory.storages}
     kinds = [kind for kind in Holds if kind in used]
