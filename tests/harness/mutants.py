@@ -7,8 +7,9 @@ from dataclasses import replace
 from math import isclose, prod
 from typing import Any
 
-from thunder_zero.spmd.check import Processes, record_step, run_others, types_of
+from thunder_zero.spmd.check import other_calls, preloaded, record_step, types_of
 from thunder_zero.spmd.operators import FACTORS
+from thunder_zero.spmd.processes import run_in_processes
 from thunder_zero.spmd.record import RecordedLine, StepRecord
 from thunder_zero.spmd.report import verdict_of
 
@@ -42,17 +43,14 @@ def wrong_lines(line: RecordedLine, axes: Mapping[str, int]) -> Iterator[tuple[s
 
 def unnoticed(step: Any, shape: Mapping[str, int], data: Sequence[str]) -> tuple[int, list[str]]:
     """Return the number of mutants of a step, and those of which nothing is said."""
-    with Processes(step, 300.0) as processes:
-        pipe = processes.start(_try_mutants, shape, data)
-        pipe.send(run_others(processes, shape, data))
-        result = processes.receive(pipe)
+    result = run_in_processes((_try_mutants, (step, shape, data)), other_calls(step, shape, data), 300.0, preloaded())
     if isinstance(result, Exception):
         raise result
-    return result
+    return result  # type: ignore[no-any-return]
 
 
-def _try_mutants(step: Any, shape: Mapping[str, int], data: Sequence[str], pipe: Any) -> None:
+def _try_mutants(step: Any, shape: Mapping[str, int], data: Sequence[str], results: Any) -> tuple[int, list[str]]:
     wrong = list(mutants(record_step(step, shape)))
-    others = pipe.recv()
+    others = results()
     verdicts = [(what, verdict_of(record, types_of(record, others, data), data, [])) for what, record in wrong]
-    pipe.send((len(wrong), [what for what, verdict in verdicts if verdict.status != 1]))
+    return len(wrong), [what for what, verdict in verdicts if verdict.status != 1]

@@ -5,17 +5,11 @@ In: ``step(mesh)``, which builds a model and trains it for one step. Out: a ``Ve
 
 from __future__ import annotations
 
-import multiprocessing
-import pickle
 import sys
-import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import zip_longest
 from math import prod
-from pickle import PicklingError
 from typing import Any
 
 import torch
@@ -26,16 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from thunder_zero.spmd.axes import axes_of_batches, mesh_of
 from thunder_zero.spmd.collectives import collective_kind
 from thunder_zero.spmd.flow import AxisTypes, Fault, Memo, Walk
-from thunder_zero.spmd.record import NotChecked, StepRecord, StepRecorder
+from thunder_zero.spmd.processes import Call, NotChecked, run_in_processes
+from thunder_zero.spmd.record import StepRecord, StepRecorder
 from thunder_zero.spmd.report import Verdict, verdict_of
 
 TrainStep = Callable[[DeviceMesh], Any]
 OtherRun = tuple[str, str]  # an axis, and "neighbour", its next rank, or "whole", the step with one rank on it
+Results = Callable[[], Mapping[OtherRun, Any]]
 SECONDS = 600.0
-PRELOADED = (  # what each process would import; the last only if this process has it
-    *("thunder_zero.spmd.check", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
-    *("transformers",),
-)
+PRELOADED = ("thunder_zero.spmd.check", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
 
 
 def record_step(step: TrainStep, shape: Mapping[str, int], rank: int = 0, *, keep_values: bool = True) -> StepRecord:
@@ -124,18 +117,7 @@ def check_step(
     data = axes_of_batches(shape, data)
     if unknown := [axis for axis in data if axis not in shape]:
         raise ValueError(f"the mesh has no axis {', '.join(unknown)}; it has {', '.join(shape)}")
-    with Processes(step, seconds) as processes:
-        checking = processes.start(_check, shape, data)
-        others, faults = {}, []
-        for (axis, what), result in run_others(processes, shape, data).items():
-            if isinstance(result, StepRecord):
-                others[axis, what] = result
-            elif what == "neighbour":
-                reason = result if isinstance(result, NotChecked) else f"raised {type(result).__name__}: {result}"
-                faults.append(Fault(axis, "unknown", f"the neighbour on this axis: {reason}"))
-        with suppress(BrokenPipeError):  # it has ended, and says why
-            checking.send((others, faults))
-        verdict = processes.receive(checking)
+    verdict = run_in_processes((_check, (step, shape, data)), other_calls(step, shape, data), seconds, preloaded())
     if isinstance(verdict, NotChecked):
         return Verdict(shape, (Fault("every axis", "unknown", str(verdict)),), (), (), (), 0)
     if isinstance(verdict, Exception):
@@ -143,99 +125,40 @@ def check_step(
     return verdict  # type: ignore[no-any-return]
 
 
-def other_runs(shape: Mapping[str, int], data: Sequence[str]) -> dict[OtherRun, tuple[Mapping[str, int], int]]:
-    """Return the meshes and ranks of other processes: the next rank of each axis, and the step with one rank on it."""
-    result: dict[OtherRun, tuple[Mapping[str, int], int]] = {}
+def preloaded() -> list[str]:
+    """Return the modules that each process would import: transformers only if this process has it."""
+    return [*PRELOADED, *(name for name in ("transformers",) if name in sys.modules)]
+
+
+def other_calls(step: TrainStep, shape: Mapping[str, int], data: Sequence[str]) -> dict[OtherRun, Call]:
+    """Return the calls of other processes: as the next rank of each axis, and as the step with one rank on it."""
+    result: dict[OtherRun, Call] = {}
     names = list(shape)
     for index, axis in enumerate(names):
         if shape[axis] > 1:
-            result[axis, "neighbour"] = shape, prod(shape[name] for name in names[index + 1 :])
+            rank = prod(shape[name] for name in names[index + 1 :])
+            result[axis, "neighbour"] = record_other_rank, (step, shape, rank)
             if axis not in data:
-                result[axis, "whole"] = {**shape, axis: 1}, 0
+                result[axis, "whole"] = record_other_rank, (step, {**shape, axis: 1}, 0)
     return result
 
 
-def run_others(
-    processes: Processes, shape: Mapping[str, int], data: Sequence[str]
-) -> dict[OtherRun, StepRecord | Exception]:
-    """Run the step in other processes, and return their records, or why there are none."""
-    pipes = {run: processes.start(_run_other_rank, *where) for run, where in other_runs(shape, data).items()}
-    return {run: processes.receive(pipe) for run, pipe in pipes.items()}
+def record_other_rank(step: TrainStep, shape: Mapping[str, int], rank: int) -> StepRecord:
+    return record_step(step, shape, rank, keep_values=False).for_other_ranks()
 
 
-class Processes:
-    """Runs a step as several ranks, each in a process of its own, as DTensor's caches keep the first mesh."""
-
-    def __init__(self, step: TrainStep, seconds: float) -> None:
-        self._step, self._ends, self._seconds = step, time.monotonic() + seconds, seconds
-        methods = multiprocessing.get_all_start_methods()
-        self._context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-        if "forkserver" in methods:  # a process that has imported torch, and computed nothing, is forked for each rank
-            modules = [name for name in PRELOADED if name != "transformers" or name in sys.modules]
-            self._context.set_forkserver_preload(modules)
-        self._running: list[tuple[Any, Any]] = []
-
-    def __enter__(self) -> Processes:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        for process, pipe in self._running:  # only those that this object started
-            pipe.close()
-            process.kill()
-            process.join()
-
-    def start(self, function: Callable[..., None], *args: Any) -> Any:
-        """Call ``function(step, *args, pipe)`` in a new process, and return the other end of the pipe."""
-        mine, theirs = self._context.Pipe()
-        process = self._context.Process(target=function, args=(self._step, *args, theirs), daemon=True)
-        try:
-            process.start()
-        except (AttributeError, TypeError, PicklingError) as error:
-            text = f"another process cannot import {self._step!r}; define step at the top of a file"
-            raise TypeError(text) from error
-        finally:
-            theirs.close()
-        self._running.append((process, mine))
-        return mine
-
-    def receive(self, pipe: Any) -> Any:
-        """Return what a process sends, or an exception that says why it sends nothing."""
-        if not pipe.poll(max(self._ends - time.monotonic(), 0)):
-            return NotChecked(f"a rank took over {self._seconds:.0f} s")
-        try:
-            return pipe.recv()
-        except (EOFError, ConnectionResetError):
-            return NotChecked("a rank ended without a result")
-
-
-def _check(step: TrainStep, shape: Mapping[str, int], data: Sequence[str], pipe: Any) -> None:
-    """Record a step as rank 0, type it beside what other processes ran, and send the verdict."""
-    try:
-        record = record_step(step, shape)
-        others, faults = pipe.recv()
-        faults += [fault for run, other in others.items() for fault in _different_collectives(record, run, other)]
-        pipe.send(verdict_of(record, types_of(record, others, data), data, faults))
-    except Exception as error:
-        _send_error(error, pipe)
-
-
-def _run_other_rank(step: TrainStep, shape: Mapping[str, int], rank: int, pipe: Any) -> None:
-    """Record a step as another rank, and send the record."""
-    try:
-        pipe.send(record_step(step, shape, rank, keep_values=False).for_other_ranks())
-    except Exception as error:
-        _send_error(error, pipe)
-
-
-def _send_error(error: Exception, pipe: Any) -> None:
-    """Send an error with its traceback as a note, or a plain error in place of one that cannot be sent."""
-    note = "".join(traceback.format_exception(error))
-    try:
-        copied = pickle.loads(pickle.dumps(error))
-    except Exception:
-        copied = RuntimeError(f"{type(error).__name__}: {error}")
-    copied.add_note(note)
-    pipe.send(copied)
+def _check(step: TrainStep, shape: Mapping[str, int], data: Sequence[str], results: Results) -> Verdict:
+    """Record a step as rank 0, and type it beside what other processes ran."""
+    record = record_step(step, shape)
+    others, faults = {}, []
+    for (axis, what), result in results().items():
+        if isinstance(result, StepRecord):
+            others[axis, what] = result
+            faults += _different_collectives(record, (axis, what), result)
+        elif what == "neighbour":
+            reason = result if isinstance(result, NotChecked) else f"raised {type(result).__name__}: {result}"
+            faults.append(Fault(axis, "unknown", f"the neighbour on this axis: {reason}"))
+    return verdict_of(record, types_of(record, others, data), data, faults)
 
 
 def _different_collectives(record: StepRecord, run: OtherRun, other: StepRecord) -> Iterator[Fault]:

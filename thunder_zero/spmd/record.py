@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from thunder_zero.compat.private import HigherOrderOperator, disable_current_modes
 from thunder_zero.compat.torch.recording import backward_sequence, fakes, is_backward, next_sequence
 from thunder_zero.spmd.collectives import Collective, Pair, collective_of, fill
+from thunder_zero.spmd.processes import NotChecked
 
 PACKAGE, TORCH = str(Path(__file__).resolve().parents[1]), str(Path(nn.__file__).resolve().parents[1])
 LIMIT = 2 << 30  # bytes of copied values
@@ -41,10 +42,6 @@ RANDOM = frozenset(
         *("normal_", "randint", "randperm", "exponential_", "multinomial"),
     )
 )
-
-
-class NotChecked(RuntimeError):
-    """A step that cannot be recorded, and why."""
 
 
 @dataclass(frozen=True)
