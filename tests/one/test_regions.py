@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import thunder_zero as tz
 from tests.harness.models import fresh, full
+from tests.harness.tiers import deep
 from thunder_zero.compat.inductor import HoldsForSomeSizes, kernel
 
 from thunder.core.proxies import IntegerProxy
@@ -128,8 +129,7 @@ class EqualRegions(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("stage", "autocast"), [(0, True), (3, False), *deep((0, False), (3, True))])
 def test_regions_that_look_the_same_have_their_own_values(stage: int, autocast: bool) -> None:
     """In stage 0 a replicated parameter is cast; under autocast one region stays in float32."""
     module, x = fresh(EqualRegions), torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1)).unbind()

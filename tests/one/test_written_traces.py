@@ -25,7 +25,7 @@ import thunder_zero as tz
 from tests.harness.errors import error_of
 from tests.harness.models import LENGTH, WIDTH, Block, GptShape, Mlp, Patterns, Small, Zoo, fresh, sharded
 from tests.harness.read_traces import require_written
-from tests.harness.tiers import slow
+from tests.harness.tiers import deep, slow
 from tests.harness.traced import traced
 from thunder_zero.schedule import Free, Gather, Op, Reduce, Return, Timeline, Wait, check, ends
 from thunder_zero.schedule.ops import Compute, Exchange, Launch, reading
@@ -46,6 +46,12 @@ UNITS = replace(FREED, gather_per_unit=True, recompute="units")
 CHECKED = replace(tz.ZERO3, cpu_offload=True, check_gradients=True)
 POLICIES = (tz.DDP, tz.ZERO1, tz.ZERO2, tz.ZERO3, FREED, INT8, UNITS, CHECKED)
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"replicas": 2}, {"synced": False}, {"fused": True})
+PAIRS = [  # each two of a model, a policy and an option occur together
+    (model, policy, OPTIONS[(row + column) % len(OPTIONS)])
+    for row, model in enumerate(MODELS)
+    for column, policy in enumerate(POLICIES)
+]
+TRIPLES = [(model, policy, options) for model in MODELS for policy in POLICIES for options in OPTIONS]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +62,8 @@ OPTIONS: tuple[dict[str, Any], ...] = ({}, {"replicas": 2}, {"synced": False}, {
         (Mlp, replace(INT8, bucket_bytes=0), {"replicas": 2}),
         (Small, CHECKED, {"fused": True}),
         (Small, UNITS, {"replicas": 2}),
-        *slow(*((model, policy, options) for model in MODELS for policy in POLICIES for options in OPTIONS)),
+        *slow(*PAIRS),
+        *deep(*TRIPLES),
     ],
 )
 def test_each_operation_is_written(model: Any, policy: tz.Policy, options: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from tests.harness.eager import trains_as_eager
 from tests.harness.errors import fails
 from tests.harness.models import fresh
 from tests.harness.ranks import RanksPool
-from tests.harness.tiers import slow
+from tests.harness.tiers import deep, slow
 
 Make = Callable[[], nn.Module]
 Shape = tuple[int, ...]
@@ -147,8 +148,14 @@ def train(rank: int, world_size: int, name: str, stage: int) -> None:
     trains_as_eager(rank, world_size, make, partial(inputs_of, shapes), stage)
 
 
-@pytest.mark.parametrize("stage", [3, *slow(0)])
-@pytest.mark.parametrize("name", [*names_of(FAST), *slow(*names_of(SLOW))])
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        *product(names_of(FAST), (3,)),
+        *slow(*product(names_of(FAST), (0,)), *zip(names_of(SLOW), cycle((3, 0)), strict=False)),  # each layer once
+        *deep(*zip(names_of(SLOW), cycle((0, 3)), strict=False)),
+    ],
+)
 def test_a_layer_trains_as_in_eager_mode(ranks_pool: RanksPool, name: str, stage: int) -> None:
     ranks_pool.run(2, train, name, stage)
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 import thunder_zero as tz
 from tests.harness.errors import fails
 from tests.harness.ranks import LONG, RanksPool
+from tests.harness.tiers import deep
 from thunder_zero.hugging_face import parallelize
 from thunder_zero.tools.plan.subject import SubjectPrograms, of_module, sliced_copy
 from thunder_zero.tools.plan.training_plan import MeshShape
@@ -33,7 +34,7 @@ DECODER_SIZES = {
     "vocab_size": TOKENS,
     "hidden_size": 16,
     "intermediate_size": 24,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 4,
@@ -48,10 +49,10 @@ OTHER_STYLES = {
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", DECODER_SIZES),
-    "llama of 1 layer": ("LlamaConfig", DECODER_SIZES | {"num_hidden_layers": 1}),
     "qwen3": ("Qwen3Config", DECODER_SIZES),
-    "qwen3, tied": ("Qwen3Config", DECODER_SIZES | {"tie_word_embeddings": True, "num_hidden_layers": 1}),
-    "gpt2": ("GPT2Config", {"vocab_size": TOKENS, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}),
+    "qwen3 of 2 layers": ("Qwen3Config", DECODER_SIZES | {"num_hidden_layers": 2}),
+    "qwen3, tied": ("Qwen3Config", DECODER_SIZES | {"tie_word_embeddings": True}),
+    "gpt2": ("GPT2Config", {"vocab_size": TOKENS, "n_embd": 16, "n_layer": 1, "n_head": 4, "n_positions": 16}),
 }
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
@@ -147,12 +148,10 @@ def train_with_plan(rank: int, world_size: int, kind: str, stage: int, plan: dic
     [
         (2, "qwen3, tied", 3),
         (4, "qwen3", 0),
-        (4, "qwen3", 1),
-        (4, "qwen3", 2),
-        (4, "qwen3", 3),
+        (4, "qwen3 of 2 layers", 3),
         (4, "qwen3, tied", 1),
-        (2, "llama", 3),
         (4, "llama", 2),
+        *deep((4, "qwen3", 1), (4, "qwen3", 2), (2, "llama", 3)),
     ],
 )
 def test_a_models_own_plan_trains_as_one_process(ranks_pool: RanksPool, world_size: int, kind: str, stage: int) -> None:
@@ -174,7 +173,7 @@ def add_adapters(model: Any, targets: str) -> Any:
 
 def train_adapters(rank: int, world_size: int, stage: int) -> None:
     dp, targets = world_size // 2, "q_proj o_proj up_proj down_proj embed_tokens"
-    mesh, plain, module = mesh_of(dp, 2), build_model("llama of 1 layer"), build_model("llama of 1 layer")
+    mesh, plain, module = mesh_of(dp, 2), build_model("llama"), build_model("llama")
     parallelize(module, mesh["tp"])
     module, plain = add_adapters(module, targets).double(), add_adapters(plain, targets).double()
     sliced = dict(module.named_parameters())
@@ -192,7 +191,7 @@ def train_adapters(rank: int, world_size: int, stage: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (4, 3), (4, 0)])
+@pytest.mark.parametrize(("world_size", "stage"), [(4, 3), (4, 0), *deep((2, 3))])
 def test_adapters_of_sliced_layers_train_as_one_process(ranks_pool: RanksPool, world_size: int, stage: int) -> None:
     ranks_pool.run(world_size, train_adapters, stage, timeout=LONG)
 
@@ -325,7 +324,7 @@ def test_wrong_uses_of_plans_are_refused(ranks_pool: RanksPool) -> None:
 @pytest.mark.slow
 def test_the_planner_sums_the_gradients_that_a_models_plan_sums() -> None:
     with torch.device("meta"):
-        module, rows = build_model("qwen3"), torch.empty(2, LENGTH, dtype=torch.long)
+        module, rows = build_model("qwen3 of 2 layers"), torch.empty(2, LENGTH, dtype=torch.long)
     inputs: dict[str, Any] = {"input_ids": rows, "labels": rows}
     precision = tz.MixedPrecision()
     subject = of_module(module, (), inputs, loss=lambda output: output.loss)

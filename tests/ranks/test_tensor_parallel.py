@@ -46,7 +46,7 @@ import thunder_zero as tz
 from examples.tensor_memory import added_at_peak, bytes_held, parameters_of
 from tests.harness.errors import fails, refused
 from tests.harness.ranks import LONG, RanksPool
-from tests.harness.tiers import slow
+from tests.harness.tiers import deep, slow
 from thunder_zero.comm.small_collectives import all_gather_tensor
 from thunder_zero.schedule.ops import Compute, Exchange, ends_collective, starts_collective
 from thunder_zero.sharded import unsliced
@@ -221,7 +221,7 @@ def test_a_perceptron_in_slices_trains_as_one_process(ranks_pool: RanksPool, sta
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [3, 0, 1, 2])
+@pytest.mark.parametrize("stage", [3, 0, *deep(1, 2)])
 def test_a_mesh_of_slices_only_trains_as_one_process(ranks_pool: RanksPool, stage: int) -> None:
     ranks_pool.run(2, train_perceptron, 1, 2, tz.Policy(stage))
 
@@ -241,9 +241,8 @@ def train_transformer(
         (1, SEQUENCE_STYLES, tz.ZERO3),
         (2, HIDDEN_STYLES, tz.ZERO2),
         (1, HIDDEN_STYLES, tz.DDP),
-        (2, HIDDEN_STYLES, tz.ZERO1),
         (2, SEQUENCE_STYLES, tz.ZERO3),
-        (2, SEQUENCE_STYLES, tz.DDP),
+        *deep((2, HIDDEN_STYLES, tz.ZERO1), (2, SEQUENCE_STYLES, tz.DDP)),
     ],
 )
 def test_a_transformer_in_slices_trains_as_one_process(
@@ -266,7 +265,7 @@ def train_lengths(rank: int, world_size: int, stage: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [3, 0])
+@pytest.mark.parametrize("stage", [3, *deep(0)])
 def test_lengths_that_change_train_as_one_process(ranks_pool: RanksPool, stage: int) -> None:
     ranks_pool.run(2, train_lengths, stage)
 
@@ -397,10 +396,10 @@ def save_uneven(rank: int, world_size: int, folder: Path, policy: Any, styles: S
 @pytest.mark.parametrize(
     ("world_size", "policy", "styles"),
     [
-        (2, tz.ZERO3, VOCABULARY_STYLES),
         (4, tz.ZERO3, VOCABULARY_STYLES),
         (4, tz.DDP, VOCABULARY_STYLES),
         (4, tz.ZERO3, WIDTH_STYLES),
+        *deep((2, tz.ZERO3, VOCABULARY_STYLES)),
     ],
 )
 def test_uneven_slices_train_and_load_on_other_meshes(
@@ -421,7 +420,7 @@ def make_other(build: Callable[[], nn.Module], mesh: DeviceMesh, policy: Any) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "hidden", "tp"), [(3, 10, 1), (1, 10, 1), (0, 12, 4), (2, 12, 4)])
+@pytest.mark.parametrize(("stage", "hidden", "tp"), [(3, 10, 1), (0, 12, 4), *deep((1, 10, 1), (2, 12, 4))])
 def test_slices_load_on_other_meshes(ranks_pool: RanksPool, tmp_path: Path, stage: int, hidden: int, tp: int) -> None:
     ranks_pool.run(4, save_and_load, tmp_path, tz.Policy(stage), hidden, tp, timeout=LONG)
 

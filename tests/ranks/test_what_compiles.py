@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,7 +26,7 @@ from tests.harness.eager import assert_same_leaves, call, differentiate, loss_of
 from tests.harness.errors import refused
 from tests.harness.models import fresh, full
 from tests.harness.ranks import LONG, RanksPool
-from tests.harness.tiers import slow
+from tests.harness.tiers import deep, slow
 from tests.harness.untraceable import Tiled
 
 TOLERANCE = 2e-5
@@ -750,7 +750,11 @@ def train(rank: int, world_size: int, name: str, stage: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [*product(FAST, (3,)), *slow(*product(FAST, (2,)), *product(SLOW, (2, 3)))],
+    [
+        *product(FAST, (3,)),
+        *slow(*product(FAST, (2,)), *zip(SLOW, cycle((2, 3)), strict=False)),  # each program once, in either stage
+        *deep(*zip(SLOW, cycle((3, 2)), strict=False)),
+    ],
 )
 def test_it_trains_as_in_eager_mode(ranks_pool: RanksPool, name: str, stage: int) -> None:
     ranks_pool.run(2, train, name, stage)
