@@ -46,7 +46,7 @@ def unnoticed(step: Any, shape: Mapping[str, int], data: Sequence[str]) -> tuple
     result = run_in_processes((_try_mutants, (step, shape, data)), other_calls(step, shape, data), 300.0, preloaded())
     if isinstance(result, Exception):
         raise result
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def _try_mutants(step: Any, shape: Mapping[str, int], data: Sequence[str], results: Any) -> tuple[int, list[str]]:

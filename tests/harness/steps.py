@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -124,6 +125,31 @@ def fsdp_with_checkpoints(mesh: DeviceMesh) -> nn.Module:
         fully_shard(block, mesh=mesh)
     fully_shard(net, mesh=mesh)
     backward(net, mesh)
+    return net
+
+
+def wrapped_by_ddp(mesh: DeviceMesh) -> nn.Module:
+    net = nn.parallel.DistributedDataParallel(model(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(net.parameters())
+    with net.no_sync():
+        backward(net, mesh)
+    backward(net, mesh)
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    optimizer.step()
+    return net
+
+
+def ddp_that_sends_float16(mesh: DeviceMesh) -> nn.Module:
+    net = nn.parallel.DistributedDataParallel(model())
+    net.register_comm_hook(None, fp16_compress_hook)
+    backward(net, mesh)
+    return net
+
+
+def average_after_ddp(mesh: DeviceMesh) -> nn.Module:
+    net = nn.parallel.DistributedDataParallel(model())
+    backward(net, mesh)
+    average(net, mesh, 1.0)
     return net
 
 
@@ -488,12 +514,6 @@ def batch_norm(mesh: DeviceMesh) -> nn.Module:
     return net
 
 
-def real_ddp(mesh: DeviceMesh) -> nn.Module:
-    net = nn.parallel.DistributedDataParallel(model())
-    backward(net, mesh)
-    return net
-
-
 class Positive(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x[x[..., 0] > 0]).mean()
@@ -510,6 +530,8 @@ DP, TP, BOTH, HYBRID, SP = {"dp": 7}, {"tp": 2}, {"dp": 7, "tp": 2}, {"replicate
 Case = tuple[Callable[[DeviceMesh], nn.Module], dict[str, int]]
 RIGHT: list[Case] = [
     (ddp, DP),
+    (wrapped_by_ddp, DP),
+    (ddp_that_sends_float16, DP),
     (fsdp_with_clip_and_accumulation, DP),
     (hsdp, HYBRID),
     (tensor_parallel, BOTH),
@@ -532,6 +554,7 @@ WRONG: list[tuple[Callable[[DeviceMesh], nn.Module], dict[str, int], str]] = [
     (softmax_over_a_slice, TP, "softmax does not treat slices alike"),
     (equal_masks_on_slices, TP, "does not treat slices alike"),
     (sum_in_a_hook_and_in_a_loop, DP, "already equal on all ranks multiplies it by 7"),
+    (average_after_ddp, DP, "already equal on all ranks multiplies it by 7"),
     (sum_after_fsdp, DP, "adds slices of different elements"),
     (never_divided, DP, "7 x the true one"),
     (divided_twice, DP, "0.1429 x the true one"),

@@ -108,11 +108,10 @@ def test_a_difference_that_may_be_meant_is_a_warning() -> None:
         assert verdict.status == 0
 
 
-@pytest.mark.parametrize(("step", "why"), [(steps.real_ddp, "out of sight"), (steps.shape_of_data, "on the data")])
-def test_it_says_what_it_cannot_check(step: Step, why: str) -> None:
-    verdict = tz.tools.check_step(step, steps.DP)
+def test_it_says_what_it_cannot_check() -> None:
+    verdict = tz.tools.check_step(steps.shape_of_data, steps.DP)
     assert verdict.status == 2, str(verdict)
-    assert why in verdict.faults[0].text
+    assert "on the data" in verdict.faults[0].text
 
 
 def test_bad_arguments_are_refused() -> None:

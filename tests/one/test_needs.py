@@ -213,6 +213,16 @@ def no_public_name_numbers_operators_of_autograd() -> bool:
     return not [name for name in dir(torch.autograd) if "sequence_nr" in name.lower() and not name.startswith("_")]
 
 
+def works_of_a_fake_group_have_no_values() -> bool:
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        assert work is not None
+        return work.get_future().value() is None
+    finally:
+        dist.destroy_process_group()
+
+
 def no_public_name_makes_groups_of_threads() -> bool:
     return not [name for name in dir(dist) if "thread" in name.lower() and not name.startswith("_")]
 
@@ -232,6 +242,7 @@ NEEDS = (
     Need("torch/groups.py: wait_for_a_core", gloo_takes_a_core_when_woken, TORCH),
     Need("torch/recording.py: fakes", no_public_name_tells_of_fake_operators, TORCH),
     Need("torch/recording.py: is_backward", no_public_name_numbers_operators_of_autograd, TORCH),
+    Need("torch/recording.py: with_arrived_works", works_of_a_fake_group_have_no_values, TORCH),
     Need("torch/threaded_group.py", no_public_name_makes_groups_of_threads, TORCH),
     Need("imports.py", thunder_cannot_be_imported, TORCH),
     Need("plans_of_transformers.py", transformers_has_no_public_name_that_applies_a_plan, TORCH),

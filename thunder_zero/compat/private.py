@@ -173,6 +173,8 @@ NAMES = {name: Private(*row) for name, row in {
     "current_autograd_node": ("torch._C:_current_autograd_node", "the backward node whose operators run", AUTOGRAD),
     "get_sequence_nr": ("torch.autograd:_get_sequence_nr",
         "the forward operator that a backward's operator belongs to", AUTOGRAD),
+    "create_work_from_future": ("torch._C._distributed_c10d:_create_work_from_future",
+        "futures with values from a group that sends nothing", "a public constructor of works"),
     "get_dispatch_mode": ("torch._C:_get_dispatch_mode", "whether operators run on shapes alone", "a public question"),
     "fake_mode_key": ("torch._C:_TorchDispatchModeKey.FAKE", "whether operators run on shapes alone",
         "a public question"),

@@ -150,7 +150,8 @@ def record_other_rank(step: TrainStep, shape: Mapping[str, int], rank: int) -> S
 def _check(step: TrainStep, shape: Mapping[str, int], data: Sequence[str], results: Results) -> Verdict:
     """Record a step as rank 0, and type it beside what other processes ran."""
     record = record_step(step, shape)
-    others, faults = {}, []
+    others: dict[OtherRun, StepRecord] = {}
+    faults: list[Fault] = []
     for (axis, what), result in results().items():
         if isinstance(result, StepRecord):
             others[axis, what] = result

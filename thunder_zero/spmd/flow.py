@@ -409,7 +409,7 @@ class Walk:
     def _follow(self, line: RecordedLine, ref: Ref) -> None:
         """Follow factors, means and notes from the inputs of a line to what it writes."""
         name, value = line.name, self._values[ref]
-        inputs = [self._values[item] for item in line.inputs]
+        inputs = [self._values[item] for item in line.read]
         codes = self._codes(ref)
         number = self._number(line)
         scaled = None if not number else abs(number) if "mul" in name else 1 / abs(number)
@@ -436,7 +436,7 @@ class Walk:
         A number such as a norm has the factor of all gradients. A wrong number changes the factor of the tensor.
         """
         if line.name not in FACTORS or not isinstance(line.args[1], Ref) or line.args[1].shape:
-            return self._values.largest_factor(line.inputs)
+            return self._values.largest_factor(line.read)
         scaled = line.args[0]
         if line.changes:
             scaled = ref

@@ -21,13 +21,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thunder_zero.compat.private import HigherOrderOperator, disable_current_modes
-from thunder_zero.compat.torch.recording import backward_sequence, fakes, is_backward, next_sequence
+from thunder_zero.compat.torch.recording import (
+    backward_sequence,
+    fakes,
+    is_backward,
+    next_sequence,
+    with_arrived_works,
+)
 from thunder_zero.spmd.collectives import Collective, Pair, collective_of, fill
 from thunder_zero.spmd.processes import NotChecked
 
@@ -92,6 +97,13 @@ class RecordedLine:
     @property
     def name(self) -> str:
         return str(self.operator.overloadpacket.__name__)
+
+    @property
+    def read(self) -> tuple[Ref, ...]:
+        """The inputs but for those that the line only fills, as ``out=``."""
+        if self.name.endswith("_"):
+            return self.inputs
+        return tuple(item for index, item in enumerate(self.inputs) if index not in self.changes)
 
     @property
     def pairs(self) -> list[Pair]:
@@ -247,6 +259,7 @@ class StepRecorder(TorchDispatchMode):
             return result
         if collective is not None:
             pairs = _send_nothing(collective, func, args, kwargs, outputs)
+            result = with_arrived_works(result, outputs)
             writes = [item for _, group in pairs for item in group if any(item is other for other in tensors)]
         for item in writes:
             self._bump(item)
@@ -296,6 +309,7 @@ class StepRecorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if collective is not None:
             pairs = _send_nothing(collective, func, args, kwargs, _tensors(result))
+            result = with_arrived_works(result, _tensors(result))
             if collective.kind in ("broadcast", "all_reduce", "all_gather"):
                 self._equalised |= {self._ref(item).storage for _, group in pairs for item in group}
         return result
@@ -348,10 +362,6 @@ class StepRecorder(TorchDispatchMode):
     # modules and optimizers
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if isinstance(module, DistributedDataParallel):
-            raise NotChecked(
-                f"{type(module).__name__} sums gradients out of sight; sum them in the step, by all_reduce"
-            )
         with torch.no_grad(), disable_current_modes():
             for item in module.parameters():
                 self._perturb(item)

@@ -1,10 +1,16 @@
-"""Questions about the operator that runs: is it fake, and to which forward does it belong."""
+"""Questions about the operator that runs: is it fake, of which forward; and works with values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from thunder_zero.compat.private import (
+    create_work_from_future,
     current_autograd_node,
     fake_mode_key,
     get_dispatch_mode,
@@ -37,3 +43,17 @@ def backward_sequence() -> int | None:
     """Return the number of the forward operator whose backward runs, or None outside of a backward."""
     node = current_autograd_node()
     return None if node is None else int(node._sequence_nr())
+
+
+# needed while: works of torch's fake group have futures without a value, which DistributedDataParallel reads.
+
+
+def with_arrived_works(result: Any, outputs: Sequence[Tensor]) -> Any:
+    """Return the result of a collective with works that have arrived, and whose futures have its outputs."""
+
+    def arrived(_: Any) -> Any:
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result([*outputs])
+        return create_work_from_future(future).boxed()
+
+    return tree_map_only(torch.ScriptObject, arrived, result)
