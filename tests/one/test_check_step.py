@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,20 @@ import thunder_zero as tz
 from tests.harness import mutants, steps, steps_of_transformers
 from tests.harness.tiers import slow
 from thunder_zero.spmd.axes import axes_of_batches
+from thunder_zero.spmd.check import PRELOADED
+from thunder_zero.spmd.processes import kept_starter
 from thunder_zero.tools.cli import main
 
 Step = Callable[[DeviceMesh], nn.Module]
 FAST = (steps.megatron, steps.vocabulary_in_slices, steps.fsdp_with_clip_and_accumulation, steps.tensor_parallel)
 RIGHT = [case if case[0] in FAST else slow(case)[0] for case in steps.RIGHT]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_starter() -> Iterator[None]:
+    """Import torch once for all checks of this file."""
+    with kept_starter([*PRELOADED, "transformers.modeling_utils"]):
+        yield
 
 
 def named(value: Any) -> str:

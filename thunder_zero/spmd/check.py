@@ -126,8 +126,8 @@ def check_step(
 
 
 def preloaded() -> list[str]:
-    """Return the modules that each process would import: transformers only if this process has it."""
-    return [*PRELOADED, *(name for name in ("transformers",) if name in sys.modules)]
+    """Return the modules that each process would import: those of transformers only if this process has them."""
+    return [*PRELOADED, *(name for name in ("transformers.modeling_utils",) if name in sys.modules)]
 
 
 def other_calls(step: TrainStep, shape: Mapping[str, int], data: Sequence[str]) -> dict[OtherRun, Call]:

@@ -13,8 +13,8 @@ import os
 import pickle
 import signal
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 Key = TypeVar("Key")
@@ -38,40 +38,91 @@ def run_in_processes(first: Call, others: Mapping[Key, Call], seconds: float, pr
         tasks = [pickle.dumps(call) for call in (first, *others.values())]
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise TypeError(f"another process cannot import it: {error}; define step at the top of a file") from error
-    context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe(duplex=False)
-    starter = context.Process(target=_start, args=(tasks, [*others], preload, theirs))
-    starter.start()
-    theirs.close()
+    if _kept:
+        return _kept[-1].run(tasks, [*others], seconds)
+    with kept_starter(preload) as starter:
+        return starter.run(tasks, [*others], seconds)
+
+
+@contextmanager
+def kept_starter(preload: Sequence[str]) -> Iterator[Starter]:
+    """Inside the block, all calls share one starter, so that modules are imported once."""
+    starter = Starter(preload)
+    _kept.append(starter)
     try:
-        return _received(mine) if mine.poll(seconds) else NotChecked(f"a rank took over {seconds:.0f} s")
+        yield starter
     finally:
+        _kept.remove(starter)
+        starter.end()
+
+
+class Starter:
+    """A process that starts the others. Its fork server is its own: that of the caller stays as it is."""
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        self._preload = preload
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, self._preload))
+        self._process.start()
+        theirs.close()
+
+    def run(self, tasks: Sequence[bytes], keys: Sequence[Any], seconds: float) -> Any:
+        self._pipe.send((tasks, keys))
+        if self._pipe.poll(seconds):
+            return _received(self._pipe)
+        self.end()
+        self._start()
+        return NotChecked(f"a rank took over {seconds:.0f} s")
+
+    def end(self) -> None:
+        """End the process, its server and all ranks."""
         with suppress(AttributeError, ProcessLookupError):  # no groups on Windows; it has ended, or not begun
-            os.killpg(starter.pid or 0, signal.SIGKILL)
-        starter.kill()
-        starter.join()
-        mine.close()
+            os.killpg(self._process.pid or 0, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
 
 
-def _start(tasks: Sequence[bytes], keys: Sequence[Any], preload: Sequence[str], writer: Any) -> None:
-    """Start a process for each task. A fork server of its own leaves that of the caller as it is."""
+_kept: list[Starter] = []
+
+
+def _serve(pipe: Any, preload: Sequence[str]) -> None:
     with suppress(AttributeError):
         os.setpgid(0, 0)  # one signal ends the server and the ranks, too
     has_fork = "forkserver" in multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("forkserver" if has_fork else "spawn")
     if has_fork:
         context.set_forkserver_preload([*preload])
-    readers, processes = {}, []
-    for key, task in zip(keys, tasks[1:], strict=True):
-        readers[key], theirs = context.Pipe(duplex=False)
-        processes.append(context.Process(target=_run, args=(task, theirs)))
+    with suppress(EOFError):  # the caller has ended
+        while True:
+            tasks, keys = pipe.recv()
+            pipe.send_bytes(_result_of(context, tasks, keys))
+
+
+def _result_of(context: Any, tasks: Sequence[bytes], keys: Sequence[Any]) -> bytes:
+    """Start a process for each task, and return the pickled result of the first one."""
+    processes: list[Any] = []
+    readers: list[Any] = []
+    for task in (*tasks[1:], tasks[0]):
+        reader, theirs = context.Pipe(duplex=False)
+        of_others = dict(zip(keys, readers, strict=True)) if task is tasks[0] else None
+        processes.append(context.Process(target=_run, args=(task, theirs, of_others)))
         processes[-1].start()
         theirs.close()
-    processes.append(context.Process(target=_run, args=(tasks[0], writer, readers)))
-    processes[-1].start()
-    writer.close()
-    for process in processes:
-        process.join()
+        readers.append(reader)
+    try:
+        return bytes(readers[-1].recv_bytes())
+    except (EOFError, ConnectionResetError):
+        return pickle.dumps(NotChecked("a rank ended without a result"))
+    finally:
+        for process, reader in zip(processes, readers, strict=True):
+            process.kill()
+            process.join()
+            reader.close()
 
 
 def _run(task: bytes, writer: Any, readers: Mapping[Any, Any] | None = None) -> None:
