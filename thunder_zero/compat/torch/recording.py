@@ -45,7 +45,7 @@ def backward_sequence() -> int | None:
     return None if node is None else int(node._sequence_nr())
 
 
-# needed while: works of torch's fake group have futures without a value, which DistributedDataParallel reads.
+# needed while: works of torch's fake group have futures without values.
 
 
 def with_arrived_works(result: Any, outputs: Sequence[Tensor]) -> Any:
