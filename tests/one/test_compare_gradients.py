@@ -392,9 +392,13 @@ def test_a_value_that_differs_before_the_step_is_named() -> None:
     def parallelize(model: Net, mesh: DeviceMesh) -> None:
         with torch.no_grad():
             model.up.bias.mul_(2)
+        model.unused = nn.Parameter(torch.ones(3))
 
-    wrong = "2 times the true value: counted once on each rank of tp"
-    assert errors(parallelize)["up.bias"] == f"not the gradient, but its value before the step is wrong: {wrong}"
+    wrong = errors(parallelize)
+    twice = "2 times the true value: counted once on each rank of tp"
+    assert wrong["up.bias"] == f"not the gradient, but its value before the step is wrong: {twice}"
+    shapes = "the shape is (3,) on ranks and (8,) in the plain module, and ranks have no equal slices of it"
+    assert wrong["unused"] == shapes
 
 
 def test_dropout_is_off_and_other_chance_is_refused() -> None:

@@ -11,9 +11,10 @@ from itertools import chain, groupby
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from thunder_zero.spmd.error_shapes import TOLERANCE, find_slices, is_close, join, name_error, on_ranks, relative_error
-from thunder_zero.spmd.steps import RankStep, Step, Steps, first_names, names_of
+from thunder_zero.spmd.steps import RankStep, Step, Steps, names_of
 from thunder_zero.tools.printing.words import summed_up
 
 NAN = float("nan")
@@ -112,8 +113,9 @@ class Comparison:
         """Return why a parameter or its gradient cannot be compared, or an empty string."""
         if missing := [index for index, rank in enumerate(self.ranks) if name not in rank.values]:
             return f"the parallel model has no such parameter on {on_ranks(missing)}"
-        for other, first in first_names(names_of(self.steps.module)).items():
-            if first == name and self.ranks[0].first_names.get(other, name) != name:
+        param, parallel = self.params[name], self.ranks[0].params
+        for other, tied in names_of(self.steps.module).items():
+            if tied is param and parallel.get(other, parallel[name]) is not parallel[name]:
                 return f"tied to {other} in the plain module, but no longer"
         without = [index for index, rank in enumerate(self.ranks) if name not in rank.grads]
         has_true = bool(self.squares[name])
@@ -128,8 +130,8 @@ class Comparison:
         values = [rank.values[name] for rank in self.ranks]
         slices = find_slices(values, plain, axes)
         values = join(values, slices, axes)
-        if wrong := next((value for value in values if value.shape != plain.shape), None):
-            shapes = f"{tuple(wrong.shape)} on ranks and {tuple(plain.shape)} in the plain module"
+        if wrong := [tuple(value.shape) for value in values if value.shape != plain.shape]:
+            shapes = f"{wrong[0]} on ranks and {tuple(plain.shape)} in the plain module"
             return ComparedValue(name, NAN, None, f"the shape is {shapes}, and ranks have no equal slices of it")
         row = self._row(name, values, plain)
         if row.sentence:
@@ -169,9 +171,17 @@ class Comparison:
     def _norms_of_whole_parameters(self) -> Causes:
         """Yield the norms of all gradients if parameters that are whole on each rank of an axis count on each."""
         for axis, size in self.steps.axes.items():
-            whole = [square for name, square in self.squares.items() if axis in self.ranks[0].whole_along.get(name, ())]
+            whole = [square for name, square in self.squares.items() if self._is_whole_along(axis, name)]
             norm = (self.true_norm.square() + (size - 1) * sum(whole)).sqrt()
             yield f"counts parameters that are whole on each rank of {axis} {size} times", [norm] * len(self.ranks)
+
+    def _is_whole_along(self, axis: str, name: str) -> bool:
+        """Return whether each rank along an axis has the whole parameter."""
+        param = self.ranks[0].params.get(name)
+        if isinstance(param, DTensor):
+            placements = zip(param.device_mesh.mesh_dim_names or (), param.placements, strict=False)
+            return not any(placement.is_shard() for dim, placement in placements if dim == axis)
+        return param is not None and param.shape == self.params[name].shape
 
 
 def _without_numbers(name: str) -> str:

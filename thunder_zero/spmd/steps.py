@@ -42,9 +42,8 @@ class Step:
 class RankStep(Step):
     """What one rank has of a parallel model."""
 
-    values: dict[str, Tensor]  # parameters before the step
-    first_names: dict[str, str]
-    whole_along: dict[str, set[str]]  # the axes along which each rank has the whole parameter
+    params: Mapping[str, Tensor]
+    values: dict[str, Tensor]  # the full parameters before the step
     norm: Tensor | None
     note: str  # why there is no norm
 
@@ -114,13 +113,11 @@ class Steps:
         dist.barrier(everyone)
         params = names_of(model)
         values = {name: full(param) for name, param in params.items()}
-        plain_params = names_of(self.module).items()
-        whole = {name: _whole_along(params[name], param, mesh) for name, param in plain_params if name in params}
         loss = self._backward(model, cut(self.batch, self.part_of(rank), self.data_ranks))
         grads = self._gradients(names_of(model), everyone)
         norm, note = self._clip(model)
         dist.barrier(everyone)
-        return RankStep(loss, grads, values, first_names(params), whole, norm, note)
+        return RankStep(loss, grads, params, values, norm, note)
 
     def _gradients(self, params: Mapping[str, nn.Parameter], everyone: dist.ProcessGroup) -> dict[str, Tensor]:
         """Return full gradients. Gradients that some ranks lack are not gathered: the others would wait forever."""
@@ -149,25 +146,10 @@ def names_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name.removeprefix("module.") if is_wrapped else name: param for name, param in params.items()}
 
 
-def first_names(params: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Return a mapping from names to the first name of the parameter. A tied parameter has several names."""
-    firsts: dict[int, str] = {}
-    return {name: firsts.setdefault(id(param), name) for name, param in params.items()}
-
-
 def full(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor, or of the full tensor of a DTensor."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()  # a replica is not copied
-
-
-def _whole_along(param: Tensor, plain: Tensor, mesh: DeviceMesh) -> set[str]:
-    """Return the axes along which each rank has the whole parameter."""
-    axes = set(mesh.mesh_dim_names or ())
-    if not isinstance(param, DTensor):
-        return axes if param.shape == plain.shape else set()
-    placements = zip(param.device_mesh.mesh_dim_names or (), param.placements, strict=False)
-    return axes - {name for name, placement in placements if placement.is_shard()}
 
 
 # the plain module, and its batch in parts

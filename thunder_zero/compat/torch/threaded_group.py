@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from thunder_zero.compat.private import set_thread_isolation_mode, threaded_groups
 
-POLL = 0.02  # seconds between two looks at the ranks
+POLL = 0.5  # seconds between two looks at the ranks
 GRACE = 15  # seconds that ranks have to end; one that makes a group takes up to 10
 T = TypeVar("T")
 
