@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,17 +21,15 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 from torch.nn import functional as F
 
 import thunder_zero as tz
+from tests.harness import steps_of_transformers as transformers
 from tests.harness.steps import CopyToSlices, SumOfSlices
 from thunder_zero.compat.plans_of_transformers import apply_plan
 from thunder_zero.tools import compare_gradients
@@ -59,24 +58,14 @@ class Net(nn.Module):
 
 
 def llama(kind: str = "Llama") -> Any:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
-    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, use_cache=False)
-    return transformers.AutoModelForCausalLM.from_config(config)
-
-
-def qwen3() -> Any:
-    return llama("Qwen3")
+    pytest.importorskip("transformers")
+    return transformers.model(kind)
 
 
 # right programs
 
 
-def fsdp(model: Any, mesh: DeviceMesh) -> None:
-    for layer in getattr(model, "model", model).children():
-        for block in layer if isinstance(layer, nn.ModuleList) else ():
-            fully_shard(block, mesh=mesh["dp"])
+def fsdp(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh["dp"])
 
 
@@ -84,43 +73,9 @@ def sliced(model: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-COLUMNS = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ColwiseParallel())
-COLUMNS |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
-
-
-def llama_sliced(model: Any, mesh: DeviceMesh) -> None:
-    rows = {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
-    for layer in model.model.layers:
-        parallelize_module(layer, mesh["tp"], {**COLUMNS, **rows})
-
-
-def sequence_sliced(norms: bool = True) -> Parallelize:
-    """Return sequence parallelism. Without ``norms``, gradients of the layers' norms are not reduced."""
-
-    def parallelize(model: Any, mesh: DeviceMesh) -> None:
-        rows = RowwiseParallel(output_layouts=Shard(1))
-        hidden: Any = {"hidden_states": Shard(1)}
-        plan: dict[str, Any] = {
-            **COLUMNS,
-            **{"self_attn.o_proj": rows, "mlp.down_proj": rows},
-            "self_attn": PrepareModuleInput(
-                input_kwarg_layouts=hidden, desired_input_kwarg_layouts={"hidden_states": Replicate()}
-            ),
-            "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-        }
-        if norms:
-            norm = SequenceParallel(use_local_output=True)
-            plan |= {"input_layernorm": norm, "post_attention_layernorm": norm}
-        for layer in model.model.layers:
-            parallelize_module(layer, mesh["tp"], plan)
-        ends = {
-            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "model.norm": SequenceParallel(use_local_output=True),
-            "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        }
-        parallelize_module(model, mesh["tp"], ends)
-
-    return parallelize
+def llama_sliced_and_sharded(model: Any, mesh: DeviceMesh) -> None:
+    transformers.slice_tensors(model, mesh)
+    transformers.shard(model, mesh)
 
 
 def by_hand(divisor: float = 2.0) -> Parallelize:
@@ -144,15 +99,13 @@ def by_hand(divisor: float = 2.0) -> Parallelize:
 @pytest.mark.parametrize(
     ("build", "parallelize", "mesh"),
     [
-        pytest.param(Net, fsdp, {"dp": 2}, id="FSDP2"),
-        pytest.param(Net, by_hand(), {"dp": 2}, id="DDP by hand"),
-        pytest.param(Net, lambda model, mesh: tz.compile(model, stage=3), {"dp": 2}, id="ours"),
-        pytest.param(llama, lambda model, mesh: (llama_sliced(model, mesh), fsdp(model, mesh))[1], {"dp": 2, "tp": 2}),
-        pytest.param(llama, sequence_sliced(), {"tp": 2}, id="SP"),
-        pytest.param(Net, sliced, {"tp": 2}, id="TP"),
-        pytest.param(
-            llama, lambda model, mesh: apply_plan(model, mesh["tp"], None), {"tp": 2}, id="transformers' plan"
-        ),
+        pytest.param(Net, fsdp, DP, id="FSDP2"),
+        pytest.param(Net, by_hand(), DP, id="DDP by hand"),
+        pytest.param(Net, lambda model, mesh: tz.compile(model, stage=3), DP, id="ours"),
+        pytest.param(Net, sliced, TP, id="TP"),
+        pytest.param(llama, llama_sliced_and_sharded, {"dp": 2, "tp": 2}, id="FSDP2 and TP"),
+        pytest.param(llama, transformers.slice_sequence, TP, id="SP"),
+        pytest.param(llama, lambda model, mesh: apply_plan(model, mesh["tp"], None), TP, id="transformers' plan"),
     ],
 )
 def test_a_right_program_gives_no_alarm(build: Callable[[], nn.Module], parallelize: Any, mesh: dict[str, int]) -> None:
@@ -245,9 +198,10 @@ def test_slices_by_hand_are_right_with_a_norm_of_their_own() -> None:
 
 
 def test_a_gradient_that_is_not_reduced_is_a_share_of_each_rank() -> None:
-    assert errors(sequence_sliced(norms=False), build=llama, batch=TEXT) == dict.fromkeys(NORMS, SHARE)
+    no_norms = partial(transformers.slice_sequence, norms=False)
+    assert errors(no_norms, build=llama, batch=TEXT) == dict.fromkeys(NORMS, SHARE)
     heads = [f"{layer}.self_attn.{name}_norm.weight" for layer in LAYERS for name in "qk"]
-    assert errors(llama_sliced, build=qwen3, batch=TEXT) == dict.fromkeys(heads, SHARE)
+    assert errors(transformers.slice_tensors, build=partial(llama, "Qwen3"), batch=TEXT) == dict.fromkeys(heads, SHARE)
     no_f = errors(megatron(copied=False), clip=clip(True))
     assert no_f.items() >= {"norm.weight": SHARE, "norm.bias": SHARE}.items()
     own = "one rank's own value: the mean over dp is the true value; it is not averaged over dp"
@@ -282,7 +236,7 @@ def test_a_loss_divided_by_each_rank_s_own_count() -> None:
     labels = TOKENS.clone()
     labels[0, :5] = -100
     means = "the mean of means over the parts of dp: each rank divides by its own count, and counts differ"
-    local = errors(fsdp, DP, llama, {**TEXT, "labels": labels})
+    local = errors(transformers.shard, DP, llama, {**TEXT, "labels": labels})
     assert local.pop("loss") == f"{means}; forward differs, so gradients do"
     assert {sentence for name, sentence in local.items() if name != "total norm"} == {means}
     own = "each rank's value is that of its own part of the batch; it is not averaged over dp"
@@ -334,7 +288,7 @@ class Tied(nn.Module):
 
 
 def test_tied_parameters_have_one_row_and_must_stay_tied() -> None:
-    right = compare_gradients(Tied, lambda model, mesh: fully_shard(model, mesh=mesh), X, DP)
+    right = compare_gradients(Tied, fsdp, X, DP)
     assert right.right
     assert [row.name for row in right.rows] == ["loss", "embed.weight", "total norm"]
 
@@ -537,7 +491,7 @@ def test_a_comparison_inside_of_another_is_refused() -> None:
 
 
 def test_the_result_prints_each_error_with_its_values() -> None:
-    wrong = compare_gradients(llama, lambda model, mesh: None, TEXT, DP)
+    wrong = compare_gradients(llama, unchanged, TEXT, DP)
     lines = str(wrong).splitlines()
     assert lines[0] == "dp=2 against one process: 22 of 23 values wrong"
     assert lines[1] == "one rank's own value: the mean over dp is the true value; it is not averaged over dp"
