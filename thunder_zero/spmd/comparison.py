@@ -81,7 +81,7 @@ class Comparison:
             yield ComparedValue(name, NAN, None, "the plain module has no parameter of this name")
         norms = [rank.norm for rank in self.ranks if rank.norm is not None]
         if len(norms) == len(self.ranks):
-            yield self._row("total norm", norms, self.true_norm, self._norms_of_whole_parameters())
+            yield self._row("total norm", norms, self.true_norm, self._try_whole_parameters())
 
     def _row(
         self, name: str, values: Sequence[Tensor], true: Tensor, causes: Causes = (), floor: float = 0.0
@@ -106,7 +106,7 @@ class Comparison:
         means, count, true = on_mesh.flatten(), self.steps.data_ranks, self.true.loss
         if all(is_close(mean * count, true) for mean in means):
             means = means * count
-        row = self._row("loss", [*means], true, chain(self._of_parts(lambda step: step.loss), self._of_biases()))
+        row = self._row("loss", [*means], true, chain(self._try_parts(lambda step: step.loss), self._try_biases()))
         return replace(row, sentence=row.sentence and f"{row.sentence}; forward differs, so gradients do")
 
     def _problem(self, name: str) -> str:
@@ -139,12 +139,12 @@ class Comparison:
         if name not in self.ranks[0].grads:
             return ComparedValue(name, 0.0)
         grads = join([rank.grads[name] for rank in self.ranks], slices, axes)
-        causes, floor = self._of_parts(lambda step: step.grads[name]), FLOOR * float(self.true_norm)
+        causes, floor = self._try_parts(lambda step: step.grads[name]), FLOOR * float(self.true_norm)
         return self._row(name, grads, self.true.grads[name], causes, floor)
 
     # causes of wrong values
 
-    def _of_parts(self, value_of: Callable[[Step], Tensor]) -> Causes:
+    def _try_parts(self, value_of: Callable[[Step], Tensor]) -> Causes:
         """Yield the values that the plain module gives on the parts of the batch, if their mean is not the true one."""
         parts, true = [value_of(step) for step in self.parts], value_of(self.true)
         data, mean = " x ".join(self.steps.data_axes), torch.stack(parts).mean(0)
@@ -154,7 +154,7 @@ class Comparison:
             own = f"each rank's value is that of its own part of the batch; it is not averaged over {data}"
             yield own, [parts[self.steps.part_of(rank)] for rank in range(len(self.ranks))]
 
-    def _of_biases(self) -> Causes:
+    def _try_biases(self) -> Causes:
         """Yield the losses of the plain module if biases, alike in all layers, count several times."""
         biases = [name for name in self.params if name.endswith("bias")]
         for _, alike in groupby(sorted(biases, key=_without_numbers), _without_numbers):
@@ -168,7 +168,7 @@ class Comparison:
                 counts = f"{names[0]!r} counts {size} times: a bias added on each rank of {axis}"
                 yield counts, [loss] * len(self.ranks)
 
-    def _norms_of_whole_parameters(self) -> Causes:
+    def _try_whole_parameters(self) -> Causes:
         """Yield the norms of all gradients if parameters that are whole on each rank of an axis count on each."""
         for axis, size in self.steps.axes.items():
             whole = [square for name, square in self.squares.items() if self._is_whole_along(axis, name)]
