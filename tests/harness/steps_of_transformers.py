@@ -1,4 +1,4 @@
-"""Right training steps of tiny language models of transformers, for ``check_step``."""
+"""Tiny language models of transformers, made parallel, and their right training steps for ``check_step``."""
 
 from __future__ import annotations
 
@@ -97,8 +97,7 @@ PLAN: dict[str, Any] = {
 }
 
 
-def tensor_parallel(mesh: DeviceMesh) -> Any:
-    net = model("Llama")
+def slice_tensors(net: Any, mesh: DeviceMesh) -> None:
     for layer in layers_of(net):
         parallelize_module(layer, mesh["tp"], dict(PLAN))
     outer = {
@@ -106,14 +105,19 @@ def tensor_parallel(mesh: DeviceMesh) -> Any:
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
     }
     parallelize_module(net, mesh["tp"], outer)
+
+
+def tensor_parallel(mesh: DeviceMesh) -> Any:
+    net = model("Llama")
+    slice_tensors(net, mesh)
     shard(net, mesh)
     inputs = tokens(mesh)
     net(input_ids=inputs, labels=inputs, use_cache=False).loss.backward()
     return net
 
 
-def sequence_parallel(mesh: DeviceMesh, *, logits_in_slices: bool = False) -> Any:
-    net = model("Llama")
+def slice_sequence(net: Any, mesh: DeviceMesh, *, norms: bool = True, logits_in_slices: bool = False) -> None:
+    """Slice the sequence between layers. Without ``norms``, the gradients of the layers' norms are not summed."""
     norm = SequenceParallel(use_local_output=True)
     inner = {
         **PLAN,
@@ -122,7 +126,7 @@ def sequence_parallel(mesh: DeviceMesh, *, logits_in_slices: bool = False) -> An
             input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
         ),
         "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-        **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), norm),
+        **dict.fromkeys(("input_layernorm", "post_attention_layernorm") if norms else (), norm),
     }
     for layer in layers_of(net):
         parallelize_module(layer, mesh["tp"], dict(inner))
@@ -133,6 +137,11 @@ def sequence_parallel(mesh: DeviceMesh, *, logits_in_slices: bool = False) -> An
     )
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
     parallelize_module(net, mesh["tp"], {"model.embed_tokens": embedding, "model.norm": norm, "lm_head": head})
+
+
+def sequence_parallel(mesh: DeviceMesh, *, logits_in_slices: bool = False) -> Any:
+    net = model("Llama")
+    slice_sequence(net, mesh, logits_in_slices=logits_in_slices)
     shard(net, mesh)
     inputs = tokens(mesh)
     with loss_parallel():

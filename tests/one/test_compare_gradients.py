@@ -7,8 +7,10 @@ import re
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,24 +21,23 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 from torch.nn import functional as F
 
 import thunder_zero as tz
+from tests.harness import steps_of_transformers as transformers
 from tests.harness.steps import CopyToSlices, SumOfSlices
 from thunder_zero.compat.plans_of_transformers import apply_plan
-from thunder_zero.spmd import threads
-from thunder_zero.tools import GradientComparison, compare_gradients
+from thunder_zero.tools import compare_gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 Parallelize = Callable[[Any, DeviceMesh], Any]
+TP, DP = {"tp": 2}, {"dp": 2}
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.randint(3, 32, (4, 8), generator=torch.Generator().manual_seed(0))
 TEXT = {"input_ids": TOKENS, "labels": TOKENS, "position_ids": torch.arange(8).expand(4, 8)}
@@ -58,24 +59,14 @@ class Net(nn.Module):
 
 
 def llama(kind: str = "Llama") -> Any:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
-    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, use_cache=False)
-    return transformers.AutoModelForCausalLM.from_config(config)
-
-
-def qwen3() -> Any:
-    return llama("Qwen3")
+    pytest.importorskip("transformers")
+    return transformers.model(kind)
 
 
 # right programs
 
 
-def fsdp(model: Any, mesh: DeviceMesh) -> None:
-    for layer in getattr(model, "model", model).children():
-        for block in layer if isinstance(layer, nn.ModuleList) else ():
-            fully_shard(block, mesh=mesh["dp"])
+def fsdp(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh["dp"])
 
 
@@ -83,43 +74,9 @@ def sliced(model: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-COLUMNS = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ColwiseParallel())
-COLUMNS |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
-
-
-def llama_sliced(model: Any, mesh: DeviceMesh) -> None:
-    rows = {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
-    for layer in model.model.layers:
-        parallelize_module(layer, mesh["tp"], {**COLUMNS, **rows})
-
-
-def sequence_sliced(norms: bool = True) -> Parallelize:
-    """Return sequence parallelism. Without ``norms``, gradients of the layers' norms are not reduced."""
-
-    def parallelize(model: Any, mesh: DeviceMesh) -> None:
-        rows = RowwiseParallel(output_layouts=Shard(1))
-        hidden: Any = {"hidden_states": Shard(1)}
-        plan: dict[str, Any] = {
-            **COLUMNS,
-            **{"self_attn.o_proj": rows, "mlp.down_proj": rows},
-            "self_attn": PrepareModuleInput(
-                input_kwarg_layouts=hidden, desired_input_kwarg_layouts={"hidden_states": Replicate()}
-            ),
-            "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-        }
-        if norms:
-            norm = SequenceParallel(use_local_output=True)
-            plan |= {"input_layernorm": norm, "post_attention_layernorm": norm}
-        for layer in model.model.layers:
-            parallelize_module(layer, mesh["tp"], plan)
-        ends = {
-            "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "model.norm": SequenceParallel(use_local_output=True),
-            "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        }
-        parallelize_module(model, mesh["tp"], ends)
-
-    return parallelize
+def llama_sliced_and_sharded(model: Any, mesh: DeviceMesh) -> None:
+    transformers.slice_tensors(model, mesh)
+    transformers.shard(model, mesh)
 
 
 def by_hand(divisor: float = 2.0) -> Parallelize:
@@ -143,15 +100,13 @@ def by_hand(divisor: float = 2.0) -> Parallelize:
 @pytest.mark.parametrize(
     ("build", "parallelize", "mesh"),
     [
-        pytest.param(Net, fsdp, {"dp": 2}, id="FSDP2"),
-        pytest.param(Net, by_hand(), {"dp": 2}, id="DDP by hand"),
-        pytest.param(Net, lambda model, mesh: tz.compile(model, stage=3), {"dp": 2}, id="ours"),
-        pytest.param(llama, lambda model, mesh: (llama_sliced(model, mesh), fsdp(model, mesh))[1], {"dp": 2, "tp": 2}),
-        pytest.param(llama, sequence_sliced(), {"tp": 2}, id="SP"),
-        pytest.param(Net, sliced, {"tp": 2}, id="TP"),
-        pytest.param(
-            llama, lambda model, mesh: apply_plan(model, mesh["tp"], None), {"tp": 2}, id="transformers' plan"
-        ),
+        pytest.param(Net, fsdp, DP, id="FSDP2"),
+        pytest.param(Net, by_hand(), DP, id="DDP by hand"),
+        pytest.param(Net, lambda model, mesh: tz.compile(model, stage=3), DP, id="ours"),
+        pytest.param(Net, sliced, TP, id="TP"),
+        pytest.param(llama, llama_sliced_and_sharded, {"dp": 2, "tp": 2}, id="FSDP2 and TP"),
+        pytest.param(llama, transformers.slice_sequence, TP, id="SP"),
+        pytest.param(llama, lambda model, mesh: apply_plan(model, mesh["tp"], None), TP, id="transformers' plan"),
     ],
 )
 def test_a_right_program_gives_no_alarm(build: Callable[[], nn.Module], parallelize: Any, mesh: dict[str, int]) -> None:
@@ -168,10 +123,6 @@ def test_a_right_program_gives_no_alarm(build: Callable[[], nn.Module], parallel
 # slices by hand
 
 
-copy_to_slices: Any = CopyToSlices.apply
-sum_slices: Any = SumOfSlices.apply
-
-
 def megatron(*, bias_on_each: bool = False, copied: bool = True, wrong_gather: bool = False) -> Parallelize:
     """Return tensor parallelism by hand, with faults."""
 
@@ -185,13 +136,13 @@ def megatron(*, bias_on_each: bool = False, copied: bool = True, wrong_gather: b
 
         def forward(x: Tensor) -> Tensor:
             x = model.norm(x * model.frozen + model.shift)
-            hidden = F.relu(F.linear(copy_to_slices(x, group) if copied else x, up.weight, up.bias))
+            hidden = F.relu(F.linear(CopyToSlices.apply(x, group) if copied else x, up.weight, up.bias))
             if wrong_gather:
                 parts = [torch.zeros_like(hidden) if index != rank else hidden for index in range(2)]
-                return down(sum_slices(torch.cat(parts, 0), group).reshape(len(x), -1))  # dimension 1 is right
+                return down(SumOfSlices.apply(torch.cat(parts, 0), group).reshape(len(x), -1))  # dimension 1 is right
             if bias_on_each:
-                return sum_slices(F.linear(hidden, down.weight, down.bias), group)
-            return sum_slices(F.linear(hidden, down.weight), group) + down.bias
+                return SumOfSlices.apply(F.linear(hidden, down.weight, down.bias), group)
+            return SumOfSlices.apply(F.linear(hidden, down.weight), group) + down.bias
 
         model.forward = forward  # type: ignore[method-assign]
 
@@ -203,6 +154,7 @@ def clip(count_whole_once: bool) -> Callable[[Any, float], Tensor]:
 
     def clip(model: Any, max_norm: float) -> Tensor:
         grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+        grads = {name: grad.to_local() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
         sliced = [name for name in grads if not count_whole_once or name in ("up.weight", "up.bias", "down.weight")]
         square = torch.stack([grads[name].square().sum() for name in sliced]).sum()
         dist.all_reduce(square)
@@ -214,124 +166,115 @@ def clip(count_whole_once: bool) -> Callable[[Any, float], Tensor]:
     return clip
 
 
-def errors(comparison: GradientComparison) -> dict[str, str]:
+def errors(
+    parallelize: Parallelize, mesh: dict[str, int] = TP, build: Any = Net, batch: Any = X, **options: Any
+) -> dict[str, str]:
     """Return the sentences of wrong values by name."""
+    comparison = compare_gradients(build, parallelize, batch, mesh, **options)
     assert not comparison.right
     return {row.name: row.sentence for row in comparison.wrong}
 
 
+def hooked(name: str, hook: Callable[[Tensor], Tensor]) -> Parallelize:
+    """Return a function that changes the gradient of a parameter."""
+    return lambda model, mesh: model.get_parameter(name).register_hook(hook) and None
+
+
+def unchanged(model: nn.Module, mesh: DeviceMesh) -> None:
+    pass
+
+
 SHARE = "one rank's share: the sum over tp is the true value; it is not reduced over tp"
-NORMS = [
-    f"model.layers.{index}.{name}.weight"
-    for index in (0, 1)
-    for name in ("input_layernorm", "post_attention_layernorm")
-]
+LAYERS = [f"model.layers.{index}" for index in (0, 1)]
+NORMS = [f"{layer}.{name}_layernorm.weight" for layer in LAYERS for name in ("input", "post_attention")]
+TRAINED = [f"{layer}.{name}" for layer in ("up", "norm", "down") for name in ("weight", "bias")]
 
 
 def test_slices_by_hand_are_right_with_a_norm_of_their_own() -> None:
-    comparison = compare_gradients(Net, megatron(), X, {"tp": 2}, clip=clip(True))
+    comparison = compare_gradients(Net, megatron(), X, TP, clip=clip(True))
     assert comparison.right, str(comparison)
     assert comparison.rows[-1].name == "total norm"
-    local_norm = compare_gradients(Net, megatron(), X, {"tp": 2})
-    assert [*errors(local_norm)] == ["total norm"]  # torch's function takes slices for parameters
-
-
-def test_a_norm_that_counts_whole_parameters_on_each_rank() -> None:
-    comparison = compare_gradients(Net, megatron(), X, {"tp": 2}, clip=clip(False))
-    assert errors(comparison) == {"total norm": "counts parameters that are whole on each rank of tp 2 times"}
+    assert [*errors(megatron())] == ["total norm"]  # torch's function takes slices for parameters
+    whole = "counts parameters that are whole on each rank of tp 2 times"
+    assert errors(megatron(), clip=clip(False)) == {"total norm": whole}
+    assert errors(sliced, clip=clip(False)) == {"total norm": whole}  # of DTensors
 
 
 def test_a_gradient_that_is_not_reduced_is_a_share_of_each_rank() -> None:
-    norms = compare_gradients(llama, sequence_sliced(norms=False), TEXT, {"tp": 2})
-    assert errors(norms) == dict.fromkeys(NORMS, SHARE)
-    heads = compare_gradients(qwen3, llama_sliced, TEXT, {"tp": 2})
-    assert errors(heads) == {
-        f"model.layers.{layer}.self_attn.{name}_norm.weight": SHARE for layer in (0, 1) for name in "qk"
-    }
-    no_f = compare_gradients(Net, megatron(copied=False), X, {"tp": 2}, clip=clip(True))
-    assert errors(no_f).items() >= {"norm.weight": SHARE, "norm.bias": SHARE}.items()
-    batches = compare_gradients(Net, lambda model, mesh: None, X, {"dp": 2})
+    no_norms = partial(transformers.slice_sequence, norms=False)
+    assert errors(no_norms, build=llama, batch=TEXT) == dict.fromkeys(NORMS, SHARE)
+    heads = [f"{layer}.self_attn.{name}_norm.weight" for layer in LAYERS for name in "qk"]
+    assert errors(transformers.slice_tensors, build=partial(llama, "Qwen3"), batch=TEXT) == dict.fromkeys(heads, SHARE)
+    no_f = errors(megatron(copied=False), clip=clip(True))
+    assert no_f.items() >= {"norm.weight": SHARE, "norm.bias": SHARE}.items()
     own = "one rank's own value: the mean over dp is the true value; it is not averaged over dp"
-    assert {sentence for name, sentence in errors(batches).items() if name != "total norm"} == {own}
+    batches = errors(unchanged, DP)
+    assert {sentence for name, sentence in batches.items() if name != "total norm"} == {own}
 
 
-def test_a_bias_that_each_slice_adds_is_named_by_the_loss() -> None:
-    wrong = compare_gradients(Net, megatron(bias_on_each=True), X, {"tp": 2}, clip=clip(True))
-    assert next(iter(errors(wrong))) == "loss"
-    assert errors(wrong)["loss"] == (
-        "'down.bias' counts 2 times: a bias added on each rank of tp; forward differs, so gradients do"
+def test_a_bias_that_counts_twice() -> None:
+    wrong = errors(megatron(bias_on_each=True), clip=clip(True))
+    assert next(iter(wrong.items())) == (
+        "loss",
+        "'down.bias' counts 2 times: a bias added on each rank of tp; forward differs, so gradients do",
     )
 
-
-def test_a_bias_whose_gradient_alone_counts_twice() -> None:
     def parallelize(model: Net, mesh: DeviceMesh) -> None:
         sliced(model, mesh)
         model.down.bias.register_hook(lambda grad: 2 * grad)
 
-    wrong = compare_gradients(Net, parallelize, X, {"tp": 2})
-    assert errors(wrong) == {"down.bias": "2 times the true value: a bias counted once on each rank of tp"}
-    assert wrong.wrong[0].factor == pytest.approx(2)
+    (row,) = compare_gradients(Net, parallelize, X, TP).wrong
+    assert (row.name, row.sentence) == ("down.bias", "2 times the true value: counted once on each rank of tp")
+    assert row.factor == pytest.approx(2)
 
 
 def test_a_mean_divided_twice_and_a_sum_that_is_not_divided() -> None:
-    twice = errors(compare_gradients(Net, by_hand(4), X, {"dp": 2}))
-    assert {*twice.values()} == {"1/2 of the true value: divided by the size of dp once too often"}
-    never = errors(compare_gradients(Net, by_hand(1), X, {"dp": 2}))
-    assert {*never.values()} == {
-        "2 times the true value: counted once on each rank of dp",
-        "2 times the true value: a bias counted once on each rank of dp",
-    }
-    assert [*never] == [
-        name for name, param in Net().named_parameters() if param.requires_grad and name != "unused"
-    ] + ["total norm"]
+    twice = "1/2 of the true value: divided by the size of dp once too often"
+    never = "2 times the true value: counted once on each rank of dp"
+    assert errors(by_hand(4), DP) == dict.fromkeys([*TRAINED, "total norm"], twice)
+    assert errors(by_hand(1), DP) == dict.fromkeys([*TRAINED, "total norm"], never)
 
 
 def test_a_loss_divided_by_each_rank_s_own_count() -> None:
     labels = TOKENS.clone()
     labels[0, :5] = -100
-    local = compare_gradients(llama, fsdp, {**TEXT, "labels": labels}, {"dp": 2})
     means = "the mean of means over the parts of dp: each rank divides by its own count, and counts differ"
-    sentences = errors(local)
-    assert sentences.pop("loss").startswith(means)
-    assert {sentence for name, sentence in sentences.items() if name != "total norm"} == {means}
-    unreduced = errors(compare_gradients(llama, lambda model, mesh: None, {**TEXT, "labels": labels}, {"dp": 2}))
+    local = errors(transformers.shard, DP, llama, {**TEXT, "labels": labels})
+    assert local.pop("loss") == f"{means}; forward differs, so gradients do"
+    assert {sentence for name, sentence in local.items() if name != "total norm"} == {means}
     own = "each rank's value is that of its own part of the batch; it is not averaged over dp"
-    assert unreduced["model.norm.weight"] == own
+    assert errors(unchanged, DP, llama, {**TEXT, "labels": labels})["model.norm.weight"] == own
 
 
 def test_a_loss_may_be_the_sum_over_ranks_and_axes_may_have_any_names() -> None:
     def share(model: nn.Module, batch: Tensor) -> Tensor:
         return model(batch).square().sum() / X.numel()
 
-    comparison = compare_gradients(Net, by_hand(1), X, {"dp": 2}, loss=share)
+    comparison = compare_gradients(Net, by_hand(1), X, DP, loss=share)
     assert comparison.right, str(comparison)
     order: list[tuple[Any, Tensor]] = []
 
     def parallelize(model: Net, mesh: DeviceMesh) -> None:
         model.register_forward_hook(lambda module, args, output: order.append((mesh.get_coordinate(), args[0])))
 
-    mesh_shape = {"b": 2, "tp": 1, "a": 2}
-    compare_gradients(Net, parallelize, X, mesh_shape, data_axes=["b", "a"])
+    compare_gradients(Net, parallelize, X, {"b": 2, "tp": 1, "a": 2}, data_axes=["b", "a"])
     parts = sorted((tuple(coordinates), part.tolist()) for coordinates, part in order)
     assert [coordinates for coordinates, _ in parts] == [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)]
     assert [part for _, part in parts] == X.double()[:, None].tolist()
 
 
 def test_a_gather_along_the_wrong_dimension() -> None:
-    forward = errors(compare_gradients(Net, megatron(wrong_gather=True), X, {"tp": 2}))
+    forward = errors(megatron(wrong_gather=True))
     assert next(iter(forward)) == "loss"
     assert forward["loss"].endswith("times the true value; forward differs, so gradients do")
 
-    def parallelize(model: Net, mesh: DeviceMesh) -> None:
-        def gather(grad: Tensor) -> Tensor:
-            parts = [torch.empty(8, 8, dtype=grad.dtype) for _ in range(2)]
-            dist.all_gather(parts, grad.chunk(2)[dist.get_rank()].contiguous())
-            return torch.cat(parts, 1).reshape(16, 8)
+    def gather(grad: Tensor) -> Tensor:
+        parts = [torch.empty(8, 8, dtype=grad.dtype) for _ in range(2)]
+        dist.all_gather(parts, grad.chunk(2)[dist.get_rank()].contiguous())
+        return torch.cat(parts, 1).reshape(16, 8)
 
-        model.up.weight.register_hook(gather)
-
-    backward = errors(compare_gradients(Net, parallelize, X, {"tp": 2}))
-    assert backward == {"up.weight": "the true value with its rows along dimension 0 in another order"}
+    order = "the true value with its rows along dimension 0 in another order"
+    assert errors(hooked("up.weight", gather)) == {"up.weight": order}
 
 
 # what parameters may be
@@ -348,78 +291,55 @@ class Tied(nn.Module):
 
 
 def test_tied_parameters_have_one_row_and_must_stay_tied() -> None:
-    right = compare_gradients(Tied, lambda model, mesh: fully_shard(model, mesh=mesh), X, {"dp": 2})
+    right = compare_gradients(Tied, fsdp, X, DP)
     assert right.right
     assert [row.name for row in right.rows] == ["loss", "embed.weight", "total norm"]
 
     def untie(model: Tied, mesh: DeviceMesh) -> None:
         model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
 
-    wrong = errors(compare_gradients(Tied, untie, X, {"tp": 2}))
-    assert wrong["embed.weight"] == "tied to head.weight in the plain module, but no longer"
+    assert errors(untie, build=Tied)["embed.weight"] == "tied to head.weight in the plain module, but no longer"
 
 
 @pytest.mark.parametrize("wrap", [checkpoint_wrapper, lambda part: torch.compile(part, backend="eager")])
 def test_wrappers_leave_the_names_of_parameters(wrap: Any) -> None:
-    def parallelize(model: Net, mesh: DeviceMesh) -> nn.Module:
-        model.up = wrap(model.up)
-        return model
-
-    assert compare_gradients(Net, parallelize, X, {"tp": 1}).right
-    whole = compare_gradients(Net, lambda model, mesh: nn.Sequential(checkpoint_wrapper(model)), X, {"tp": 1})
-    assert errors(whole)["up.weight"] == "the parallel model has no such parameter on rank 0"
-    assert errors(whole)["0.up.weight"] == "the plain module has no parameter of this name"
+    assert compare_gradients(Net, lambda model, mesh: setattr(model, "up", wrap(model.up)), X, {"tp": 1}).right
+    whole = errors(lambda model, mesh: nn.Sequential(wrap(model)), {"tp": 1})
+    assert whole["up.weight"] == "the parallel model has no such parameter on rank 0"
+    assert whole["0.up.weight"] == "the plain module has no parameter of this name"
 
 
 def test_a_missing_gradient_and_a_surplus_one_are_errors() -> None:
-    def parallelize(model: Net, mesh: DeviceMesh) -> None:
-        if mesh.get_local_rank() == 1:
-            model.norm.weight.requires_grad_(False)
+    def freeze_and_thaw(model: Net, mesh: DeviceMesh) -> None:
+        model.norm.weight.requires_grad_(mesh.get_local_rank() == 0)
         model.frozen.requires_grad_()
 
-    wrong = errors(compare_gradients(Net, parallelize, X, {"tp": 2}))
+    wrong = errors(freeze_and_thaw)
     assert wrong["norm.weight"] == "no gradient on rank 1; the plain module has one"
-    assert wrong["frozen"] == "a gradient; the plain module has none"
+    assert wrong["frozen"] == "not zero, as the true value is"
     assert wrong.keys() == {"norm.weight", "frozen", "total norm"}
 
-
-def test_a_gradient_that_one_rank_lacks_is_not_gathered() -> None:
-    def parallelize(model: Net, mesh: DeviceMesh) -> None:
+    def drop(model: Net, mesh: DeviceMesh) -> None:  # a gradient in slices that only one rank has is not gathered
         sliced(model, mesh)
         if mesh.get_local_rank() == 1:
             model.up.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
 
-    wrong = errors(compare_gradients(Net, parallelize, X, {"tp": 2}))
-    assert wrong == {"up.weight": "no gradient on rank 1; the plain module has one"}
+    assert errors(drop) == {"up.weight": "no gradient on rank 1; the plain module has one"}
 
 
-def test_zeros_hide_no_error() -> None:
+def test_zeros_hide_no_error_but_a_gradient_that_is_zero_but_for_rounding_is_right() -> None:
     class Adapter(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.outer = nn.Linear(8, 2), nn.Linear(2, 8)
+            self.inner, self.outer, self.shift = nn.Linear(8, 2), nn.Linear(2, 8), nn.Parameter(torch.ones(1))
             nn.init.zeros_(self.outer.weight)  # the gradients of inner are zero
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.outer(self.inner(x))
+            return F.softmax(self.outer(self.inner(x)) + self.shift, -1)  # like a bias of keys, shift changes nothing
 
-    def parallelize(model: Adapter, mesh: DeviceMesh) -> None:
-        model.inner.weight.register_hook(lambda grad: 3 * grad)
-
-    wrong = errors(compare_gradients(Adapter, parallelize, X, {"tp": 2}))
+    wrong = errors(hooked("inner.weight", lambda grad: 3 * grad), build=Adapter)
     assert wrong["inner.weight"] == "3 times the true value"
-
-
-def test_a_gradient_that_is_zero_but_for_rounding_is_right() -> None:
-    class Shifted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.shift = nn.Linear(8, 8), nn.Parameter(torch.ones(1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.softmax(self.linear(x) + self.shift, -1)  # like a bias of keys, shift changes nothing
-
-    comparison = compare_gradients(Shifted, by_hand(), X, {"dp": 2})
+    comparison = compare_gradients(Adapter, by_hand(), X, DP)
     assert comparison.right, str(comparison)
     (error,) = (row.error for row in comparison.rows if row.name == "shift")
     assert error > 0.01  # of about 1e-18
@@ -429,11 +349,13 @@ def test_a_value_that_differs_before_the_step_is_named() -> None:
     def parallelize(model: Net, mesh: DeviceMesh) -> None:
         with torch.no_grad():
             model.up.bias.mul_(2)
+        model.unused = nn.Parameter(torch.ones(3))
 
-    wrong = errors(compare_gradients(Net, parallelize, X, {"tp": 2}))
-    assert wrong["up.bias"].startswith(
-        "not the gradient, but its value before the step is wrong: 2 times the true value"
-    )
+    wrong = errors(parallelize)
+    twice = "2 times the true value: counted once on each rank of tp"
+    assert wrong["up.bias"] == f"not the gradient, but its value before the step is wrong: {twice}"
+    shapes = "the shape is (3,) on ranks and (8,) in the plain module, and ranks have no equal slices of it"
+    assert wrong["unused"] == shapes
 
 
 def test_dropout_is_off_and_other_chance_is_refused() -> None:
@@ -446,37 +368,14 @@ def test_dropout_is_off_and_other_chance_is_refused() -> None:
             x = F.dropout(self.drop(self.linear(x)), self.dropout_prob, self.training)
             return F.dropout(x, self.p)
 
-    comparison = compare_gradients(lambda: Chance(0.0), by_hand(), X, {"dp": 2})
+    comparison = compare_gradients(lambda: Chance(0.0), by_hand(), X, DP)
     assert comparison.right
     assert comparison.notes == ("dropout is set to 0 in 2 modules, such as ''",)
     with pytest.raises(ValueError, match=r"the plain module's loss is random: [\d.]+, then [\d.]+; turn that off"):
-        compare_gradients(Chance, by_hand(), X, {"dp": 2})
+        compare_gradients(Chance, by_hand(), X, DP)
 
 
 # the process
-
-
-def test_arguments_are_checked() -> None:
-    none: Any = None
-    tensor: Any = X
-    for match, arguments in {
-        r"mesh_shape is None; give the sizes of axes by name": (Net, by_hand(), X, none),
-        r"axis 'dp' has the size 0; give a positive number of ranks": (Net, by_hand(), X, {"dp": 0}),
-        r"shape \(4, 8\), which 3 ranks with different parts cannot divide": (Net, by_hand(), X, {"dp": 3}),
-        r"build returns Tensor; return the plain nn.Module": (lambda: tensor, by_hand(), X, {"dp": 2}),
-        r"'frozen' is on the meta device; let build\(\) return": (lambda: Net().to("meta"), by_hand(), X, {"dp": 2}),
-        r"the model returns tuple; give a function of model and batch as loss=": (Pair, by_hand(), X, {"dp": 2}),
-    }.items():
-        with pytest.raises((TypeError, ValueError), match=match):
-            compare_gradients(*arguments)
-    with pytest.raises(ValueError, match=r"does axis 'ranks' cut the batch\? Give the axes that do as data_axes="):
-        compare_gradients(Net, by_hand(), X, {"ranks": 2})
-    with pytest.raises(ValueError, match="the plain module gives no finite values: the loss"):
-        compare_gradients(Net, by_hand(), X / 0, {"dp": 2})
-    with pytest.raises(ValueError, match="data_axes has 'x', which mesh_shape lacks; its axes are dp"):
-        compare_gradients(Net, by_hand(), X, {"dp": 2}, data_axes=["x"])
-    with pytest.raises(ValueError, match=r"the loss is torch.Size\(\[4, 8\]\); return a tensor with one element"):
-        compare_gradients(Net, by_hand(), X, {"dp": 2}, loss=lambda model, batch: model(batch))
 
 
 class Pair(nn.Linear):
@@ -487,67 +386,75 @@ class Pair(nn.Linear):
         return super().forward(x), x
 
 
-STEPS: dict[str, Parallelize] = {}
+def test_arguments_are_checked() -> None:
+    none: Any = None
+    on_meta: Any = {"build": lambda: Net().to("meta")}
+    cases: dict[str, dict[str, Any]] = {
+        r"mesh_shape is None; give the sizes of axes by name": {"mesh": none},
+        r"axis 'dp' has the size 0; give a positive number of ranks": {"mesh": {"dp": 0}},
+        r"shape \(4, 8\), which 3 ranks with different parts cannot divide": {"mesh": {"dp": 3}},
+        r"build returns Tensor; return the plain nn.Module": {"build": lambda: X},
+        r"'frozen' is on the meta device; let build\(\) return a plain module with values": on_meta,
+        r"the model returns tuple; give a function of model and batch as loss=": {"build": Pair},
+        r"does axis 'ranks' cut the batch\? Give the axes that do as data_axes=": {"mesh": {"ranks": 2}},
+        r"the plain module gives no finite values: the loss": {"batch": X / 0},
+        r"data_axes has 'x', which mesh_shape lacks; its axes are dp": {"data_axes": ["x"]},
+        r"the loss is torch.Size\(\[4, 8\]\); return a tensor with one element": {"loss": lambda model, x: model(x)},
+    }
+    for match, arguments in cases.items():
+        with pytest.raises((TypeError, ValueError), match=match):
+            errors(by_hand(), **{"mesh": DP, **arguments})
 
 
-def fault(function: Parallelize) -> Parallelize:
-    return STEPS.setdefault(function.__name__, function)
-
-
-@fault
 def one_rank_calls(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
     if mesh.get_local_rank() == 0:
         dist.all_reduce(torch.ones(1), group=mesh.get_group())
 
 
-@fault
 def two_orders(model: nn.Module, mesh: DeviceMesh) -> None:
     groups = [mesh.get_group(), dist.new_group([0, 1])]
     for group in groups if mesh.get_local_rank() == 0 else groups[::-1]:
         dist.all_reduce(torch.ones(1), group=group)
 
 
-@fault
 def one_rank_makes_a_group(model: nn.Module, mesh: DeviceMesh) -> None:
     if mesh.get_local_rank() == 1:
         dist.new_group([0, 1])
 
 
-@fault
 def one_rank_raises(model: nn.Module, mesh: DeviceMesh) -> None:
     if mesh.get_local_rank() == 1:
         raise KeyError("weights")
     dist.all_reduce(torch.ones(1))
 
 
-@fault
 def one_rank_runs_forever(model: nn.Module, mesh: DeviceMesh) -> None:
     while mesh.get_local_rank() == 0:
         time.sleep(0.01)
 
 
-HERE = r"called at test_compare_gradients.py:\d+ in"
-CALLS = f"waits in allreduce, {HERE}"
 ALL = "every rank must call the same collectives of a group in the same order"
-MESSAGES = {
-    "one_rank_calls": rf"ranks wait for each other: rank 0 {CALLS} one_rank_calls; rank 1 waits for the others; {ALL}",
-    "two_orders": rf"rank 0 {CALLS} two_orders; rank 1 {CALLS} two_orders; {ALL}",
-    "one_rank_makes_a_group": rf"rank 1 waits in new_group, {HERE} one_rank_makes_a_group",
-    "one_rank_raises": r"rank 1 of 2 raised KeyError: 'weights'",
-    "one_rank_runs_forever": rf"ranks still run after 1 s: rank 0 runs, {HERE} one_rank_runs_forever; rank 1 waits",
-}
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_a_fault_of_ranks_ends_with_an_error_and_without_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "STUCK", 10)
-    monkeypatch.setattr(threads, "GRACE", 8.0)  # less than torch waits for a group before it looks again
-    with pytest.raises(RuntimeError, match=MESSAGES[name]) as raised:
-        compare_gradients(Net, STEPS[name], X, {"tp": 2}, timeout=1 if name == "one_rank_runs_forever" else 60)
-    assert isinstance(raised.value.__cause__, KeyError) is (name == "one_rank_raises")
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (one_rank_calls, f"rank 0, rank 1 wait for ranks that do not come; {ALL}"),
+        (two_orders, f"rank 0, rank 1 wait for ranks that do not come; {ALL}"),
+        (one_rank_makes_a_group, f"rank 0, rank 1 still run after 4 s; {ALL}"),
+        (one_rank_runs_forever, f"rank 0, rank 1 still run after 4 s; {ALL}"),
+        (one_rank_raises, r"rank 1 of 2 raised KeyError: 'weights'"),
+    ],
+)
+def test_a_fault_of_ranks_ends_with_an_error_and_without_threads(fault: Parallelize, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message) as raised:
+        compare_gradients(Net, fault, X, TP, timeout=4 if "still run" in message else 60)
+    cause = "".join(traceback.format_exception(raised.value.__cause__))
+    assert f"in {fault.__name__}\n" in cause  # its line
+    assert "on rank 1\n" in cause
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rank ")] == []
-    assert compare_gradients(Net, by_hand(), X, {"dp": 2}).right  # another call works
+    assert compare_gradients(Net, by_hand(), X, DP).right  # another call works
 
 
 def sum_in_another_thread(group: Any) -> Tensor:
@@ -562,10 +469,10 @@ def test_the_process_stays_as_it_is() -> None:
     module = Net()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     hook, random = sys.excepthook, torch.get_rng_state()
-    parallelizations: tuple[Parallelize, ...] = (fsdp, STEPS["one_rank_raises"])
+    parallelizations: tuple[Parallelize, ...] = (fsdp, one_rank_raises)
     for parallelize in parallelizations:
         with contextlib.suppress(RuntimeError):
-            assert compare_gradients(lambda: module, parallelize, X, {"dp": 2}).right
+            assert compare_gradients(lambda: module, parallelize, X, DP).right
         assert dist.group.WORLD is group
         assert dist.get_world_size() == 1
         assert sys.excepthook is hook
@@ -578,16 +485,16 @@ def test_the_process_stays_as_it_is() -> None:
 
 def test_a_comparison_inside_of_another_is_refused() -> None:
     def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
-        compare_gradients(Net, by_hand(), X, {"dp": 2})
+        compare_gradients(Net, by_hand(), X, DP)
 
     with pytest.raises(
         RuntimeError, match="ranks already run as threads of this process; run one comparison at a time"
     ):
-        compare_gradients(Net, parallelize, X, {"dp": 2})
+        compare_gradients(Net, parallelize, X, DP)
 
 
 def test_the_result_prints_each_error_with_its_values() -> None:
-    wrong = compare_gradients(llama, lambda model, mesh: None, TEXT, {"dp": 2})
+    wrong = compare_gradients(llama, unchanged, TEXT, DP)
     lines = str(wrong).splitlines()
     assert lines[0] == "dp=2 against one process: 22 of 23 values wrong"
     assert lines[1] == "one rank's own value: the mean over dp is the true value; it is not averaged over dp"

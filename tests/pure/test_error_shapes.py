@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thunder_zero.spmd.comparison import Slices, find_slices, put_together
-from thunder_zero.spmd.error_shapes import name_error, relative_error
+from thunder_zero.spmd.error_shapes import Slices, find_slices, join, name_error, relative_error
 
 MESH = {"dp": 3, "tp": 2}
 TRUE = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -40,9 +39,9 @@ def test_a_factor_that_all_ranks_have(factor: float, sentence: str) -> None:
     assert found == pytest.approx(factor)
 
 
-def test_axes_of_one_size_and_biases_are_named() -> None:
-    text, _ = name_error([2 * TRUE] * 4, TRUE, {"dp": 2, "tp": 2}, is_bias=True)
-    assert text == "2 times the true value: a bias counted once on each rank of dp, or once on each rank of tp"
+def test_axes_of_one_size_are_named() -> None:
+    text, _ = name_error([2 * TRUE] * 4, TRUE, {"dp": 2, "tp": 2})
+    assert text == "2 times the true value: counted once on each rank of dp, or once on each rank of tp"
     assert name_error([2 * TRUE], TRUE, {"dp": 1})[0] == "2 times the true value"
 
 
@@ -121,9 +120,9 @@ def test_numbers_are_named_like_tensors() -> None:
 def test_plain_slices_are_put_together_along_their_axis() -> None:
     by_rank = [TRUE.chunk(2)[rank % 2] for rank in range(6)]
     assert find_slices(by_rank, TRUE, MESH) == Slices("tp", 0)
-    assert all(torch.equal(whole, TRUE) for whole in put_together(by_rank, Slices("tp", 0), MESH))
+    assert all(torch.equal(whole, TRUE) for whole in join(by_rank, Slices("tp", 0), MESH))
     by_rank = [TRUE.chunk(3)[rank // 2] for rank in range(6)]
     assert find_slices(by_rank, TRUE, MESH) == Slices("dp", 0)
-    assert all(torch.equal(whole, TRUE) for whole in put_together(by_rank, Slices("dp", 0), MESH))
+    assert all(torch.equal(whole, TRUE) for whole in join(by_rank, Slices("dp", 0), MESH))
     assert find_slices(by_rank[::-1], TRUE, MESH) is None  # in another order
     assert find_slices([TRUE] * 6, TRUE, MESH) is None

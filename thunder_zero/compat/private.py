@@ -204,8 +204,6 @@ NAMES = {name: Private(*row) for name, row in {
         "ranks as threads of one process, to compare gradients", "a public process group of threads"),
     "set_thread_isolation_mode": ("torch._C._distributed_c10d:_set_thread_isolation_mode",
         "a registry of groups for each thread", "a public process group of threads"),
-    "store_based_barrier": ("torch.distributed.distributed_c10d:_store_based_barrier",
-        "whether a thread waits for ranks that make a group", "a public process group of threads"),
     "set_pg_timeout": ("torch.distributed.distributed_c10d:_set_pg_timeout", "the timeout of collectives",
         "a public setter"),
     "REGISTRY_KEY": ("torch.distributed._composable.contract:REGISTRY_KEY", "refuses fully_shard of our models",

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from thunder_zero.compat.torch.threaded_group import run_ranks
 from thunder_zero.spmd.axes import axes_of_batches, unknown_axes
 from thunder_zero.spmd.comparison import ComparedValue, Comparison
 from thunder_zero.spmd.steps import Clip, Loss, Parallelize, Steps, mean_loss, plain_module
-from thunder_zero.spmd.threads import run_ranks
 from thunder_zero.tools.printing.words import WIDTH, summed_up
 
 MOST = 6  # rows of one sentence in the printed form
@@ -122,30 +122,26 @@ def compare_gradients(
             between two calls.
         RuntimeError: a rank raised, or ranks wait for each other. The error names the ranks.
     """
-    axes = _checked(mesh_shape)
-    divided = _checked_data_axes(axes, data_axes)
+    axes = _checked(mesh_shape, data_axes)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         module, batch, notes = plain_module(build, batch)
-        steps = Steps(module, batch, axes, divided, loss, parallelize, clip, max_norm)
+        steps = Steps(module, batch, axes, axes_of_batches(axes, data_axes), loss, parallelize, clip, max_norm)
         true = steps.run_plain()
         ranks = run_ranks(prod(axes.values()), steps.run_rank, timeout)
         rows = tuple(Comparison(steps, true, ranks).rows())
     return GradientComparison(axes, rows, (*notes, *dict.fromkeys(rank.note for rank in ranks if rank.note)))
 
 
-def _checked(mesh_shape: Mapping[str, int]) -> dict[str, int]:
-    if not isinstance(mesh_shape, Mapping) or not mesh_shape:
-        raise TypeError(f'mesh_shape is {mesh_shape!r}; give the sizes of axes by name, such as {{"dp": 2, "tp": 2}}')
-    if wrong := next((name for name, size in mesh_shape.items() if not isinstance(size, int) or size < 1), None):
-        raise ValueError(f"axis {wrong!r} has the size {mesh_shape[wrong]!r}; give a positive number of ranks")
-    return dict(mesh_shape)
-
-
-def _checked_data_axes(axes: Mapping[str, int], given: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the axes along which ranks have different parts of the batch. By default these have known names."""
-    if given is None and (unknown := unknown_axes(axes)):
+def _checked(axes: Mapping[str, int], data_axes: Sequence[str] | None) -> dict[str, int]:
+    """Return the sizes of the axes. Raise if they are wrong, or do not say along which axes the batch is cut."""
+    if not isinstance(axes, Mapping) or not axes:
+        raise TypeError(f'mesh_shape is {axes!r}; give the sizes of axes by name, such as {{"dp": 2, "tp": 2}}')
+    for name, size in axes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"axis {name!r} has the size {size!r}; give a positive number of ranks")
+    if data_axes is None and (unknown := unknown_axes(axes)):
         raise ValueError(f"does axis {unknown[0]!r} cut the batch? Give the axes that do as data_axes=")
-    if lacking := [name for name in given or () if name not in axes]:
+    if lacking := [name for name in data_axes or () if name not in axes]:
         raise ValueError(f"data_axes has {lacking[0]!r}, which mesh_shape lacks; its axes are {', '.join(axes)}")
-    return axes_of_batches(axes, given)
+    return dict(axes)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from itertools import chain, groupby
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from thunder_zero.spmd.error_shapes import is_close, name_error, on_ranks, relative_error
-from thunder_zero.spmd.steps import RankValues, Step, Steps, first_names, names_of
+from thunder_zero.spmd.error_shapes import TOLERANCE, find_slices, is_close, join, name_error, on_ranks, relative_error
+from thunder_zero.spmd.steps import RankStep, Step, Steps, names_of
 from thunder_zero.tools.printing.words import summed_up
 
 NAN = float("nan")
-TOLERANCE = 1e-5  # some models compute parts in float32
 FLOOR = 1e-8  # of the norm of all gradients: what remains where the true gradient is zero, as of a bias of keys
+Causes = Iterable[tuple[str, Sequence[Tensor]]]  # sentences, each with the wrong values that it would explain
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,7 +49,7 @@ class Comparison:
 
     steps: Steps
     true: Step
-    ranks: Sequence[RankValues]
+    ranks: Sequence[RankStep]
 
     @cached_property
     def parts(self) -> list[Step]:
@@ -57,180 +58,131 @@ class Comparison:
 
     @cached_property
     def params(self) -> dict[str, nn.Parameter]:
-        """The parameters of the plain module, by all their names."""
-        return names_of(self.steps.module)
+        """The parameters of the plain module. A tied parameter has its first name."""
+        return dict(self.steps.module.named_parameters())
 
     @cached_property
-    def true_grads(self) -> dict[str, Tensor]:
-        """The true gradients. A tied parameter has its first name."""
-        names = [name for name, first in first_names(self.params).items() if name == first]
-        return {name: grad for name in names if (grad := self.true.grads[name]) is not None}
+    def squares(self) -> dict[str, Tensor]:
+        """The square of the norm of each true gradient."""
+        return {name: self.true.grads[name].square().sum() for name in self.params}
 
     @cached_property
     def true_norm(self) -> Tensor:
         """The norm of all true gradients."""
-        squares = [grad.square().sum() for grad in self.true_grads.values()]
-        return torch.stack([torch.zeros((), dtype=torch.float64), *squares]).sum().sqrt()
+        return torch.stack([*self.squares.values()]).sum().sqrt()
 
     def rows(self) -> Iterator[ComparedValue]:
         """Yield a row for the loss, one for each parameter, and one for the norm, if all ranks have one."""
         yield self._loss_row()
-        firsts = first_names(self.params)
-        for name, first in firsts.items():
-            if name == first:
-                yield self._param_row(name)
-        for name in self.ranks[0].values.keys() - firsts.keys():
+        for name in self.params:
+            problem = self._problem(name)
+            yield ComparedValue(name, NAN, None, problem) if problem else self._param_row(name)
+        for name in self.ranks[0].values.keys() - self.true.grads.keys():
             yield ComparedValue(name, NAN, None, "the plain module has no parameter of this name")
         norms = [rank.norm for rank in self.ranks if rank.norm is not None]
         if len(norms) == len(self.ranks):
-            yield self._norm_row(norms)
+            yield self._row("total norm", norms, self.true_norm, self._try_whole_parameters())
 
-    def _row(self, name: str, values: Sequence[Tensor], true: Tensor, floor: float = 0.0) -> ComparedValue:
+    def _row(
+        self, name: str, values: Sequence[Tensor], true: Tensor, causes: Causes = (), floor: float = 0.0
+    ) -> ComparedValue:
         """Compare values that all have the true shape. Differences below ``floor`` are rounding errors."""
         error = max(relative_error(value, true) for value in values)
         allowed = TOLERANCE * true.norm() + floor
         if all((value - true).norm() <= allowed for value in values):
             return ComparedValue(name, error)
-        sentence, factor = name_error(values, true, self.steps.axes, is_bias=name.endswith("bias"))
+        for sentence, wrong in causes:
+            if all(map(is_close, values, wrong)):
+                return ComparedValue(name, error, None, sentence)
+        sentence, factor = name_error(values, true, self.steps.axes)
         return ComparedValue(name, error, factor, sentence)
 
     def _loss_row(self) -> ComparedValue:
         """Compare the mean of the losses over the data axes. If their sum is the true loss, it is right as well."""
-        on_mesh = torch.stack([rank.step.loss for rank in self.ranks]).reshape(*self.steps.axes.values())
+        on_mesh = torch.stack([rank.loss for rank in self.ranks]).reshape(*self.steps.axes.values())
         for dim, name in enumerate(self.steps.axes):
             if name in self.steps.data_axes:
                 on_mesh = on_mesh.mean(dim, keepdim=True).expand_as(on_mesh)
-        means = [*on_mesh.flatten()]
-        row = self._row("loss", means, self.true.loss)
-        sums = self._row("loss", [mean * self.steps.data_ranks for mean in means], self.true.loss)
-        if not row.sentence or not sums.sentence:
-            return sums if row.sentence else row
-        sentence = self._of_parts(means, [part.loss for part in self.parts], self.true.loss)
-        sentence = sentence or self._of_biases(means[0]) or row.sentence
-        return replace(row, sentence=f"{sentence}; forward differs, so gradients do")
+        means, count, true = on_mesh.flatten(), self.steps.data_ranks, self.true.loss
+        if all(is_close(mean * count, true) for mean in means):
+            means = means * count
+        row = self._row("loss", [*means], true, chain(self._try_parts(lambda step: step.loss), self._try_biases()))
+        return replace(row, sentence=row.sentence and f"{row.sentence}; forward differs, so gradients do")
+
+    def _problem(self, name: str) -> str:
+        """Return why a parameter or its gradient cannot be compared, or an empty string."""
+        if missing := [index for index, rank in enumerate(self.ranks) if name not in rank.values]:
+            return f"the parallel model has no such parameter on {on_ranks(missing)}"
+        param, parallel = self.params[name], self.ranks[0].params
+        for other, tied in names_of(self.steps.module).items():
+            if tied is param and parallel.get(other, parallel[name]) is not parallel[name]:
+                return f"tied to {other} in the plain module, but no longer"
+        without = [index for index, rank in enumerate(self.ranks) if name not in rank.grads]
+        has_true = bool(self.squares[name])
+        if without and (has_true or len(without) < len(self.ranks)):
+            has = "one" if has_true else "none, or zeros"
+            return f"no gradient on {on_ranks(without)}; the plain module has {has}"
+        return ""
 
     def _param_row(self, name: str) -> ComparedValue:
-        """Compare a parameter's value before the step, then its gradient."""
-        plain = self.params[name].detach()
-        if missing := [index for index, rank in enumerate(self.ranks) if name not in rank.values]:
-            return ComparedValue(name, NAN, None, f"the parallel model has no such parameter on {on_ranks(missing)}")
-        if other := self.ranks[0].untied.get(name):
-            return ComparedValue(name, NAN, None, f"tied to {other} in the plain module, but no longer")
+        """Compare a parameter's value before the step, then its gradient: if one is in slices, both are."""
+        plain, axes = self.params[name].detach(), self.steps.axes
         values = [rank.values[name] for rank in self.ranks]
-        slices = find_slices(values, plain, self.steps.axes)
-        values = put_together(values, slices, self.steps.axes)
-        if wrong := next((value for value in values if value.shape != plain.shape), None):
-            shapes = f"{tuple(wrong.shape)} on ranks and {tuple(plain.shape)} in the plain module"
+        slices = find_slices(values, plain, axes)
+        values = join(values, slices, axes)
+        if wrong := [tuple(value.shape) for value in values if value.shape != plain.shape]:
+            shapes = f"{wrong[0]} on ranks and {tuple(plain.shape)} in the plain module"
             return ComparedValue(name, NAN, None, f"the shape is {shapes}, and ranks have no equal slices of it")
         row = self._row(name, values, plain)
         if row.sentence:
             return replace(row, sentence=f"not the gradient, but its value before the step is wrong: {row.sentence}")
-        return self._grad_row(name, slices)
-
-    def _grad_row(self, name: str, slices: Slices | None) -> ComparedValue:
-        """Compare a gradient. The gradient of a parameter in slices has slices as well."""
-        grads = [rank.step.grads.get(name) for rank in self.ranks]
-        true = self.true_grads.get(name)
-        without = [rank for rank, grad in enumerate(grads) if grad is None]
-        has_true = true is not None and bool(true.any())
-        if len(without) == len(grads) and not has_true:
+        if name not in self.ranks[0].grads:
             return ComparedValue(name, 0.0)
-        if without:
-            has = "has one" if has_true else "has none, or zeros"
-            return ComparedValue(name, NAN, None, f"no gradient on {on_ranks(without)}; the plain module {has}")
-        values = put_together([grad for grad in grads if grad is not None], slices, self.steps.axes)
-        floor = FLOOR * float(self.true_norm)
-        if true is None:
-            row = self._row(name, values, torch.zeros_like(values[0]), floor)
-            return replace(row, sentence=row.sentence and "a gradient; the plain module has none")
-        row = self._row(name, values, true, floor)
-        if not row.sentence:
-            return row
-        parts = [torch.zeros_like(true) if (grad := part.grads[name]) is None else grad for part in self.parts]
-        return replace(row, sentence=self._of_parts(values, parts, true) or row.sentence)
+        grads = join([rank.grads[name] for rank in self.ranks], slices, axes)
+        causes, floor = self._try_parts(lambda step: step.grads[name]), FLOOR * float(self.true_norm)
+        return self._row(name, grads, self.true.grads[name], causes, floor)
 
-    def _of_parts(self, values: Sequence[Tensor], parts: Sequence[Tensor], true: Tensor) -> str:
-        """Name values that come from the plain module's values on the ranks' parts of the batch."""
-        data, mean = " x ".join(self.steps.data_axes), torch.stack([*parts]).mean(0)
-        if _is_equal(mean, true):  # then the error's own shape says as much
-            return ""
-        if all(_is_equal(value, mean) for value in values):
-            return f"the mean of means over the parts of {data}: each rank divides by its own count, and counts differ"
-        if all(_is_equal(value, parts[self.steps.part_of(rank)]) for rank, value in enumerate(values)):
-            return f"each rank's value is that of its own part of the batch; it is not averaged over {data}"
-        return ""
+    # causes of wrong values
 
-    def _of_biases(self, loss: Tensor) -> str:
-        """Name the biases that count several times in a wrong loss."""
-        for pattern in dict.fromkeys(_pattern(name) for name in self.params if name.endswith("bias")):
+    def _try_parts(self, value_of: Callable[[Step], Tensor]) -> Causes:
+        """Yield the values that the plain module gives on the parts of the batch, if their mean is not the true one."""
+        parts, true = [value_of(step) for step in self.parts], value_of(self.true)
+        data, mean = " x ".join(self.steps.data_axes), torch.stack(parts).mean(0)
+        if not is_close(mean, true):  # else the error's own shape says as much
+            means = f"the mean of means over the parts of {data}: each rank divides by its own count, and counts differ"
+            yield means, [mean] * len(self.ranks)
+            own = f"each rank's value is that of its own part of the batch; it is not averaged over {data}"
+            yield own, [parts[self.steps.part_of(rank)] for rank in range(len(self.ranks))]
+
+    def _try_biases(self) -> Causes:
+        """Yield the losses of the plain module if biases, alike in all layers, count several times."""
+        biases = [name for name in self.params if name.endswith("bias")]
+        for _, alike in groupby(sorted(biases, key=_without_numbers), _without_numbers):
+            names = [*alike]
             for axis, size in self.steps.axes.items():
                 module = deepcopy(self.steps.module)
-                biases = {name: param for name, param in names_of(module).items() if _pattern(name) == pattern}
                 with torch.no_grad():
-                    for bias in biases.values():
-                        bias.mul_(size)
-                    if size > 1 and _is_equal(self.steps.loss(module, self.steps.batch), loss):
-                        names = [*biases]
-                        return f"{names[0]!r} counts {size} times: a bias added on each rank of {axis}"
-        return ""
+                    for name in names:
+                        module.get_parameter(name).mul_(size)
+                    loss = self.steps.loss(module, self.steps.batch)
+                counts = f"{names[0]!r} counts {size} times: a bias added on each rank of {axis}"
+                yield counts, [loss] * len(self.ranks)
 
-    def _norm_row(self, norms: Sequence[Tensor]) -> ComparedValue:
-        """Compare the norm of all gradients."""
-        row = self._row("total norm", norms, self.true_norm)
-        if not row.sentence:
-            return row
-        whole_along = self.ranks[0].whole_along
+    def _try_whole_parameters(self) -> Causes:
+        """Yield the norms of all gradients if parameters that are whole on each rank of an axis count on each."""
         for axis, size in self.steps.axes.items():
-            square = torch.zeros((), dtype=torch.float64)
-            for name, grad in self.true_grads.items():
-                square += grad.square().sum() * (size if axis in whole_along.get(name, ()) else 1)
-            if size > 1 and all(_is_equal(norm, square.sqrt()) for norm in norms):
-                return replace(row, sentence=f"counts parameters that are whole on each rank of {axis} {size} times")
-        return row
+            whole = [square for name, square in self.squares.items() if self._is_whole_along(axis, name)]
+            norm = (self.true_norm.square() + (size - 1) * sum(whole)).sqrt()
+            yield f"counts parameters that are whole on each rank of {axis} {size} times", [norm] * len(self.ranks)
+
+    def _is_whole_along(self, axis: str, name: str) -> bool:
+        """Return whether each rank along an axis has the whole parameter."""
+        param = self.ranks[0].params.get(name)
+        if isinstance(param, DTensor):
+            placements = zip(param.device_mesh.mesh_dim_names or (), param.placements, strict=False)
+            return not any(placement.is_shard() for dim, placement in placements if dim == axis)
+        return param is not None and param.shape == self.params[name].shape
 
 
-def _is_equal(value: Tensor, true: Tensor) -> bool:
-    return relative_error(value, true) < TOLERANCE
-
-
-def _pattern(name: str) -> str:
-    """Return a name without the numbers of layers."""
+def _without_numbers(name: str) -> str:
     return re.sub(r"\d+", "*", name)
-
-
-# plain tensors of which ranks have slices
-
-
-class Slices(NamedTuple):
-    """Ranks along the axis have slices of a tensor along one of its dimensions."""
-
-    axis: str
-    dim: int
-
-
-def find_slices(values: Sequence[Tensor], whole: Tensor, axes: Mapping[str, int]) -> Slices | None:
-    """Return how the ranks' values are slices of a tensor, or None if they are not."""
-    shape = values[0].shape
-    if shape == whole.shape or len(shape) != whole.ndim or any(value.shape != shape for value in values):
-        return None
-    differing = [dim for dim in range(whole.ndim) if shape[dim] != whole.shape[dim]]
-    for axis, size in axes.items():
-        if len(differing) == 1 and shape[differing[0]] * size == whole.shape[differing[0]]:
-            slices = Slices(axis, differing[0])
-            if all(is_close(value, whole) for value in put_together(values, slices, axes)):
-                return slices
-    return None
-
-
-def put_together(values: Sequence[Tensor], slices: Slices | None, axes: Mapping[str, int]) -> list[Tensor]:
-    """Return, for each rank, the concatenated slices of the ranks along the axis."""
-    if slices is None:
-        return [*values]
-    ranks = torch.arange(len(values)).reshape(*axes.values())
-    groups = ranks.movedim([*axes].index(slices.axis), -1).reshape(-1, axes[slices.axis])
-    result = [*values]
-    for group in groups.tolist():
-        whole = torch.cat([values[rank] for rank in group], slices.dim)
-        for rank in group:
-            result[rank] = whole
-    return result

@@ -3,17 +3,17 @@
 ::
 
     batch  ----------------------> plain module    -> Step: loss, gradients
-    part 0 -> rank 0, a thread --> parallel model  -> RankValues: Step, values before it, norm
-    part 1 -> rank 1, a thread --> parallel model  -> RankValues
+    part 0 -> rank 0, a thread --> parallel model  -> RankStep: Step, values before it, norm
+    part 1 -> rank 1, a thread --> parallel model  -> RankStep
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
-from threading import Lock
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map_only
 
 NOISE = 0.1  # of the root mean square of a parameter
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")  # in paths of wrapped modules
+WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")  # in paths of parameters
 Loss = Callable[[Any, Any], Tensor]  # of model and batch
 Clip = Callable[[Any, float], Any]  # of model and max_norm; returns the norm
 Parallelize = Callable[[Any, DeviceMesh], Any]  # of model and mesh; returns the parallel model, or None
@@ -32,25 +32,23 @@ Parallelize = Callable[[Any, DeviceMesh], Any]  # of model and mesh; returns the
 
 @dataclass(frozen=True)
 class Step:
-    """What one forward and backward gave: full tensors."""
+    """What one forward and backward gave: full tensors. The plain module has zeros in place of missing gradients."""
 
     loss: Tensor
-    grads: dict[str, Tensor | None]
+    grads: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class RankValues:
-    """What one rank has of a parallel model. ``values`` are the parameters before the step."""
+class RankStep(Step):
+    """What one rank has of a parallel model."""
 
-    step: Step
-    values: dict[str, Tensor]
+    params: Mapping[str, Tensor]
+    values: dict[str, Tensor]  # the full parameters before the step
     norm: Tensor | None
     note: str  # why there is no norm
-    untied: dict[str, str]  # pairs of names that are one parameter in the plain module, and two here
-    whole_along: dict[str, set[str]]  # the axes along which each rank has the whole parameter
 
 
-@dataclass
+@dataclass(frozen=True)
 class Steps:
     """One plain module, one batch and a function that makes the module parallel. Ranks call :meth:`run_rank`."""
 
@@ -62,8 +60,6 @@ class Steps:
     parallelize: Parallelize
     clip: Clip | None
     max_norm: float
-    lock: Any = field(default_factory=Lock)
-    has_grad: list[set[str]] = field(default_factory=list)  # of each rank, in any order
 
     @property
     def data_ranks(self) -> int:
@@ -77,23 +73,17 @@ class Steps:
         return int(parts.flatten()[rank])
 
     def run_plain(self) -> Step:
-        """Run the plain module's step on the whole batch.
-
-        Raises:
-            ValueError: ranks cannot divide the batch, or the step is not finite, or another call gives another loss.
-        """
+        """Run the plain module's step on the whole batch. Raise if it is not finite, or has another loss again."""
         cut(self.batch, 0, self.data_ranks)  # raises before ranks start
         step = self._plain_step(self.batch)
-        finite = {name: bool(grad.isfinite().all()) for name, grad in step.grads.items() if grad is not None}
-        if wrong := [
-            name for name, is_finite in {"the loss": bool(step.loss.isfinite()), **finite}.items() if not is_finite
-        ]:
-            raise ValueError(f"the plain module gives no finite values: {wrong[0]}; give another batch or loss=")
+        for name, value in {"the loss": step.loss, **step.grads}.items():
+            if not value.isfinite().all():
+                raise ValueError(f"the plain module gives no finite values: {name}; give another batch or loss=")
         with torch.no_grad():
             again = full(self.loss(deepcopy(self.module), self.batch)).reshape(())
         if not torch.equal(step.loss, again):
-            first, second = float(step.loss), float(again)
-            raise ValueError(f"the plain module's loss is random: {first:.6g}, then {second:.6g}; turn that off")
+            losses = f"{float(step.loss):.6g}, then {float(again):.6g}"
+            raise ValueError(f"the plain module's loss is random: {losses}; turn that off")
         return step
 
     def run_parts(self) -> list[Step]:
@@ -102,8 +92,9 @@ class Steps:
 
     def _plain_step(self, batch: Any) -> Step:
         module = deepcopy(self.module)
-        loss = self._backward(module, batch)
-        return Step(loss, {name: param.grad for name, param in names_of(module).items()})
+        loss, params = self._backward(module, batch), names_of(module)
+        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
+        return Step(loss, grads)
 
     def _backward(self, model: nn.Module, batch: Any) -> Tensor:
         loss = self.loss(model, batch)
@@ -112,38 +103,30 @@ class Steps:
         loss.backward()
         return full(loss).reshape(())
 
-    def run_rank(self, rank: int) -> RankValues:
+    def run_rank(self, rank: int) -> RankStep:
         """Run the parallel model's step on this thread's rank."""
         everyone = dist.new_group([*range(prod(self.axes.values()))])  # so that no collective of the user meets ours
         mesh = init_device_mesh("cpu", tuple(self.axes.values()), mesh_dim_names=tuple(self.axes))
-        with self.lock:
-            plain = deepcopy(self.module)
+        plain = deepcopy(self.module)
         model = self.parallelize(plain, mesh)
         model = plain if model is None else model
         dist.barrier(everyone)
         params = names_of(model)
         values = {name: full(param) for name, param in params.items()}
         loss = self._backward(model, cut(self.batch, self.part_of(rank), self.data_ranks))
-        step = Step(loss, self._gradients(names_of(model), everyone))
+        grads = self._gradients(names_of(model), everyone)
         norm, note = self._clip(model)
         dist.barrier(everyone)
-        plain_params = names_of(self.module)
-        whole = {
-            name: _whole_along(params[name], param, mesh) for name, param in plain_params.items() if name in params
-        }
-        return RankValues(step, values, norm, note, _untied(plain_params, params), whole)
+        return RankStep(loss, grads, params, values, norm, note)
 
-    def _gradients(self, params: Mapping[str, nn.Parameter], everyone: dist.ProcessGroup) -> dict[str, Tensor | None]:
+    def _gradients(self, params: Mapping[str, nn.Parameter], everyone: dist.ProcessGroup) -> dict[str, Tensor]:
         """Return full gradients. Gradients that some ranks lack are not gathered: the others would wait forever."""
-        with self.lock:
-            self.has_grad.append({name for name, param in params.items() if param.grad is not None})
-        dist.barrier(everyone)
-        everywhere = set.intersection(*self.has_grad)
-        grads: dict[str, Tensor | None] = {}
-        for name, param in params.items():
-            if param.grad is not None:
-                grads[name] = full(param.grad) if name in everywhere else param.grad
-        return grads
+        grads = {name: param.grad for name, param in params.items() if param.grad is not None}
+        names = [*names_of(self.module)]
+        on_all = torch.tensor([name in grads for name in names]).int()
+        dist.all_reduce(on_all, dist.ReduceOp.MIN, group=everyone)
+        gathered = {name: full(grads[name]) for name, is_on_all in zip(names, on_all, strict=True) if is_on_all}
+        return grads | gathered
 
     def _clip(self, model: nn.Module) -> tuple[Tensor | None, str]:
         """Clip the gradients. Return their norm before, or why there is none."""
@@ -156,66 +139,45 @@ class Steps:
             return None, f"the norm is not compared: torch's clip_grad_norm_ raises {type(error).__name__}: {reason}"
 
 
-def first_names(params: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Return a mapping from names to the first name of the parameter. A tied parameter has several names."""
-    firsts: dict[int, str] = {}
-    return {name: firsts.setdefault(id(param), name) for name, param in params.items()}
+def names_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return parameters by their names in the plain module. A tied parameter has several names."""
+    params = {WRAPPERS.sub("", name): param for name, param in model.named_parameters(remove_duplicate=False)}
+    is_wrapped = all(name.startswith("module.") for name in params)  # as DistributedDataParallel does
+    return {name.removeprefix("module.") if is_wrapped else name: param for name, param in params.items()}
 
 
-def _untied(plain: Mapping[str, nn.Parameter], params: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Return pairs of names that are one parameter in the plain module, and several in the parallel model."""
-    return {
-        first: name
-        for name, first in first_names(plain).items()
-        if name in params and first in params and params[name] is not params[first]
-    }
-
-
-def _whole_along(param: Tensor, plain: Tensor, mesh: DeviceMesh) -> set[str]:
-    """Return the axes along which each rank has the whole parameter."""
-    axes = set(mesh.mesh_dim_names or ())
-    if not isinstance(param, DTensor):
-        return axes if param.shape == plain.shape else set()
-    placements = zip(param.device_mesh.mesh_dim_names or (), param.placements, strict=False)
-    return axes - {name for name, placement in placements if placement.is_shard()}
+def full(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor, or of the full tensor of a DTensor."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()  # a replica is not copied
 
 
 # the plain module, and its batch in parts
 
 
 def plain_module(build: Callable[[], nn.Module], batch: Any) -> tuple[nn.Module, Any, list[str]]:
-    """Return a copy of the module and the batch in float64, and notes on what was changed.
-
-    Noise is added to parameters, so that zeros and ones hide no error.
-    """
+    """Return a copy of the module and the batch in float64, and notes on what was changed."""
     module = build()
     if not isinstance(module, nn.Module):
         raise TypeError(f"build returns {type(module).__name__}; return the plain nn.Module")
-    if name := next((name for name, tensor in _tensors(module) if tensor.is_meta), None):
-        raise ValueError(f"{name!r} is on the meta device; let build() return a module with values")
-    if name := next((name for name, tensor in _tensors(module) if isinstance(tensor, DTensor)), None):
-        raise ValueError(f"{name!r} is a DTensor already; let build() return the plain module")
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.is_meta or isinstance(tensor, DTensor):
+            where = "on the meta device" if tensor.is_meta else "a DTensor already"
+            raise ValueError(f"{name!r} is {where}; let build() return a plain module with values")
     module = deepcopy(module).to("cpu", torch.float64)
     notes = list(_turn_dropout_off(module))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for param in module.parameters():
+        for param in module.parameters():  # noise, so that zeros and ones hide no error
             if param.is_floating_point():
                 scale = NOISE * (float(param.square().mean().sqrt()) or 1.0)
                 param.add_(torch.randn(param.shape, generator=generator, dtype=param.dtype), alpha=scale)
-    return module, tree_map(_to_float64, batch), notes
+    return module, tree_map_only(Tensor, _to_float64, batch), notes
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-def _to_float64(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    value = value.detach().cpu()
-    return value.double() if value.is_floating_point() else value
+def _to_float64(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().cpu()
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _turn_dropout_off(module: nn.Module) -> Iterator[str]:
@@ -233,13 +195,16 @@ def _turn_dropout_off(module: nn.Module) -> Iterator[str]:
 
 def cut(batch: Any, index: int, count: int) -> Any:
     """Return part ``index`` of ``count`` equal parts of a batch, along the first dimension of each tensor."""
-    for tensor in tree_leaves(batch):
-        if isinstance(tensor, Tensor) and (tensor.ndim == 0 or len(tensor) % count):
+
+    def part(tensor: Tensor) -> Tensor:
+        if tensor.ndim == 0 or len(tensor) % count:
             raise ValueError(
                 f"a tensor of the batch has the shape {tuple(tensor.shape)}, which {count} ranks with different parts "
                 f"cannot divide along the first dimension; give a larger batch, or make constants in loss="
             )
-    return tree_map(lambda value: value.chunk(count)[index] if isinstance(value, Tensor) else value, batch)
+        return tensor.chunk(count)[index]
+
+    return tree_map_only(Tensor, part, batch)
 
 
 def mean_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -248,28 +213,8 @@ def mean_loss(model: nn.Module, batch: Any) -> Tensor:
         output = model(**batch)
     else:
         output = model(*batch) if isinstance(batch, list | tuple) else model(batch)
-    for name in ("loss", "logits"):
-        if isinstance(getattr(output, name, None), Tensor):
-            output = getattr(output, name)
-            break
+    output = getattr(output, "loss", output)
     if not isinstance(output, Tensor):
         raise TypeError(f"the model returns {type(output).__name__}; give a function of model and batch as loss=")
     output = output.full_tensor() if isinstance(output, DTensor) else output
     return output if output.ndim == 0 else output.square().mean()
-
-
-def names_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return parameters by their names in the plain module. A tied parameter has several names."""
-    result = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        for wrapper in WRAPPERS:
-            name = name.replace(wrapper, "")
-        result[name] = param
-    is_wrapped = all(name.startswith("module.") for name in result)  # as DistributedDataParallel does
-    return {name.removeprefix("module.") if is_wrapped else name: param for name, param in result.items()}
-
-
-def full(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor, or of the full tensor of a DTensor."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()  # a replica is not copied

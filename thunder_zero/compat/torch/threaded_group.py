@@ -1,34 +1,75 @@
-"""needed while: torch has no public process group whose ranks are threads of one process."""
+"""needed while: torch has no public process group whose ranks are threads of one process.
+
+::
+
+    rank 0   all_reduce --- waits ---+
+    rank 1   raised ValueError       +--> RuntimeError: rank 1 of 2 raised ValueError: ...
+"""
 
 from __future__ import annotations
 
+import ctypes
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from inspect import unwrap
 from threading import Thread
-from types import CodeType, FrameType
-from typing import Any
+from typing import TypeVar
 
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
-from thunder_zero.compat.private import set_thread_isolation_mode, store_based_barrier, threaded_groups
+from thunder_zero.compat.private import set_thread_isolation_mode, threaded_groups
 
-MAKE_GROUPS = ("new_group", "init_process_group")
-JOIN: CodeType = threaded_groups.Collective.join.__code__  # where a rank waits for the other ranks of a collective
-BARRIER: CodeType = unwrap(store_based_barrier).__code__  # where a rank waits for the other ranks of a new group
+POLL = 0.5  # seconds between two looks at the ranks
+GRACE = 15  # seconds that ranks have to end; one that makes a group takes up to 10
+T = TypeVar("T")
+
+
+def run_ranks(world_size: int, function: Callable[[int], T], timeout: float) -> list[T]:
+    """Return the results of ``function(rank)`` on threads, each with a default group of all threads.
+
+    Raises:
+        RuntimeError: a rank raised, ranks wait for each other, or they ran longer than ``timeout`` seconds. The error
+            names the ranks, and its cause has their tracebacks. All threads have ended.
+    """
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+    store = dist.HashStore()
+
+    def run(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+            results[rank] = function(rank)
+        except BaseException as error:
+            error.add_note(f"on rank {rank}")
+            errors[rank] = error
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    threads = [Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)]
+    with _threads_as_ranks():
+        try:
+            for thread in threads:
+                thread.start()
+            problem = _wait_for(threads, errors, timeout)
+            first = next(iter(errors.items()), None)
+        finally:
+            _end(threads)
+    if first is not None:
+        rank, error = first
+        raise RuntimeError(f"rank {rank} of {world_size} raised {type(error).__name__}: {error}") from error
+    if problem:
+        advice = "every rank must call the same collectives of a group in the same order"
+        where = BaseExceptionGroup("where each rank was", [*errors.values()]) if errors else None
+        raise RuntimeError(f"{problem}; {advice}") from where
+    return [results[rank] for rank in range(world_size)]
 
 
 @contextmanager
-def threads_as_ranks() -> Iterator[None]:
-    """Inside the block, each thread may join a default group of its own by :func:`join_group`.
-
-    torch replaces the registry of the process's groups for the block. The groups of the process are untouched.
-
-    Raises:
-        RuntimeError: the process is in such a block already.
-    """
+def _threads_as_ranks() -> Iterator[None]:
+    """Inside the block, torch has a registry of groups for each thread. The groups of the process are untouched."""
     if isinstance(distributed_c10d.__dict__["_world"], threaded_groups.ThreadLocalWorld):
         raise RuntimeError("ranks already run as threads of this process; run one comparison at a time")
     excepthook = sys.excepthook  # each init_process_group adds a rank to it
@@ -44,47 +85,29 @@ def threads_as_ranks() -> Iterator[None]:
         sys.excepthook = excepthook
 
 
-def join_group(rank: int, world_size: int, store: Any) -> None:
-    """Make the default group of this thread."""
-    dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+def _wait_for(threads: Sequence[Thread], errors: Mapping[int, BaseException], timeout: float) -> str:
+    """Wait until all ranks have ended, or one raised. Return why the others will not end, or an empty string."""
+    until = time.monotonic() + timeout
+    last = None
+    while (alive := [thread for thread in threads if thread.is_alive()]) and not errors:
+        collectives = [*threaded_groups.ProcessLocalGroup._cur_coll_on_pgs.values()]
+        waits = [(one, one._count) for one in collectives if one._count < one._world_size]  # for ranks to come
+        if waits == last and sum(count for _, count in waits) == len(alive):
+            return f"{', '.join(thread.name for thread in alive)} wait for ranks that do not come"
+        if time.monotonic() > until:
+            return f"{', '.join(thread.name for thread in alive)} still run after {timeout:g} s"
+        last = waits
+        alive[0].join(POLL)
+    return ""
 
 
-def end_waits(store: dist.Store) -> None:
-    """Wake up threads that wait for other ranks. Collectives raise SystemExit in their threads from now on."""
-    for key in store.list_keys():  # of ranks that make a group
-        if distributed_c10d.STORE_BASED_BARRIER_PREFIX in key and not key.endswith("last_worker"):
-            store.set(f"{key}:last_worker", "1")
-    with suppress(RuntimeError):  # a thread may add a collective; the caller calls again
-        threaded_groups.ProcessLocalGroup.exception_handle(None)
-
-
-def frame_of(thread: Thread) -> FrameType | None:
-    """Return the frame in which a thread is, or None if it has ended."""
-    return sys._current_frames().get(thread.ident or 0)
-
-
-def waiting_call(thread: Thread) -> FrameType | None:
-    """Return the frame of the collective, or of ``new_group``, in which a thread waits for ranks that have not come.
-
-    The result is None for a thread that runs, and for one that will wake up because all ranks have come.
-    """
-    frame = frame_of(thread)
-    while frame is not None and frame.f_code not in (JOIN, BARRIER):
-        if not frame.f_code.co_filename.endswith("threading.py"):  # a waiting thread has only waits below
-            return None
-        frame = frame.f_back
-    if frame is None or _have_all_come(frame.f_code, frame.f_locals):
-        return None
-    if frame.f_code is JOIN:
-        return frame.f_back
-    while frame.f_back is not None and frame.f_code.co_name not in MAKE_GROUPS:
-        frame = frame.f_back
-    return frame
-
-
-def _have_all_come(code: CodeType, values: Mapping[str, Any]) -> bool:
-    if code is JOIN:
-        collective = values["self"]
-        return bool(collective._count >= collective._world_size)
-    last = values.get("last_worker_key")
-    return last is None or bool(values["store"].check([last]))
+def _end(threads: Sequence[Thread]) -> None:
+    """End all threads: those in collectives wake up, and others get SystemExit at their next line."""
+    for _ in range(GRACE):
+        alive = [thread for thread in threads if thread.is_alive()]
+        with suppress(RuntimeError):  # a thread added a collective meanwhile
+            threaded_groups.ProcessLocalGroup.exception_handle(None)
+        for thread in alive:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+        for thread in alive:
+            thread.join(1 / len(alive))
