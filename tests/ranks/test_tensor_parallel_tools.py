@@ -41,7 +41,7 @@ from examples.bench.slices import (
 )
 from examples.sent_bytes import bytes_on_sockets, counted_lines
 from tests.harness.ranks import LONG, RanksPool
-from tests.harness.tiers import slow
+from tests.harness.tiers import deep, slow
 from thunder_zero.schedule.ops import Compute, starts_collective
 
 DOUBLE = torch.float64
@@ -64,20 +64,24 @@ def take_ten_steps(
 
 @pytest.mark.parametrize(
     ("mesh", "model", "stage", "sequence", "limit"),
-    slow(
-        ("1x2", "Llama", 3, True, 1e-9),
-        ("1x2", "Qwen3", 2, False, 1e-9),
-        ("1x2", PLAIN_MODULE, 1, True, 1e-9),
-        ("2x1", "Llama", 1, False, 1e-9),
-        ("2x1", "Qwen3", 3, True, 1e-9),
-        ("2x2", "Llama", 0, False, 5e-5),
-        ("2x2", "Llama", 2, True, 1e-9),
-        ("2x2", "Qwen3", 3, True, 1e-9),
-        ("2x2", "GPT-2, perceptrons", 3, False, 1e-9),
-        ("2x2", PLAIN_MODULE, 3, False, 5e-5),
-        ("1x4", PLAIN_MODULE, 3, True, 1e-9),
-        ("4x1", PLAIN_MODULE, 2, False, 1e-9),
-    ),
+    [
+        *slow(
+            ("1x2", "Qwen3", 2, False, 1e-9),
+            ("1x2", PLAIN_MODULE, 1, True, 1e-9),
+            ("2x1", "Llama", 1, False, 1e-9),
+            ("2x2", "Llama", 0, False, 5e-5),
+            ("2x2", "Qwen3", 3, True, 1e-9),
+            ("2x2", "GPT-2, perceptrons", 3, False, 1e-9),
+        ),
+        *deep(
+            ("1x2", "Llama", 3, True, 1e-9),
+            ("2x1", "Qwen3", 3, True, 1e-9),
+            ("2x2", "Llama", 2, True, 1e-9),
+            ("2x2", PLAIN_MODULE, 3, False, 5e-5),
+            ("1x4", PLAIN_MODULE, 3, True, 1e-9),
+            ("4x1", PLAIN_MODULE, 2, False, 1e-9),
+        ),
+    ],
 )
 def test_ten_steps_are_those_of_one_process(
     ranks_pool: RanksPool, mesh: str, model: str, stage: int, sequence: bool, limit: float
