@@ -127,8 +127,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
                                                               "tools/time tools/table tools/models "
                                                               "tools/plan")),
     Room("tools/views/why.py",IMPORT, IMPORT,  NOT,     rooms("plan sharded traces capture tools/printing "
-                                                              "tools/devices tools/compiled_programs tools/forecast "
-                                                              "tools/time")),
+                                                              "tools/devices tools/compiled_programs tools/table")),
     Room("tools/views/",      IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces capture tools/printing "
                                                               "tools/devices tools/time tools/forecast tools/table "
                                                               "tools/views/print_rows")),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, zip_longest
 
-from thunder_zero.capture.zero_module import traces_of
+from thunder_zero.capture.zero_module import as_traces
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import is_count
 from thunder_zero.schedule.ops import Reduce, ends
@@ -68,7 +68,7 @@ def memory(
     Raises:
         NoForecast: a line, the loss or the optimizer reads a tensor's value. It is a RuntimeError.
     """
-    traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
+    traces = as_traces(model_or_traces)
     traces = resized(traces, shapes) if shapes else traces
     recorder = recorder_of(traces, loss, optimizer, backend, accumulating=accumulating, reserve=reserve)
     return memory_of(Fold(recorder, recorder.traces.timeline).run(), reserve)

@@ -59,11 +59,13 @@ class Row:
     form: str = ""  # the encoding of a collective's messages, such as "int8/128"; "" without an encoding
     work: str = ""  # the class of its computation, such as "matmul"
     flops: int = 0  # FLOPs of its products, attention and convolutions
+    repeats: tuple[int, ...] = ()  # the FLOPs of each operation of forward that it computes again
     over: str = ""  # the axis of the mesh over which it launches a collective
     sent: int | None = None  # bytes that this rank sends; None if the line launches no collective
     deferred: int = 0  # bytes of full gradients that it keeps for the reduction in a later backward
-    gathered: int = 0  # bytes of gathered parameters alive after it
-    # allocated, freed: bytes that it allocates and frees, keyed by kind of data as in :class:`thunder_zero.tools.Holds`
+    gathered: int = 0  # bytes of gathered parameters alive after it, from the launches of their gathers
+    # allocated, freed: bytes that it allocates and frees, keyed by kind of data as in :class:`thunder_zero.tools.Holds`,
+    # where a gathered parameter is a buffer of a collective until the wait
     allocated: Mapping[str, int] = field(default_factory=dict)
     freed: Mapping[str, int] = field(default_factory=dict)
     alive: int | None = None  # bytes of all tensors alive after it; None without a forecast of memory
@@ -152,6 +154,7 @@ def _meaning(op: Op, timeline: Timeline) -> dict[str, Any]:
         "form": str(encoding) if encoding and encoding.block else "",
         "work": str(op.work) if isinstance(op, Compute) else "",
         "flops": op.flops if isinstance(op, Compute) else 0,
+        "repeats": timeline.repeats(op),
         "over": op.over if isinstance(op, Launch) else TENSOR * starts,
         "sent": traffic.sent if starts else None,
         "deferred": traffic.full if isinstance(op, Defer) else 0,
@@ -186,10 +189,15 @@ def label(params: Sequence[str], plan: Plan, *, gradients: bool) -> str:
     return grad + ", ".join(params) if params else ""
 
 
-def label_of(row: Row, plan: Plan) -> str:
+def row_label(row: Row, plan: Plan) -> str:
     """Return a short name of a row's parameters, and the encoding of its messages."""
     names = label(row.params, plan, gradients=row.gradients)
     return f"{names} as {row.form}" if row.form else names
+
+
+def sent_bytes(rows: Iterable[Row]) -> int:
+    """Return the bytes that this rank sends in rows."""
+    return sum(row.sent or 0 for row in rows)
 
 
 def _parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:

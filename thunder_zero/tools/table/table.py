@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from thunder_zero.capture.zero_module import traces_of
+from thunder_zero.capture.zero_module import as_traces
+from thunder_zero.plan.params import Param
+from thunder_zero.plan.traffic import Traffic, gather_traffic, reduce_traffic
 from thunder_zero.schedule.ops import Compute, ends_collective
 from thunder_zero.schedule.prefetch import Bound, bounds
 from thunder_zero.tools.devices.device import Device, Lane, device_of
@@ -25,7 +27,7 @@ from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.words import place_of, summed_up
 from thunder_zero.tools.table.lines import AROUND, in_order, traced_rows
-from thunder_zero.tools.table.rows import DIGESTS, LOSS, OPTIMIZER_STEP, Row
+from thunder_zero.tools.table.rows import DIGESTS, LOSS, OPTIMIZER_STEP, Row, sent_bytes
 from thunder_zero.tools.time.estimate import Estimate, step_time
 from thunder_zero.tools.time.lanes import Span
 from thunder_zero.traces.compiled import Traces
@@ -60,6 +62,20 @@ class Table:
         """The index of the row of each operation of ``traces.timeline``, and of each phase without a trace."""
         keys = (row.phase if row.position < 0 else row.op for row in self.lines)
         return {key: index for index, key in enumerate(keys) if key is not None}
+
+    @property
+    def sent(self) -> int:
+        """The bytes that this rank sends."""
+        return sent_bytes(self.lines)
+
+    def traffic_of(self, param: Param) -> Traffic:
+        """Return the bytes that this rank sends and receives for one parameter."""
+        plan, launches = self.traces.plan, (row for row in self.by_param[param.path] if row.sent is not None)
+        each = (
+            gather_traffic(plan, param) if row.kind == "gather" else reduce_traffic(plan, param, row.over)
+            for row in launches
+        )
+        return sum(each, Traffic())
 
     def of(self, op: int) -> Row:
         """Return the row of an operation of ``traces.timeline``."""
@@ -108,7 +124,7 @@ def step_table(
     ``loss`` and ``optimizer`` are as for :func:`thunder_zero.tools.memory` (default: the step has none). With a device,
     a loss that reads values raises; without one, ``no_memory`` has the reason.
     """
-    traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
+    traces = as_traces(model_or_traces)
     recorder, memory, no_memory = recorder_of(traces, loss, optimizer), None, ""
     traces = recorder.traces
     try:
@@ -119,11 +135,9 @@ def step_table(
     return replace(table_of(traces, memory, time), no_memory=no_memory)
 
 
-def table_of(
-    traces: Traces, memory: Memory | None = None, time: Estimate | None = None, *, codes: bool = True
-) -> Table:
+def table_of(traces: Traces, memory: Memory | None = None, time: Estimate | None = None) -> Table:
     """Return the table of a program, with a forecast of memory and with times if they are given."""
-    rows = memory.lines if memory else tuple(traced_rows(traces, codes=codes))
+    rows = memory.lines if memory else tuple(traced_rows(traces))
     if time is None:
         return Table(traces, rows, memory)
     places = _places(traces, time)

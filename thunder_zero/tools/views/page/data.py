@@ -19,7 +19,7 @@ from thunder_zero.schedule.ops import Compute
 from thunder_zero.tools.devices.device import Lane
 from thunder_zero.tools.forecast.figures import Holds, Memory, Storage
 from thunder_zero.tools.printing.words import place_of, short
-from thunder_zero.tools.table.rows import CODES, COMPUTES, label, label_of
+from thunder_zero.tools.table.rows import CODES, COMPUTES, label, row_label
 from thunder_zero.tools.table.table import Table
 from thunder_zero.tools.views.diff import COLUMNS, alike, difference_of, require_one_module
 from thunder_zero.tools.views.explain import explanation_of, why_launch
@@ -92,7 +92,7 @@ def _figures(table: Table) -> dict[str, float | None]:
         "peak_bytes": memory.peak if memory else None,
         "at_rest_bytes": memory.at_rest if memory else None,
         "optimizer_step_bytes": memory.optimizer_step if memory else None,
-        "sent_bytes": sum(row.sent or 0 for row in table.lines),
+        "sent_bytes": table.sent,
         "gathers": launches["gather"],
         "reductions": launches["reduce"],
         "slices": launches[TENSOR],
@@ -209,7 +209,7 @@ def _lines(table: Table, units: Mapping[str, int], collectives: Sequence[Data]) 
             "op": row.op,
             "collective": of_line.get(index),
             "params": [params[path] for path in sorted(row.params, key=order.__getitem__)],
-            "label": label_of(row, plan),
+            "label": row_label(row, plan),
             "sent": row.sent,
             "start": round(row.start or 0.0, DIGITS),
             "end": round(row.end or 0.0, DIGITS),
