@@ -22,7 +22,7 @@ from thunder_zero.tools.forecast.rehearsal import TRANSPORTS, MakeOptimizer
 from thunder_zero.tools.forecast.resized import Shapes, resized
 from thunder_zero.tools.printing.words import place_of
 from thunder_zero.tools.table.lines import AROUND, in_order, traced_rows
-from thunder_zero.tools.table.rows import LOSS, OPTIMIZER_STEP, Row, label
+from thunder_zero.tools.table.rows import DIGESTS, LOSS, OPTIMIZER_STEP, Row, label
 from thunder_zero.traces.compiled import Traces
 
 from thunder.core.devices import DeviceType
@@ -97,7 +97,8 @@ def memory_of(fold: Fold, reserve: int = 0) -> Memory:
     """Return the figures of a step."""
     traces = fold.recorder.traces
     codes = AROUND if fold.recorder.of_loss else AROUND | {LOSS: "# the gradients of the outputs"}
-    rows = in_order(traced_rows(traces), {line.phase: codes[line.phase] for line in fold.lines if line.phase in codes})
+    phases = {*(line.phase for line in fold.lines), *([DIGESTS] if fold.recorder.digested else [])}
+    rows = in_order(traced_rows(traces), {phase: code for phase, code in codes.items() if phase in phases})
     places = list(_places(fold, rows))
     storages = tuple(_storages(fold, places, list(_modules(rows))))
     lines = tuple(_lines(rows, storages, dict(zip(places, fold.lines, strict=True)), reserve))

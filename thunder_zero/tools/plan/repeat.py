@@ -19,12 +19,12 @@ from itertools import accumulate, groupby, pairwise
 from math import prod
 from typing import NamedTuple
 
-from thunder_zero.schedule.ops import Compute, Gather, Launch, Op, Wait, ends, ends_collective, starts_collective
+from thunder_zero.schedule.ops import Compute, Launch, Op, Wait, ends_collective, starts_collective
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Cost, Device
 from thunder_zero.tools.forecast.figures import AT_REST, Holds
 from thunder_zero.tools.forecast.fold import Fold
-from thunder_zero.tools.table.rows import OPTIMIZER_STEP
+from thunder_zero.tools.table.rows import OPTIMIZER_STEP, look_up, parameters_in
 from thunder_zero.tools.time.estimate import Estimate, model_seconds, step_time
 
 
@@ -63,22 +63,13 @@ def lengthen(keys: Sequence[Hashable], marks: Sequence[int], copies: int) -> lis
 def _marks_of(timeline: Timeline, units: Sequence[str]) -> set[int]:
     """Return the ids of the operations with which computation with each unit's parameters begins in a phase."""
     unit_of = {path: unit for path in timeline.plan.by_name for unit in units if path.startswith(f"{unit}.")}
-    owner = {name: unit_of[path] for name, path in timeline.inputs.items() if path in unit_of}
+    params, first = parameters_in(timeline), dict[tuple[bool, str], int]()
     for op in timeline.ops:
-        if ends(op, Gather):
-            pairs = zip(op.writes, op.params, strict=True)
-            owner.update((name, unit_of[path]) for name, path in pairs if path in unit_of)
-    first_read: dict[tuple[bool, str], int] = {}
-    for op in timeline.ops:
-        if not isinstance(op, Compute):
-            continue
-        units_read = {owner[name] for name in op.reads if name in owner}
-        if len(units_read) == 1 and all(name in owner for name in op.reads):  # a view or a cast of parameters alone
-            owner.update(dict.fromkeys(op.writes, *units_read))
-            continue
-        for unit in units_read:
-            first_read.setdefault((op.backward, unit), id(op))
-    return set(first_read.values())
+        if isinstance(op, Compute) and timeline.derived.keys().isdisjoint(op.writes):
+            for path in look_up(op.reads, params):
+                if path in unit_of:
+                    first.setdefault((op.backward, unit_of[path]), id(op))
+    return set(first.values())
 
 
 class Line(NamedTuple):

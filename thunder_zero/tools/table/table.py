@@ -8,7 +8,7 @@ of a trace, or a whole phase without a trace: the digests of ZeRO-1, the loss, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from thunder_zero.plan.params import Param
 from thunder_zero.plan.traffic import Traffic, gather_traffic, reduce_traffic
 from thunder_zero.schedule.ops import Compute, ends_collective
 from thunder_zero.schedule.prefetch import Bound, bounds
-from thunder_zero.tools.devices.device import Device, Lane, device_of
+from thunder_zero.tools.devices.device import Cost, Device, Lane, device_of
 from thunder_zero.tools.forecast.figures import Memory
 from thunder_zero.tools.forecast.fold import Fold
 from thunder_zero.tools.forecast.for_loss import Loss
@@ -90,9 +90,12 @@ class Table:
                 rows[path].append(row)
         return rows
 
+    def wait_of(self, launch: Row) -> Row:
+        """Return the row that first waits for a collective. ``launch`` is the row that launches it."""
+        return self.of(self._ends[self.traces.timeline.ops[launch.op or 0].writes[0]])
+
     @cached_property
-    def ends(self) -> dict[str, int]:
-        """The operation that first waits for each collective, keyed by the collective's handle."""
+    def _ends(self) -> dict[str, int]:
         ops = enumerate(self.traces.timeline.ops)
         waits = [(op.reads[0], index) for index, op in ops if ends_collective(op)]
         return dict(reversed(waits))  # backward may repeat the wait for a collective of forward
@@ -143,12 +146,9 @@ def table_of(traces: Traces, memory: Memory | None = None, time: Estimate | None
     places = _places(traces, time)
     added = {place for place in places if isinstance(place, str)} - {row.phase for row in rows}
     ordered = in_order(rows, {phase: AROUND[phase] for phase in added})
-    if memory is not None and ordered[0].phase == DIGESTS:
-        alive = memory.at_start.total() + memory.reserve
-        ordered[0] = replace(ordered[0], alive=alive, highest=alive)
     table = Table(traces, tuple(ordered), memory, time)
     spans = tuple((table.place[places[span.op]], span) for span in time.spans)
-    return replace(table, lines=tuple(_with_times(ordered, spans)), spans=spans)
+    return replace(table, lines=tuple(_with_times(ordered, spans, time.costs)), spans=spans)
 
 
 def _places(traces: Traces, time: Estimate) -> list[int | str]:
@@ -165,7 +165,7 @@ def _places(traces: Traces, time: Estimate) -> list[int | str]:
     return places
 
 
-def _with_times(rows: Iterable[Row], spans: Iterable[tuple[int, Span]]) -> Iterator[Row]:
+def _with_times(rows: Iterable[Row], spans: Iterable[tuple[int, Span]], costs: Sequence[Cost]) -> Iterator[Row]:
     by_row: dict[int, list[Span]] = {}
     for index, span in spans:
         by_row.setdefault(index, []).append(span)
@@ -175,7 +175,9 @@ def _with_times(rows: Iterable[Row], spans: Iterable[tuple[int, Span]]) -> Itera
         computed = [span for span in in_row if span.lane is Lane.COMPUTE and span.seconds]
         start = min([span.start for span in computed], default=now)
         now = max([now, *(span.end for span in computed)])
-        row = replace(row, start=start, end=now, exposed=sum(span.seconds for span in computed if span.waits))
+        exposed = sum(span.seconds for span in computed if span.waits)
+        flops = row.flops or sum(costs[span.op].flops for span in computed)
+        row = replace(row, start=start, end=now, exposed=exposed, flops=flops)
         for wire in [span for span in in_row if span.lane is not Lane.COMPUTE][-1:]:
             row = replace(row, lane=str(wire.lane), wire_start=wire.start, wire_end=wire.end)
         yield row

@@ -140,14 +140,15 @@ def explanation_of(step: Table, param: Param) -> Explanation:
 
 
 def _gather(step: Table, rows: Sequence[Row], launch: Row) -> dict[str, Row]:
-    wait = _end(step, launch)
+    wait = step.wait_of(launch)
     later = [row for row in rows if (row.op or 0) > (wait.op or 0)]
     kinds = [row.kind for row in later]
     free = later[kinds.index("free")] if "free" in kinds else None
     until = kinds.index("wait") if "wait" in kinds else None
     reads = [row for row in later[:until] if row.kind in COMPUTES and not row.gradients]
     uses = {"first use": reads[0] if reads else None, "last use": reads[-1] if reads[1:] else None}
-    return _present({"gather": launch, "wait": wait, **uses, "free": free})
+    found = {"gather": launch, "wait": wait, **uses, "free": free}
+    return {name: row for name, row in found.items() if row}
 
 
 def _gradient(step: Table, rows: Sequence[Row], path: str) -> dict[str, Row]:
@@ -158,29 +159,19 @@ def _gradient(step: Table, rows: Sequence[Row], path: str) -> dict[str, Row]:
     timeline = step.traces.timeline
     op = timeline.ops[first.op or 0]
     made = timeline.writer.get(op.reads[op.params.index(path) if len(op.reads) == len(op.params) else 0])
-    return _present(
-        {
-            "made": None if made is None else step.of(made),
-            first.kind: first,
-            "across": last if last is not first else None,
-            "wait": _end(step, last) if last.kind == "reduce" else None,
-        }
-    )
-
-
-def _present(rows: Mapping[str, Row | None]) -> dict[str, Row]:
-    return {name: row for name, row in rows.items() if row is not None}
-
-
-def _end(step: Table, launch: Row) -> Row:
-    """Return the row that waits for the collective of a launch."""
-    return step.of(step.ends[step.traces.timeline.ops[launch.op or 0].writes[0]])
+    found = {
+        "made": None if made is None else step.of(made),
+        first.kind: first,
+        "across": last if last is not first else None,
+        "wait": step.wait_of(last) if last.kind == "reduce" else None,
+    }
+    return {name: row for name, row in found.items() if row}
 
 
 def _times(rows: Mapping[str, Row], step: Table) -> tuple[float, float]:
     """Return the seconds of a gather or a gradient on wires, and the seconds that compute waits for them."""
     launches = [row for row in rows.values() if row.kind in ("gather", "reduce")]
-    all_rows = [*launches, *(_end(step, launch) for launch in launches)]
+    all_rows = [*launches, *(step.wait_of(launch) for launch in launches)]
     return sum(row.wire_seconds for row in all_rows), sum(row.exposed for row in all_rows)
 
 

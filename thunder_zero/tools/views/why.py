@@ -41,8 +41,12 @@ from thunder_zero.sharded.sharded_model import owner_of
 from thunder_zero.sharded.state import State
 from thunder_zero.tools.compiled_programs import programs
 from thunder_zero.tools.devices.device import DEVICES, Device, device_of
+from thunder_zero.tools.forecast.memory import memory
+from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.words import aligned, folded
-from thunder_zero.tools.table.table import Table, step_table
+from thunder_zero.tools.table.table import Table, table_of
+from thunder_zero.tools.time.estimate import estimate
+from thunder_zero.traces.compiled import Traces
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 STEP, COMPUTE, WAITS, OPTIMIZER = "a step", "forward, backward", "waits for collectives", "the optimizer's step"
@@ -185,12 +189,7 @@ def _page(followed: Followed, resident_before: int, device: Device | None) -> st
         return f"why: {name}: no step was measured, as the first compiles; let the script take three or more"
     measured = {figure: median(step[figure] for step in steps) for figure in steps[0]}
     more = round(measured[FORWARDS]) - 1
-    traces, no_forecast = [traces_of(followed.model, kind, index) for index, kind in kinds], ""
-    try:
-        tables = [step_table(each, device=device) for each in traces]
-    except ValueError as error:  # the device was calibrated with other ranks or dtypes
-        device, no_forecast = None, f"no forecast of time: {error}"
-        tables = [step_table(each) for each in traces]
+    tables, no_forecast = _tables([traces_of(followed.model, kind, index) for index, kind in kinds], device)
     synced, deferred = ([table for table in tables if table.traces.facts.synced is kind] for kind in (True, False))
     runs = [*synced, *[table for _ in range(more) for table in deferred or synced]]  # the programs of one step
     times = [table.time for table in runs if table.time]
@@ -209,8 +208,17 @@ def _page(followed: Followed, resident_before: int, device: Device | None) -> st
     text = aligned([("", "forecast", "measured"), *rows])
     listed = f"programs\n{compiled!r}" if (compiled := programs(followed.model)) else ""
     largest = _largest(forecast, measured, followed.waits)
-    reason = no_forecast or NO_DEVICE * (device is None)
-    return "\n".join(filter(None, (title, text, folded(reason), largest, listed)))
+    return "\n".join(filter(None, (title, text, folded(no_forecast), largest, listed)))
+
+
+def _tables(all_traces: Sequence[Traces], device: Device | None) -> tuple[list[Table], str]:
+    """Return the tables of programs, and the reason why they have no times, or ""."""
+    if device is None:
+        return [table_of(traces) for traces in all_traces], NO_DEVICE
+    try:
+        return [table_of(traces, time=estimate(traces, device)) for traces in all_traces], ""
+    except ValueError as error:  # the device was calibrated with other ranks or dtypes
+        return [table_of(traces) for traces in all_traces], f"no forecast of time: {error}"
 
 
 def _memory(followed: Followed, tables: Sequence[Table], peak: int, resident_before: int) -> tuple[str, str]:
@@ -223,8 +231,10 @@ def _memory(followed: Followed, tables: Sequence[Table], peak: int, resident_bef
         peak = max(peak - resident_before - sum(program["nbytes"] for program in programs(followed.model)), 0)
     kept = (item for states in followed.optimizer.state.values() for item in states.values())
     states = sum(local(item).nbytes for item in kept if isinstance(item, Tensor))
-    memory = tables[0].memory
-    forecast = "several graphs" if len(tables) > 1 else size(memory.peak + states) if memory else "unknown"
+    try:
+        forecast = size(memory(tables[0].traces).peak + states) if len(tables) == 1 else "several graphs"
+    except NoForecast:
+        forecast = "unknown"
     return forecast, f"{size(peak)}{', the process' * on_cpu}" if peak else "unknown"
 
 
