@@ -220,6 +220,8 @@ def test_diff_counts_recomputed_flops_for_their_unit() -> None:
     assert shown.total[1]["its FLOP"] == estimates[1].flops - estimates[0].flops == more
     assert [pair[0]["its FLOP"] for pair in shown.units.values()] == [0, 0]
     assert sum(pair[1]["its FLOP"] for pair in shown.units.values()) == shown.total[1]["its FLOP"]
+    fused = diff(*(tz.trace(module, x, policy=policy, world_size=2, fuse="inductor") for policy in policies))
+    assert fused.units == shown.units, "operations are counted before fusion"
     assert "; also recompute none -> units" in in_words(shown)
 
 

@@ -29,7 +29,7 @@ from thunder_zero.schedule.lifetimes import bytes_alive, lifetimes
 from thunder_zero.schedule.ops import Compute
 from thunder_zero.tools import Holds
 from thunder_zero.tools.forecast import figures, recorder
-from thunder_zero.tools.forecast.lines import run_region
+from thunder_zero.tools.forecast.run_lines import run_region
 from thunder_zero.tools.forecast.watch import NoForecast
 
 import thunder

@@ -83,6 +83,7 @@ def test_figures_are_those_of_estimate_and_memory_and_counted_bytes(stage: int) 
     assert peaks == [memory.peak, memory.at_rest, memory.optimizer_step]
     assert figures["sent_bytes"] == sum(timeline.traffic(op).sent for op in timeline.ops)
     assert figures["gathers"] == sum(isinstance(op, Gather) for op in timeline.ops)
+    assert sum(row.flops for row in make_table(stage).lines) == time.flops
     shares = sum(int(share) for share in re.findall(r"(\d+)%", page["programs"][0]["bound"]))
     assert shares == pytest.approx(100, abs=2)
     assert "\\u003c" not in json.dumps(page)
@@ -165,10 +166,9 @@ def test_the_memory_curve_is_the_forecast_of_each_line(stage: int) -> None:
     assert table.memory is not None
     memory, lines = data_of("forecast", table)["memory"], table.lines
     levels = [[memory["reserve"]] * len(lines), *memory["levels"]]
-    first = int(lines[0].phase == "digests")  # nothing is allocated in them
     assert levels[-1][0] == lines[0].alive
     tensors, peak = rows_of(memory["tensors"]), memory["peak"]
-    for index, kinds in enumerate(table.memory.alive, first):
+    for index, kinds in enumerate(table.memory.alive):
         alive = zip(memory["kinds"], (above[index] - below[index] for below, above in pairwise(levels)), strict=True)
         expected = table.memory.by_kind if index == peak["line"] else kinds
         assert {kind: nbytes for kind, nbytes in alive if nbytes} == dict(expected)

@@ -443,7 +443,10 @@ REFUSED_ARGUMENTS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     ((*GPT, "--sequence-length", "-1"), ("sequence_length is -1", "give a number of tokens")),
     (("--model", "no.py:build"), ("there is no file no.py", "give FILE.py:function")),
     (("--model", "{file}:build"), ("returns int", "return a tuple of the module and its inputs")),
-    (("--model", "{file}:build", "--micro-batch", "2"), ("makes its own inputs", "change their shapes there")),
+    (
+        ("--model", "{file}:build", "--micro-batch", "2"),
+        ("micro_batch belongs to models by name", "change the shapes of the inputs in"),
+    ),
 ]
 
 

@@ -114,7 +114,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
                                                               "tools/devices tools/time tools/forecast "
                                                               "tools/table/rows tools/table/lines")),
     Room("tools/from_file.py",IMPORT, NOT,     NOT,     rooms("compat")),
-    Room("tools/models.py",     IMPORT, IMPORT,  NOT,     NOTHING),
+    Room("tools/models.py",     IMPORT, IMPORT,  NOT,     rooms("tools/printing")),
     Room("tools/plan/fit.py", IMPORT, TYPES,   IMPORT,  rooms("plan schedule comm traces capture tools/printing "
                                                               "tools/dry_run tools/forecast")),
     Room("tools/plan/",       IMPORT, IMPORT,  NOT,     rooms("plan comm schedule traces capture tools/printing "
@@ -128,7 +128,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
                                                               "tools/plan")),
     Room("tools/views/why.py",IMPORT, IMPORT,  NOT,     rooms("plan sharded traces capture tools/printing "
                                                               "tools/devices tools/compiled_programs tools/forecast "
-                                                              "tools/time")),
+                                                              "tools/time tools/table")),
     Room("tools/views/",      IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces capture tools/printing "
                                                               "tools/devices tools/time tools/forecast tools/table "
                                                               "tools/views/print_rows")),

@@ -59,8 +59,7 @@ def test_repeating_costs_a_products_flops_or_the_written_elements() -> None:
 
 
 def longer(signs: str, marks: list[int], copies: int) -> str:
-    sections = lengthen(signs, marks, copies)
-    return "".join(signs[section.lines.start : section.lines.stop] * section.times for section in sections)
+    return "".join(signs[position] for position in lengthen(signs, marks, copies))
 
 
 def test_a_period_that_occurs_twice_is_repeated() -> None:

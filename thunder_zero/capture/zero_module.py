@@ -269,3 +269,8 @@ def traces_of(model: ThunderModule, synced: bool | None = None, graph: int | Non
         where = "outside" if synced else "inside"
         raise RuntimeError(f"the model was not called {where} no_sync yet; call it there once")
     raise RuntimeError("the model was not called yet, so there is no trace; call it once, or use thunder_zero.trace")
+
+
+def as_traces(model_or_traces: ThunderModule | Traces) -> Traces:
+    """Return traces unchanged, or the traces of a model that ran last."""
+    return model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)

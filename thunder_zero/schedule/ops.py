@@ -163,6 +163,8 @@ class Compute:
     cheap: bool = False  # True if it is repeatable at little cost: views, pointwise work, reductions of rows
     updates: tuple[str, ...] = ()  # values whose memory it overwrites, and values that may share this memory
     flops: int = 0  # FLOPs of its products, attention and convolutions; 0 for all other work
+    # of a fused region: the FLOPs of each operation of forward that it computes again. A written trace does not tell
+    repeats: tuple[int, ...] = field(default=(), compare=False)
     number: int = -1  # its index in the lifted timeline, by which passes know it. A copy has its original's
 
     @property

@@ -170,6 +170,10 @@ class Timeline:
         """Return whether an operation recomputes a value that forward did not save; False for a derived value."""
         return isinstance(op, Compute) and op.repeated and self.derived.keys().isdisjoint(op.writes)
 
+    def repeats(self, op: Op) -> tuple[int, ...]:
+        """Return the FLOPs of each operation of forward that an operation, or a fused region, computes again."""
+        return (op.repeats or (op.flops,) * self.recomputes(op)) if isinstance(op, Compute) else ()
+
     def memory(self, name: str) -> str:
         """Return the value whose memory a value views, or the value itself."""
         value = self.values.get(name)

@@ -114,14 +114,25 @@ def trace(
         raise TypeError(f"trace takes a plain torch module, got {name}; pass the module before thunder.jit")
     require_unwrapped(module)
     _refuse_unknown_arguments(module, kwargs)
-    planned, slices = Mesh.of(8 if world_size is None else world_size, rank, replicas), dict[str, int]()
-    partial: Container[str] = ()
-    if mesh is not None or dp_mesh_dims is not None:
-        if world_size is not None or rank or replicas != 1:
-            raise ValueError("mesh says how many ranks there are; leave out world_size, rank and replicas")
-        planned, slices, partial = mesh_and_slices(module, mesh, dp_mesh_dims)
+    planned, slices, partial = planned_mesh(module, world_size, rank, replicas, mesh, dp_mesh_dims)
     source = ProgramSource(module, args, kwargs, policy, planned, synced, fuse, device, slices, partial, dynamic)
     return source.under(policy)
+
+
+def planned_mesh(
+    module: nn.Module,
+    world_size: int | None,
+    rank: int,
+    replicas: int,
+    mesh: DeviceMesh | None,
+    dp_mesh_dims: DataParallelMeshDims | None,
+) -> tuple[Mesh, Mapping[str, int], Container[str]]:
+    """Return the mesh that the arguments describe, the sliced dimensions, and parameters with partial gradients."""
+    if mesh is None and dp_mesh_dims is None:
+        return Mesh.of(8 if world_size is None else world_size, rank, replicas), {}, ()
+    if world_size is not None or rank or replicas != 1:
+        raise ValueError("mesh says how many ranks there are; leave out world_size and replicas, and rank")
+    return mesh_and_slices(module, mesh, dp_mesh_dims)
 
 
 class ProgramSource:

@@ -36,6 +36,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
+from thunder_zero.tools.printing.words import ByName
+
 BASE = 500_000.0  # the base of Llama 3's rotary frequencies
 
 Styles = dict[str, ParallelStyle]
@@ -222,16 +224,9 @@ def _decoder(name: str, kind: Callable[..., nn.Module], styles: Styles, sizes: D
     return NamedModel(name, lambda length: kind(replace(sizes, length=length)), sizes.length, tp_plan=styles)
 
 
-class NamedModels(dict[str, NamedModel]):
-    """Models keyed by name. The text form has a line for each model."""
-
-    def __repr__(self) -> str:
-        return "".join(f"\n{name!r}: {model}" for name, model in self.items())
-
-
 # Llama 3: Dubey et al., The Llama 3 Herd of Models, 2024, table 3; its vocabulary has 128,256 entries.
 MODELS: Mapping[str, NamedModel] = MappingProxyType(
-    NamedModels(
+    ByName(
         (model.name, model)
         for model in (
             _decoder("llama3-8b", Llama, LLAMA_STYLES, DecoderSizes(32, 4096, 32, 8, 14336, 128256, 8192)),

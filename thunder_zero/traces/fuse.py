@@ -56,7 +56,8 @@ def fuse(timeline: Timeline, writer: Writer) -> Timeline:
             lines = [writer.computation(op) for op in ops[start:end] if isinstance(op, Compute)]
             returned = {name for op in ops[start:end] for name in op.writes if readers.get(name, -1) >= end}
             region = _region(f"inductor_{regions}", lines, numbers, returned)
-            result.append(computation(region, backward=ops[start].backward))
+            repeats = tuple(flops for op in ops[start:end] for flops in timeline.repeats(op))
+            result.append(replace(computation(region, backward=ops[start].backward), repeats=repeats))
             values.update((name, replace(values[name], base="")) for name in returned)
             regions += 1
         start = end

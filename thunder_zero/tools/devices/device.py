@@ -25,7 +25,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from thunder_zero.plan.amounts import size
-from thunder_zero.tools.printing.words import count, folded, summed_up
+from thunder_zero.plan.policy import is_count
+from thunder_zero.tools.printing.words import ByName, count, folded, summed_up
 
 Points = tuple[tuple[float, float], ...]  # a curve: (size, seconds) pairs, of ascending sizes that take no less time
 
@@ -97,8 +98,12 @@ class Device:
     def __post_init__(self) -> None:
         for dtype, flops in self.flops_per_second.items():
             _require_positive(f"flops_per_second of {dtype!r}", flops)
-        for name in ("memory_bytes_per_second", "memory_bytes", "devices_per_node"):
+        for name in ("memory_bytes_per_second", "memory_bytes"):
             _require_positive(name, getattr(self, name))
+        if not is_count(self.devices_per_node) or not self.devices_per_node:
+            raise ValueError(
+                f"devices_per_node is {self.devices_per_node!r}; give the number of devices of a node, at least 1"
+            )
         for name, curve in self.curves.items():
             _require_curve(name, curve)
         needed = {"pointwise", *(f"matmul {dtype}" for dtype in self.flops_per_second)}
@@ -284,15 +289,8 @@ TPU_V5P = Device(
 )
 
 
-class Devices(dict[str, Device]):
-    """Devices keyed by name. The text form has a line for each device."""
-
-    def __repr__(self) -> str:
-        return "\n" + "\n".join(folded(f"{name!r}: {device}") for name, device in self.items())
-
-
 DEVICES: Mapping[str, Device] = MappingProxyType(
-    Devices({"a100": A100, "h100": H100, "h200": H200, "tpu-v2": TPU_V2, "tpu-v5p": TPU_V5P})
+    ByName({"a100": A100, "h100": H100, "h200": H200, "tpu-v2": TPU_V2, "tpu-v5p": TPU_V5P})
 )
 
 CHOICES = f"one of {', '.join(DEVICES)}, the path of a file that calibrate wrote, or a thunder_zero.tools.Device"

@@ -127,17 +127,11 @@ class Memory:
         return dict(counts.most_common())
 
     @property
-    def at_start(self) -> Counter[str]:
-        """Bytes alive before the first line, keyed by kind, without ``reserve``."""
-        alive = Counter[str]()
-        for storage in self.storages:
-            alive[storage.kind] += storage.nbytes if storage.line < 0 else 0
-        return alive
-
-    @property
     def alive(self) -> list[dict[Holds, int]]:
         """Bytes alive after each line, keyed by kind, without ``reserve``."""
-        alive, after = self.at_start, []
+        alive, after = Counter[str](), []
+        for storage in self.storages:
+            alive[storage.kind] += storage.nbytes if storage.line < 0 else 0
         for row in self.lines:
             alive.update(row.allocated)
             alive.subtract(row.freed)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from thunder_zero.tools.forecast.lines import empty_like, filled
+from thunder_zero.tools.forecast.run_lines import empty_like, filled
 from thunder_zero.tools.forecast.watch import META, WithoutValues, needs_no_values
 from thunder_zero.traces.compiled import Traces
 

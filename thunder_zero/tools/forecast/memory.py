@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, zip_longest
 
-from thunder_zero.capture.zero_module import traces_of
+from thunder_zero.capture.zero_module import as_traces
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import is_count
 from thunder_zero.schedule.ops import Reduce, ends
@@ -22,7 +22,7 @@ from thunder_zero.tools.forecast.rehearsal import TRANSPORTS, MakeOptimizer
 from thunder_zero.tools.forecast.resized import Shapes, resized
 from thunder_zero.tools.printing.words import place_of
 from thunder_zero.tools.table.lines import AROUND, in_order, traced_rows
-from thunder_zero.tools.table.rows import LOSS, OPTIMIZER_STEP, Row, label
+from thunder_zero.tools.table.rows import DIGESTS, LOSS, OPTIMIZER_STEP, Row, label
 from thunder_zero.traces.compiled import Traces
 
 from thunder.core.devices import DeviceType
@@ -68,7 +68,7 @@ def memory(
     Raises:
         NoForecast: a line, the loss or the optimizer reads a tensor's value. It is a RuntimeError.
     """
-    traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
+    traces = as_traces(model_or_traces)
     traces = resized(traces, shapes) if shapes else traces
     recorder = recorder_of(traces, loss, optimizer, backend, accumulating=accumulating, reserve=reserve)
     return memory_of(Fold(recorder, recorder.traces.timeline).run(), reserve)
@@ -97,7 +97,8 @@ def memory_of(fold: Fold, reserve: int = 0) -> Memory:
     """Return the figures of a step."""
     traces = fold.recorder.traces
     codes = AROUND if fold.recorder.of_loss else AROUND | {LOSS: "# the gradients of the outputs"}
-    rows = in_order(traced_rows(traces), {line.phase: codes[line.phase] for line in fold.lines if line.phase in codes})
+    phases = {*(line.phase for line in fold.lines), *([DIGESTS] if fold.recorder.digested else [])}
+    rows = in_order(traced_rows(traces), {phase: code for phase, code in codes.items() if phase in phases})
     places = list(_places(fold, rows))
     storages = tuple(_storages(fold, places, list(_modules(rows))))
     lines = tuple(_lines(rows, storages, dict(zip(places, fold.lines, strict=True)), reserve))

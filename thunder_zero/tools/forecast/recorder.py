@@ -26,8 +26,8 @@ from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.sharded.digests import digests_of
 from thunder_zero.sharded.runtime import ModelRuntime
 from thunder_zero.tools.forecast.for_loss import Loss, gradients_of_outputs, tangents_of
-from thunder_zero.tools.forecast.lines import empty_like, filled, run_convolution, run_line, run_region
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer, Rehearsal, full_gradient, take_step
+from thunder_zero.tools.forecast.run_lines import empty_like, filled, run_convolution, run_line, run_region
 from thunder_zero.tools.forecast.watch import META, Event, Layout, Operators, Placed, Watch, needs_no_values
 from thunder_zero.tools.table.rows import OPTIMIZER_STEP
 from thunder_zero.traces.compiled import Traces
@@ -226,6 +226,17 @@ class Recorder:
         return events
 
     @property
+    def is_whole(self) -> bool:
+        """True if the step has a backward, and a loss or an optimizer."""
+        return self.traces.backward is not None and (self.of_loss is not None or self.steps)
+
+    @property
+    def digested(self) -> list[Tensor]:
+        """This rank's rows with whose digests a step of ZeRO-1 begins. They show the ranks what to refresh."""
+        digests = self.is_whole and self.plan.mesh.shard.size > 1
+        return [param.rows for param in self.rehearsal.resident] if digests else []
+
+    @property
     def loss_bytes(self) -> int:
         """The bytes that the loss and its gradient have read and written, operator by operator; 0 without a loss."""
         return sum(value.nbytes for value in self._in_loss.values.values()) if self.of_loss else 0
@@ -236,19 +247,17 @@ class Recorder:
         digests (ZeRO-1) | forward | loss and its gradient | backward | optimizer step
         """
         timeline = self.traces.timeline
-        if self.traces.backward is None or not (self.of_loss or self.steps):
+        if not self.is_whole:
             return timeline
         outputs = self.traces.forward.bound_symbols[-1].flat_proxy_args
         values = {proxy.name: empty_like(proxy) for proxy in outputs}
         self.loss({name: Layout.of(item) if isinstance(item, Tensor) else item for name, item in values.items()})
-        state = self.rehearsal
-        if state.optimizer is not None and state.synced:
+        if self.rehearsal.optimizer is not None and self.rehearsal.synced:
             self.optimizer_step()
-        # ZeRO-1 begins with digests of this rank's rows, which show the ranks which parameters to refresh.
-        digests, rows = Operators("digests"), [param.rows for param in state.resident]
-        if rows and self.plan.mesh.shard.size > 1:
+        digests = Operators("digests")
+        if self.digested:
             with digests:
-                torch.cat(digests_of(rows))
+                torch.cat(digests_of(self.digested))
         added = digests, self._in_loss, self._in_step
         ops, border = timeline.ops, timeline.backward_start
         all_ops = (*digests.ops, *ops[:border], *self._in_loss.ops, *ops[border:-1], *self._in_step.ops, ops[-1])

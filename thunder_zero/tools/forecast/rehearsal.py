@@ -37,7 +37,7 @@ from thunder_zero.sharded.param import ShardedParam
 from thunder_zero.sharded.state import LocalState
 from thunder_zero.sharded.wire import Wire
 from thunder_zero.tools.forecast.figures import Holds, Storage
-from thunder_zero.tools.forecast.lines import empty_like
+from thunder_zero.tools.forecast.run_lines import empty_like
 from thunder_zero.tools.forecast.watch import META, Layout, NoForecast, Placed, Watch, WithoutValues, needs_no_values
 from thunder_zero.traces.compiled import Traces
 

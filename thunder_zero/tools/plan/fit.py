@@ -4,7 +4,7 @@ The module is captured once. Each candidate is a schedule of the same lines, who
 The printed table has memory, work and costs::
 
         peak      sent  done again  units kept  again  in flight  cost
-     100 MiB  50.0 MiB  1.50 GFLOP           1      2   4.00 MiB  1.50  ████████████████
+     100 MiB  50.0 MiB   1.5 GFLOP           1      2   4.00 MiB  1.50  ████████████████
      120 MiB  40.0 MiB                       3      0   4.00 MiB  1.00  █ <- chosen
 """
 
@@ -19,21 +19,18 @@ from torch import nn
 from thunder_zero.capture.arguments import Fuser
 from thunder_zero.comm.agree import on_rank_0
 from thunder_zero.comm.group import has_groups, process_group
-from thunder_zero.comm.slices import mesh_and_slices
 from thunder_zero.plan.amounts import bytes_of, size
-from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.dry_run import ProgramSource
+from thunder_zero.tools.dry_run import ProgramSource, planned_mesh
 from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED, Memory
 from thunder_zero.tools.forecast.fold import Fold
 from thunder_zero.tools.forecast.for_loss import Loss
 from thunder_zero.tools.forecast.memory import memory_of, recorder_of
-from thunder_zero.tools.forecast.recorder import Recorder
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.plan.search import FLOPS_PER_BYTE, Candidate, Search
 from thunder_zero.tools.printing.progress import show_status
-from thunder_zero.tools.printing.words import aligned
+from thunder_zero.tools.printing.words import aligned, count
 
 from thunder.core.module import ThunderModule
 
@@ -101,15 +98,11 @@ def fit(
     asked = policy if isinstance(policy, Policy) else Policy(policy)
     # the search chooses recompute_units
     searched = replace(asked, recompute="cheap") if asked.recompute == "units" else asked
-    if mesh is None and dp_mesh_dims is None:
-        if world_size is None and not has_groups():
+    if mesh is None and dp_mesh_dims is None and world_size is None:
+        if not has_groups():
             raise ValueError("world_size is None, and there is no process group; give the number of ranks")
-        ranks = process_group(None).size() if world_size is None else world_size
-        planned, slices, partial = Mesh.of(ranks, replicas=replicas), dict[str, int](), frozenset[str]()
-    elif world_size is not None or replicas != 1:
-        raise ValueError("mesh says how many ranks there are; leave out world_size and replicas")
-    else:
-        planned, slices, partial = mesh_and_slices(module, mesh, dp_mesh_dims)
+        world_size = process_group(None).size()
+    planned, slices, partial = planned_mesh(module, world_size, 0, replicas, mesh, dp_mesh_dims)
 
     def decide(go_on: Callable[[], None]) -> dict[str, Any]:
         with show_status("tz.tools.fit") as show:
@@ -122,10 +115,8 @@ def fit(
             source = ProgramSource(module, args, kwargs, asked, planned, fuse=fuse, slices=slices, partial=partial)
             traces = source.under(asked)
             if traces.backward is None:
-                raise ValueError(
-                    "nothing here needs a gradient, so there is no step to fit; call it outside torch.no_grad()"
-                )
-            recorder = recorder_of(traces, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
+                raise ValueError("no gradient is needed, so there is no step to fit; call it outside torch.no_grad()")
+            recorder = recorder_of(traces, loss, optimizer, backend, reserve=reserve)
             missing = traces.lifted.tangents - recorder.traces.timeline.tangents
 
             def schedule(policy: Policy) -> Timeline:
@@ -133,7 +124,7 @@ def fit(
                 return source.schedule(policy, missing=missing).timeline
 
             search = Search(recorder, searched, schedule, flops_per_byte, reserve)
-            best = _searched(recorder, search, most)
+            best = _searched(search, most)
         print(trade_off(_shown(search, best), best), file=file)
         return {name: getattr(best.policy, name) for name in CHOSEN}  # functions in a policy cannot be sent
 
@@ -149,8 +140,9 @@ def _require(module: nn.Module, flops_per_byte: float) -> None:
         raise ValueError(f"flops_per_byte is {flops_per_byte!r}; give a number above 0, such as 1000.0")
 
 
-def _searched(recorder: Recorder, search: Search, memory_bytes: int) -> Candidate:
+def _searched(search: Search, memory_bytes: int) -> Candidate:
     """Return the cheapest candidate that fits. Raise if none fits."""
+    recorder = search.recorder
     as_asked = memory_of(Fold(recorder, recorder.traces.timeline).run(), search.reserve)
     if (as_asked.optimizer_step or 0) <= memory_bytes:
         if best := search.best(memory_bytes):
@@ -181,7 +173,8 @@ def trade_off(rows: Sequence[Candidate], chosen: Candidate) -> str:
     least, spread = min(costs), max(costs) - min(costs)
     printed: dict[tuple[str, ...], str] = {}
     for candidate in rows:
-        plan, flops = candidate.timeline.plan, f"{candidate.flops / 1e9:.2f} GFLOP" if candidate.flops else ""
+        plan, again = candidate.timeline.plan, candidate.flops
+        flops = f"{count(again)}FLOP" if again >= 1000 else f"{again} FLOP" if again else ""
         counts = str(len(candidate.kept)), str(len(plan.recomputed)), size(plan.sizes.in_flight_bytes)
         cost = f"{candidate.cost / (least or 1):.2f}"
         figures = size(candidate.peak), size(candidate.sent), flops, *counts, cost
@@ -209,8 +202,8 @@ def refusal(as_asked: Memory, least: Candidate, by_cheap: int, memory_bytes: int
         'recompute="cheap"': max(by_cheap, 0) if policy.recompute == "none" else 0,
     }
     offers = ", ".join(f"{remedy} (about {size(nbytes)} less)" for remedy, nbytes in remedies.items() if nbytes)
-    count = len(plan.recomputed)
-    again = f"{count or 'no'} unit{'s' * (count > 1)} computed again and " if least.units else ""
+    units = len(plan.recomputed)
+    again = f"{units or 'no'} unit{'s' * (units > 1)} computed again and " if least.units else ""
     return (
         f"no policy fits into {size(memory_bytes)}: the least that was found takes {size(nbytes)}{step_text}, "
         f"{size(nbytes - memory_bytes)} more, with {again}{size(plan.sizes.in_flight_bytes)} in flight; "

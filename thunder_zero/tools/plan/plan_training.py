@@ -105,15 +105,13 @@ def plan_training(
         RuntimeError: ``tp`` is more than 1 and there is a process group.
     """
     stages = _known_stages(stages)
-    described = _with_nodes(device_of(device), devices_per_node)
+    described = device_of(device)
+    if devices_per_node is not None:
+        described = replace(described, devices_per_node=devices_per_node)
     memory = described.memory_bytes if memory_bytes is None else bytes_of("memory_bytes", memory_bytes)
     sizes = _known_slices(tp)
     count = sum(len(meshes(stage, world_size, described.devices_per_node, size)) for stage in stages for size in sizes)
-    batches = dict.fromkeys(sizes, micro_batch)
-    if global_batch is not None:
-        if micro_batch != 1:
-            raise ValueError("micro_batch and global_batch are given; leave one out")
-        batches = _shares(global_batch, world_size, sizes)
+    batches = _batches(micro_batch, global_batch, world_size, sizes)
     by_batch = {
         batch: subject_of(model, args, kwargs, loss=loss, length=sequence_length, micro_batch=batch)
         for batch in set(batches.values())
@@ -130,11 +128,7 @@ def plan_training(
             shards = meshes(3, world_size, described.devices_per_node, size)[0].shards
             programs[size] = SubjectPrograms(subjects[size], asked, shards, described, show, size, slicing or {})
         rows = _rows(programs, stages, world_size, memory, show)
-    chosen, code = best_of(rows), ""
-    if chosen is not None:
-        policy = programs[chosen.mesh.slices].policy(chosen.stage, chosen.recompute)
-        kind = "cpu" if described.is_measured else "cuda"
-        code = code_of(chosen, policy, subject.build, _slicing_code(model, tp_plan), kind)
+    chosen = best_of(rows)
     returns_loss = programs[sizes[0]].returns_loss()
     return TrainingPlan(
         model=subject.name,
@@ -149,7 +143,7 @@ def plan_training(
         rows=rows,
         chosen=chosen,
         reason=reason_of(rows, chosen, memory, subject.batch),
-        code=code,
+        code="" if chosen is None else _code(chosen, programs[chosen.mesh.slices], _slicing_code(model, tp_plan)),
         assumed=(*assumed(subject, asked, described, returns_loss=returns_loss), *[OF_SLICES] * (max(sizes) > 1)),
         is_bound=not described.is_measured,
     )
@@ -169,6 +163,11 @@ def _known_slices(tp: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
+def _code(chosen: PlanRow, programs: SubjectPrograms, slicing: str) -> str:
+    policy, kind = programs.policy(chosen.stage, chosen.recompute), "cpu" if programs.device.is_measured else "cuda"
+    return code_of(chosen, policy, programs.subject.build, slicing, kind)
+
+
 def _slicing_code(model: nn.Module | NamedModel | str, tp_plan: Slicing | None) -> str:
     """Return Python code that slices ``module`` over ``mesh["tp"]``."""
     if tp_plan is None and isinstance(model, str):
@@ -176,8 +175,12 @@ def _slicing_code(model: nn.Module | NamedModel | str, tp_plan: Slicing | None) 
     return FUNCTION_SLICES if callable(tp_plan) else SLICES
 
 
-def _shares(global_batch: int, world_size: int, sizes: Sequence[int]) -> dict[int, int]:
+def _batches(micro_batch: int, global_batch: int | None, world_size: int, sizes: Sequence[int]) -> dict[int, int]:
     """Return a mapping from numbers of tensor-parallel ranks to the sequences of a data-parallel rank."""
+    if global_batch is None:
+        return dict.fromkeys(sizes, micro_batch)
+    if micro_batch != 1:
+        raise ValueError("micro_batch and global_batch are given; leave one out")
     if not is_count(global_batch) or not global_batch:
         raise ValueError(f"global_batch is {global_batch!r}; give a number of sequences, at least 1")
     if wrong := [size for size in sizes if global_batch % (world_size // size)]:
@@ -187,15 +190,6 @@ def _shares(global_batch: int, world_size: int, sizes: Sequence[int]) -> dict[in
             f"not divide; {f'give tp={allowed}' if allowed else 'give more ranks of tp'}, or another batch"
         )
     return {size: global_batch * size // world_size for size in sizes}
-
-
-def _with_nodes(device: Device, devices_per_node: int | None) -> Device:
-    """Return the device with ``devices_per_node`` devices in a node, or unchanged if this is None."""
-    if devices_per_node is None:
-        return device
-    if not is_count(devices_per_node) or not devices_per_node:
-        raise ValueError(f"devices_per_node is {devices_per_node!r}; give the number of devices of a node, at least 1")
-    return replace(device, devices_per_node=devices_per_node)
 
 
 def _rows(

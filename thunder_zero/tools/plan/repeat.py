@@ -13,18 +13,18 @@ Each additional block also adds its bytes at rest to every figure of memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from math import prod
 from typing import NamedTuple
 
-from thunder_zero.schedule.ops import Compute, Gather, Launch, Op, Wait, ends, ends_collective, starts_collective
+from thunder_zero.schedule.ops import Compute, Launch, Op, Wait, ends_collective, starts_collective
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Cost, Device
 from thunder_zero.tools.forecast.figures import AT_REST, Holds
 from thunder_zero.tools.forecast.fold import Fold
-from thunder_zero.tools.table.rows import OPTIMIZER_STEP
+from thunder_zero.tools.table.rows import OPTIMIZER_STEP, look_up, parameters_in
 from thunder_zero.tools.time.estimate import Estimate, model_seconds, step_time
 
 
@@ -51,43 +51,25 @@ class NotPeriodic(Exception):
     """Raised if the traced blocks do unequal work, so that more blocks must be traced."""
 
 
-class Section(NamedTuple):
-    """Successive lines of a phase, as indices of traced lines, and how often they run."""
-
-    lines: range
-    times: int
-
-
-def lengthen(keys: Sequence[Hashable], marks: Sequence[int], copies: int) -> tuple[Section, ...]:
-    """Return the sections of a sequence with ``copies`` more periods."""
+def lengthen(keys: Sequence[Hashable], marks: Sequence[int], copies: int) -> list[int]:
+    """Return the positions of a sequence in the order of a longer sequence, which has ``copies`` more periods."""
     whole = range(len(keys))
-    if not copies:
-        return (Section(whole, 1),)
-    period = find_period(keys, marks)
+    period = find_period(keys, marks) if copies else range(0)
     if period is None:
         raise NotPeriodic
-    return Section(whole[: period.start], 1), Section(period, 1 + copies), Section(whole[period.stop :], 1)
+    return [*whole[: period.stop], *[*period] * copies, *whole[period.stop :]]
 
 
 def _marks_of(timeline: Timeline, units: Sequence[str]) -> set[int]:
     """Return the ids of the operations with which computation with each unit's parameters begins in a phase."""
     unit_of = {path: unit for path in timeline.plan.by_name for unit in units if path.startswith(f"{unit}.")}
-    owner = {name: unit_of[path] for name, path in timeline.inputs.items() if path in unit_of}
+    params, first = parameters_in(timeline), dict[tuple[bool, str], int]()
     for op in timeline.ops:
-        if ends(op, Gather):
-            pairs = zip(op.writes, op.params, strict=True)
-            owner.update((name, unit_of[path]) for name, path in pairs if path in unit_of)
-    first_read: dict[tuple[bool, str], int] = {}
-    for op in timeline.ops:
-        if not isinstance(op, Compute):
-            continue
-        units_read = {owner[name] for name in op.reads if name in owner}
-        if len(units_read) == 1 and all(name in owner for name in op.reads):  # a view or a cast of parameters alone
-            owner.update(dict.fromkeys(op.writes, *units_read))
-            continue
-        for unit in units_read:
-            first_read.setdefault((op.backward, unit), id(op))
-    return set(first_read.values())
+        if isinstance(op, Compute) and timeline.derived.keys().isdisjoint(op.writes):
+            for path in look_up(op.reads, params):
+                if path in unit_of:
+                    first.setdefault((op.backward, unit_of[path]), id(op))
+    return set(first.values())
 
 
 class Line(NamedTuple):
@@ -131,20 +113,21 @@ def _lines(fold: Fold, costs: Mapping[int, tuple[Cost, float]]) -> list[Line]:
     return lines
 
 
-def _sections(fold: Fold, lines: Sequence[Line], units: Sequence[str], copies: int) -> Iterator[Section]:
-    """Yield the sections of the longer step, up to the optimizer's step."""
-    marks, start = _marks_of(fold.timeline, units), 0
+def _order(fold: Fold, lines: Sequence[Line], units: Sequence[str], copies: int) -> list[int]:
+    """Return the traced lines, as indices, in the order of the longer step up to the optimizer's step."""
+    marks, order, start = _marks_of(fold.timeline, units), list[int](), 0
     for phase, group in groupby(fold.lines, key=lambda line: line.phase):
         in_phase = [line.op for line in group]
         keys = lines[start : start + len(in_phase)]
         begins = [position for position, op in enumerate(in_phase) if id(op) in marks and keys[position].op]
-        is_repeated = copies if phase in ("forward", "backward") else 0
-        for section in lengthen(keys, begins, is_repeated) if phase != OPTIMIZER_STEP else ():
-            kinds = Counter(line.op for line in keys[section.lines.start : section.lines.stop])
-            if section.times > 1 and kinds["gather"] + kinds["reduce"] != kinds["wait"]:
-                raise NotPeriodic
-            yield Section(range(start + section.lines.start, start + section.lines.stop), section.times)
+        positions = lengthen(keys, begins, copies if phase in ("forward", "backward") else 0)
+        added = Counter(keys[position].op for position in positions)
+        added.subtract(line.op for line in keys)
+        if added["gather"] + added["reduce"] != added["wait"]:
+            raise NotPeriodic
+        order += [start + position for position in positions if phase != OPTIMIZER_STEP]
         start += len(in_phase)
+    return order
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,27 +154,29 @@ def whole_step(fold: Fold, device: Device, units: Sequence[str], copies: int) ->
     traced = step_time(timeline, device)
     costs = zip(timeline.ops, traced.costs, model_seconds(timeline, device), strict=True)
     lines = _lines(fold, {id(op): (cost, seconds) for op, cost, seconds in costs})
-    sections = list(_sections(fold, lines, units, copies))
+    order = _order(fold, lines, units, copies)
     resting, alive = [storage for storage in fold.allocations if storage.line < 0], Counter[Holds]()
     for storage in resting:
         is_repeated = storage.kind in AT_REST and _is_in(units, storage.name)
         alive[storage.kind] += storage.nbytes * (1 + copies * is_repeated)
     count = sum(1 + copies * _is_in(units, storage.name) for storage in resting)
-    at_rest = sum(alive[kind] for kind in AT_REST)
-    peak = _highest(sections, sum(alive.values()), [(line.rise, line.total) for line in lines])
-    most = _highest(sections, count, [(line.storages, line.storages) for line in lines]).level
-    for index, times in peak.runs(sections):
-        alive.update({kind: times * nbytes for kind, nbytes in lines[index].kinds})
+    at_rest, level, peak, place = sum(alive[kind] for kind in AT_REST), sum(alive.values()), 0, 0
+    for position, line in enumerate(lines[index] for index in order):
+        if level + line.rise > peak:
+            peak, place = level + line.rise, position
+        level += line.total
+    for index in order[: place + 1]:
+        alive.update(dict(lines[index].kinds))
     stepped = sum(item.nbytes for item in fold.allocations if _is_in(units, item.name) and item.kind in STEPPED)
     steps = [line for line in fold.lines if line.phase == OPTIMIZER_STEP]
     return WholeStep(
-        _with_costs(traced, fold, lines, sections),
+        _with_costs(traced, fold, lines, order),
         at_rest,
-        peak.level,
+        peak,
         optimizer_step=steps[-1].highest + copies * stepped if steps else 0,
-        phase=fold.lines[peak.line].phase,
+        phase=fold.lines[order[place]].phase,
         by_kind={str(kind): nbytes for kind, nbytes in alive.most_common() if nbytes},
-        storages=max(count, most),
+        storages=max(accumulate((lines[index].storages for index in order), initial=count)),
         trained=sum(
             prod(timeline.plan.shard_shape(param)) * param.dtype.itemsize * (1 + copies * _is_in(units, param.path))
             for param in timeline.plan.params
@@ -201,67 +186,35 @@ def whole_step(fold: Fold, device: Device, units: Sequence[str], copies: int) ->
     )
 
 
-class Highest(NamedTuple):
-    """The highest level of the longer step, and where it is reached first."""
-
-    level: int
-    section: int  # an index
-    run: int  # the number of earlier runs of the section
-    line: int  # the index of a traced line
-
-    def runs(self, sections: Sequence[Section]) -> Iterator[tuple[int, int]]:
-        """Yield the lines that have run by then, and how often."""
-        for section in sections[: self.section]:
-            yield from ((index, section.times) for index in section.lines)
-        yield from ((index, self.run + (index <= self.line)) for index in sections[self.section].lines)
-
-
-def _highest(sections: Sequence[Section], level: int, changes: Sequence[tuple[int, int]]) -> Highest:
-    """Return the highest of the levels in a longer step. ``changes`` has each line's rise and its lasting change."""
-    highest = Highest(0, 0, 0, 0)
-    for number, section in enumerate(sections):
-        change = sum(changes[index][1] for index in section.lines)
-        for run in sorted({0, section.times - 1}):  # each run changes the level alike
-            now = level + run * change
-            for index in section.lines:
-                rise, after = changes[index]
-                if now + rise > highest.level:
-                    highest = Highest(now + rise, number, run, index)
-                now += after
-        level += section.times * change
-    return highest
-
-
 def _is_in(units: Sequence[str], name: str) -> bool:
     """Return whether a parameter, or a storage of one, belongs to the first unit."""
     return bool(units) and name.startswith(f"{units[0]}.")
 
 
-def _with_costs(traced: Estimate, fold: Fold, lines: Sequence[Line], sections: Sequence[Section]) -> Estimate:
+def _with_costs(traced: Estimate, fold: Fold, lines: Sequence[Line], order: Sequence[int]) -> Estimate:
     """Return the estimate of a longer step. Lines between those of collectives are one operation."""
     ops: list[Op] = []
     costs: list[Cost] = []
+    between: list[Cost] = []
     ops_of_lines = ((index, line.op) for index, line in enumerate(fold.lines) if line.op is not None)
     linked = {index: op for index, op in ops_of_lines if starts_collective(op) or ends_collective(op)}
-    start, last = 0, dict[int, int]()  # positions in the longer step: of a run, and of the latest run of each line
-    for section in sections:
-        between = [section.lines.start - 1, *(index for index in section.lines if index in linked), section.lines.stop]
-        pieces = [([line.cost for line in lines[left + 1 : right]], right) for left, right in pairwise(between)]
-        sums = [(_sum(run) if run else None, index) for run, index in pieces]
-        for run in range(section.times):
-            for cost, index in sums:
-                if cost is not None:
-                    ops.append(Compute((), ()))
-                    costs.append(cost)
-                if index < section.lines.stop:
-                    position, link = start + index - section.lines.start, lines[index].link
-                    last[index] = position
-                    # The launch may be in an earlier section, or in the run before.
-                    launch = position - link if run else last[index - link]
-                    ops.append(_with_handle(linked[index], f"handle {launch}"))
-                    costs.append(lines[index].cost)
-            start += len(section.lines)
-    seconds = sum(section.times * lines[index].seconds for section in sections for index in section.lines)
+    last: dict[int, int] = {}  # the position in the longer step of the latest run of each line
+    for position, index in enumerate([*order, None]):
+        if index is not None and index not in linked:
+            between.append(lines[index].cost)
+            continue
+        if between:
+            ops.append(Compute((), ()))
+            costs.append(_sum(between))
+            between.clear()
+        if index is not None:
+            line, is_repeated = lines[index], index in last
+            last[index] = position
+            # the launch may be in an earlier block, or in the run before
+            launch = position - line.link if is_repeated else last[index - line.link]
+            ops.append(_with_handle(linked[index], f"handle {launch}"))
+            costs.append(line.cost)
+    seconds = sum(lines[index].seconds for index in order)
     timeline = replace(traced.timeline, ops=tuple(ops))
     return replace(traced, timeline=timeline, costs=tuple(costs), model_seconds=seconds)
 

@@ -93,18 +93,17 @@ def subject_of(
     ``length`` and ``micro_batch`` are options of a named model, and the other arguments those of a module or a file.
     """
     name = model.name if isinstance(model, NamedModel) else model
+    is_file = isinstance(model, str) and ".py:" in model
+    if (is_file or isinstance(model, nn.Module)) and (length is not None or micro_batch != 1):
+        option, place = "micro_batch" if length is None else "sequence_length", f" in {name}" * is_file
+        raise ValueError(f"{option} belongs to models by name; change the shapes of the inputs{place}")
     if isinstance(model, nn.Module):
-        if length is not None or micro_batch != 1:
-            option = "micro_batch" if length is None else "sequence_length"
-            raise ValueError(f"{option} belongs to models by name; change the shapes of the inputs")
         subject = of_module(model, args, kwargs, loss)
     elif not isinstance(model, NamedModel | str):
         raise TypeError(f"model is of type {type(model).__name__}; give a torch.nn.Module, a name, or FILE.py:function")
     elif args or kwargs:
         raise ValueError(f"{name} comes with inputs; give inputs with a module alone")
-    elif isinstance(model, str) and ".py:" in model:
-        if length is not None or micro_batch != 1:
-            raise ValueError(f"{model} makes its own inputs; change their shapes there, not with other options")
+    elif isinstance(model, str) and is_file:
         module, args, kwargs = module_and_inputs(model)
         build = f"module = ...  # yours: {model} returns it"
         subject = replace(of_module(module, args, kwargs, loss), name=model, batch=1, build=build)

@@ -64,6 +64,13 @@ class PrintedRows(tuple[Mapping[str, Any], ...]):
         return aligned(rows, left=range(len(self.forms)))
 
 
+class ByName(dict[str, Any]):
+    """Values keyed by name. The text form has a line for each value."""
+
+    def __repr__(self) -> str:
+        return "".join(f"\n{folded(f'{name!r}: {value}')}" for name, value in self.items())
+
+
 def count(number: float) -> str:
     """Return a number such as ``1.23 G``."""
     for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):

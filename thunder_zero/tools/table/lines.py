@@ -24,14 +24,11 @@ AROUND = {
 ORDER = (DIGESTS, "forward", LOSS, "backward", OPTIMIZER_STEP)
 
 
-def traced_rows(traces: Traces, *, codes: bool = True) -> Iterator[Row]:
-    """Yield the lines of forward and backward, except lines that are only comments, which name the inputs.
-
-    Printing code takes most of the time: without ``codes``, :func:`with_code` prints a single line.
-    """
+def traced_rows(traces: Traces) -> Iterator[Row]:
+    """Yield the lines of forward and backward, except lines that are only comments, which name the inputs."""
     unit = ""
     for phase in ("forward", "backward"):
-        lines, backward = _lines(traces, phase, codes), phase == "backward"
+        lines, backward = _lines(traces, phase), phase == "backward"
         for row in explained(lines, traces.timeline, traces.lines, backward=backward, unit=unit):
             unit = row.unit if row.kind in COMPUTES else unit
             yield row
@@ -47,28 +44,15 @@ def in_order(rows: Iterable[Row], around: Mapping[str, str]) -> list[Row]:
     return ordered
 
 
-def with_code(row: Row, traces: Traces) -> Row:
-    """Return a row of a trace with its code and its origin."""
-    trace = traces.forward if row.phase == "forward" else traces.backward
-    assert trace is not None, "it has this line"
-    with tracectx(trace):
-        return _with_code(row, trace.bound_symbols[row.position])
-
-
-def _with_code(row: Row, bsym: BoundSymbol) -> Row:
-    return replace(row, code="\n".join(bsym.python(indent=0, print_depth=1)), origin=_origin(bsym, row.phase))
-
-
-def _lines(traces: Traces, phase: str, codes: bool) -> Iterator[Row]:
+def _lines(traces: Traces, phase: str) -> Iterator[Row]:
     trace = traces.forward if phase == "forward" else traces.backward
     if trace is None:
         return
     with tracectx(trace):
         for position, bsym in enumerate(trace.bound_symbols):
-            row = Row(phase, position, "")
-            row = _with_code(row, bsym) if codes else row
-            if not codes or any(not line.startswith("#") for line in row.code.splitlines()):
-                yield row
+            code = "\n".join(bsym.python(indent=0, print_depth=1))
+            if any(not line.startswith("#") for line in code.splitlines()):
+                yield Row(phase, position, code, _origin(bsym, phase))
 
 
 def _origin(bsym: BoundSymbol, phase: str) -> str:

@@ -58,12 +58,15 @@ class Row:
     unit: str = ""  # the unit of its parameters, or else of the lines around it
     form: str = ""  # the encoding of a collective's messages, such as "int8/128"; "" without an encoding
     work: str = ""  # the class of its computation, such as "matmul"
-    flops: int = 0  # FLOPs of its products, attention and convolutions
+    # FLOPs of its products, attention and convolutions. Of a loss and an optimizer's step, a forecast of time has them
+    flops: int = 0
+    repeats: tuple[int, ...] = ()  # the FLOPs of each operation of forward that it computes again
     over: str = ""  # the axis of the mesh over which it launches a collective
     sent: int | None = None  # bytes that this rank sends; None if the line launches no collective
     deferred: int = 0  # bytes of full gradients that it keeps for the reduction in a later backward
-    gathered: int = 0  # bytes of gathered parameters alive after it
-    # allocated, freed: bytes that it allocates and frees, keyed by kind of data as in :class:`thunder_zero.tools.Holds`
+    gathered: int = 0  # bytes of gathered parameters alive after it, from the launches of their gathers
+    # allocated, freed: bytes that it allocates and frees, keyed by kind of data, as in
+    # :class:`thunder_zero.tools.Holds`: a gathered parameter is a buffer of a collective until the wait
     allocated: Mapping[str, int] = field(default_factory=dict)
     freed: Mapping[str, int] = field(default_factory=dict)
     alive: int | None = None  # bytes of all tensors alive after it; None without a forecast of memory
@@ -107,7 +110,7 @@ def explained(
 
     A line without parameters has the unit of the computation before it, at first ``unit``.
     """
-    alive, read = gathered_bytes(timeline), _parameters_in(timeline)
+    alive, read = gathered_bytes(timeline), parameters_in(timeline)
     reductions = (op for op in timeline.ops if isinstance(op, Reduce | Defer))
     made = {name: (path,) for op in reductions for name, path in zip(op.reads, op.params, strict=True)}  # gradients
     index_of = {
@@ -128,8 +131,8 @@ def explained(
             continue
         gathered = alive[index]
         reads = op.returned if isinstance(op, Return) else op.reads
-        paths = _lookup(reads, read) or _lookup(op.writes, made) if isinstance(op, Compute | Return) else op.params
-        is_made = isinstance(op, Compute) and not _lookup(op.reads, read) and bool(paths)
+        paths = look_up(reads, read) or look_up(op.writes, made) if isinstance(op, Compute | Return) else op.params
+        is_made = isinstance(op, Compute) and not look_up(op.reads, read) and bool(paths)
         is_of_gradients = is_made or isinstance(op, Reduce | Defer) or ends(op, Reduce)
         own = timeline.plan.by_name[paths[0]].unit if paths else unit
         unit = own if isinstance(op, Compute) else unit
@@ -152,6 +155,7 @@ def _meaning(op: Op, timeline: Timeline) -> dict[str, Any]:
         "form": str(encoding) if encoding and encoding.block else "",
         "work": str(op.work) if isinstance(op, Compute) else "",
         "flops": op.flops if isinstance(op, Compute) else 0,
+        "repeats": timeline.repeats(op),
         "over": op.over if isinstance(op, Launch) else TENSOR * starts,
         "sent": traffic.sent if starts else None,
         "deferred": traffic.full if isinstance(op, Defer) else 0,
@@ -186,13 +190,18 @@ def label(params: Sequence[str], plan: Plan, *, gradients: bool) -> str:
     return grad + ", ".join(params) if params else ""
 
 
-def label_of(row: Row, plan: Plan) -> str:
+def row_label(row: Row, plan: Plan) -> str:
     """Return a short name of a row's parameters, and the encoding of its messages."""
     names = label(row.params, plan, gradients=row.gradients)
     return f"{names} as {row.form}" if row.form else names
 
 
-def _parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:
+def sent_bytes(rows: Iterable[Row]) -> int:
+    """Return the bytes that this rank sends in rows."""
+    return sum(row.sent or 0 for row in rows)
+
+
+def parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:
     """Return a mapping from gathered values, replicated inputs and derived values to parameters."""
     params_in: dict[str, tuple[str, ...]] = {name: (timeline.inputs[name] or "",) for name in timeline.replicated}
     for op in timeline.ops:
@@ -200,9 +209,10 @@ def _parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:
             params_in.update((name, (path,)) for name, path in zip(op.writes, op.params, strict=True))
         elif isinstance(op, Compute):
             derived = [name for name in op.writes if name in timeline.derived]
-            params_in.update(dict.fromkeys(derived, _lookup(op.reads, params_in)))
+            params_in.update(dict.fromkeys(derived, look_up(op.reads, params_in)))
     return params_in
 
 
-def _lookup(names: Iterable[str], params: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+def look_up(names: Iterable[str], params: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the parameters of values, each once."""
     return tuple(dict.fromkeys(path for name in names for path in params.get(name, ())))

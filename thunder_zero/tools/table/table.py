@@ -8,15 +8,17 @@ of a trace, or a whole phase without a trace: the digests of ZeRO-1, the loss, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from thunder_zero.capture.zero_module import traces_of
+from thunder_zero.capture.zero_module import as_traces
+from thunder_zero.plan.params import Param
+from thunder_zero.plan.traffic import Traffic, gather_traffic, reduce_traffic
 from thunder_zero.schedule.ops import Compute, ends_collective
 from thunder_zero.schedule.prefetch import Bound, bounds
-from thunder_zero.tools.devices.device import Device, Lane, device_of
+from thunder_zero.tools.devices.device import Cost, Device, Lane, device_of
 from thunder_zero.tools.forecast.figures import Memory
 from thunder_zero.tools.forecast.fold import Fold
 from thunder_zero.tools.forecast.for_loss import Loss
@@ -25,7 +27,7 @@ from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.words import place_of, summed_up
 from thunder_zero.tools.table.lines import AROUND, in_order, traced_rows
-from thunder_zero.tools.table.rows import DIGESTS, LOSS, OPTIMIZER_STEP, Row
+from thunder_zero.tools.table.rows import DIGESTS, LOSS, OPTIMIZER_STEP, Row, sent_bytes
 from thunder_zero.tools.time.estimate import Estimate, step_time
 from thunder_zero.tools.time.lanes import Span
 from thunder_zero.traces.compiled import Traces
@@ -61,6 +63,20 @@ class Table:
         keys = (row.phase if row.position < 0 else row.op for row in self.lines)
         return {key: index for index, key in enumerate(keys) if key is not None}
 
+    @property
+    def sent(self) -> int:
+        """The bytes that this rank sends."""
+        return sent_bytes(self.lines)
+
+    def traffic_of(self, param: Param) -> Traffic:
+        """Return the bytes that this rank sends and receives for one parameter."""
+        plan, launches = self.traces.plan, (row for row in self.by_param[param.path] if row.sent is not None)
+        each = (
+            gather_traffic(plan, param) if row.kind == "gather" else reduce_traffic(plan, param, row.over)
+            for row in launches
+        )
+        return sum(each, Traffic())
+
     def of(self, op: int) -> Row:
         """Return the row of an operation of ``traces.timeline``."""
         return self.lines[self.place[op]]
@@ -74,9 +90,12 @@ class Table:
                 rows[path].append(row)
         return rows
 
+    def wait_of(self, launch: Row) -> Row:
+        """Return the row that first waits for a collective. ``launch`` is the row that launches it."""
+        return self.of(self._ends[self.traces.timeline.ops[launch.op or 0].writes[0]])
+
     @cached_property
-    def ends(self) -> dict[str, int]:
-        """The operation that first waits for each collective, keyed by the collective's handle."""
+    def _ends(self) -> dict[str, int]:
         ops = enumerate(self.traces.timeline.ops)
         waits = [(op.reads[0], index) for index, op in ops if ends_collective(op)]
         return dict(reversed(waits))  # backward may repeat the wait for a collective of forward
@@ -108,7 +127,7 @@ def step_table(
     ``loss`` and ``optimizer`` are as for :func:`thunder_zero.tools.memory` (default: the step has none). With a device,
     a loss that reads values raises; without one, ``no_memory`` has the reason.
     """
-    traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
+    traces = as_traces(model_or_traces)
     recorder, memory, no_memory = recorder_of(traces, loss, optimizer), None, ""
     traces = recorder.traces
     try:
@@ -119,22 +138,17 @@ def step_table(
     return replace(table_of(traces, memory, time), no_memory=no_memory)
 
 
-def table_of(
-    traces: Traces, memory: Memory | None = None, time: Estimate | None = None, *, codes: bool = True
-) -> Table:
+def table_of(traces: Traces, memory: Memory | None = None, time: Estimate | None = None) -> Table:
     """Return the table of a program, with a forecast of memory and with times if they are given."""
-    rows = memory.lines if memory else tuple(traced_rows(traces, codes=codes))
+    rows = memory.lines if memory else tuple(traced_rows(traces))
     if time is None:
         return Table(traces, rows, memory)
     places = _places(traces, time)
     added = {place for place in places if isinstance(place, str)} - {row.phase for row in rows}
     ordered = in_order(rows, {phase: AROUND[phase] for phase in added})
-    if memory is not None and ordered[0].phase == DIGESTS:
-        alive = memory.at_start.total() + memory.reserve
-        ordered[0] = replace(ordered[0], alive=alive, highest=alive)
     table = Table(traces, tuple(ordered), memory, time)
     spans = tuple((table.place[places[span.op]], span) for span in time.spans)
-    return replace(table, lines=tuple(_with_times(ordered, spans)), spans=spans)
+    return replace(table, lines=tuple(_with_times(ordered, spans, time.costs)), spans=spans)
 
 
 def _places(traces: Traces, time: Estimate) -> list[int | str]:
@@ -151,7 +165,7 @@ def _places(traces: Traces, time: Estimate) -> list[int | str]:
     return places
 
 
-def _with_times(rows: Iterable[Row], spans: Iterable[tuple[int, Span]]) -> Iterator[Row]:
+def _with_times(rows: Iterable[Row], spans: Iterable[tuple[int, Span]], costs: Sequence[Cost]) -> Iterator[Row]:
     by_row: dict[int, list[Span]] = {}
     for index, span in spans:
         by_row.setdefault(index, []).append(span)
@@ -161,7 +175,9 @@ def _with_times(rows: Iterable[Row], spans: Iterable[tuple[int, Span]]) -> Itera
         computed = [span for span in in_row if span.lane is Lane.COMPUTE and span.seconds]
         start = min([span.start for span in computed], default=now)
         now = max([now, *(span.end for span in computed)])
-        row = replace(row, start=start, end=now, exposed=sum(span.seconds for span in computed if span.waits))
+        exposed = sum(span.seconds for span in computed if span.waits)
+        flops = row.flops or sum(costs[span.op].flops for span in computed)
+        row = replace(row, start=start, end=now, exposed=exposed, flops=flops)
         for wire in [span for span in in_row if span.lane is not Lane.COMPUTE][-1:]:
             row = replace(row, lane=str(wire.lane), wire_start=wire.start, wire_end=wire.end)
         yield row

@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby, zip_longest
 from textwrap import wrap
@@ -19,10 +20,10 @@ from thunder_zero.plan.mesh import TENSOR
 from thunder_zero.plan.params import ROOT, Param, Plan
 from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.schedule.lifetimes import gathered_bytes
-from thunder_zero.schedule.ops import Compute
-from thunder_zero.schedule.passes import run
+from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.schedule.units import backward_ends
 from thunder_zero.tools.printing.words import WIDTH, aligned, count, summed_up
+from thunder_zero.tools.table.rows import Row, sent_bytes
 from thunder_zero.tools.table.table import Table, step_table
 from thunder_zero.traces.compiled import Traces
 
@@ -39,7 +40,6 @@ COLUMNS: dict[str, Callable[[int], str]] = {
     "recomputed": str,
     "its FLOP": count,  # of the recomputed matrix products, attention and convolutions
 }
-LAUNCHES = {"gather": "gathers", "reduce": "reduces", TENSOR: "slices"}
 Pair = tuple[dict[str, int], dict[str, int]]
 
 
@@ -118,26 +118,30 @@ def _described(param: Param | None, plan: Plan) -> str:
 
 def _by_unit(table: Table) -> dict[str | None, dict[str, int]]:
     """Return a mapping from units to figures. The key None has the totals."""
-    timeline, units = table.traces.timeline, (*table.traces.plan.units, None)
-    figures = {unit: dict.fromkeys((*COLUMNS, "slices", "sent by slices"), 0) for unit in units}
+    timeline, rows = table.traces.timeline, defaultdict[str | None, list[Row]](list)
+    ends = backward_ends(timeline).items()
     for row in table.lines:
-        if row.sent is None:
-            continue
-        for unit in (None,) if row.kind == TENSOR else (row.unit, None):
-            figures[unit][LAUNCHES[row.kind]] += 1
-            figures[unit]["sent"] += row.sent
-        figures[None]["sent by slices"] += row.sent if row.kind == TENSOR else 0
-    unfused = run(table.traces.lifted)
-    ends = backward_ends(unfused).items()
-    for index, op in enumerate(unfused.ops):
-        if isinstance(op, Compute) and unfused.recomputes(op):
-            recomputed_for = next((unit for unit, end in ends if end >= index), ROOT)  # its gradients are complete next
-            for unit in (recomputed_for, None):
-                figures[unit]["recomputed"] += 1
-                figures[unit]["its FLOP"] += op.flops
-    for unit in units:
-        figures[unit]["gathered"] = max(gathered_bytes(timeline, unit), default=0)
-    return figures
+        rows[None].append(row)
+        if row.kind != TENSOR:
+            # operations are computed again for the unit whose gradients are complete next
+            unit = next((unit for unit, end in ends if end >= (row.op or 0)), ROOT) if row.repeats else row.unit
+            rows[unit].append(row)
+    return {unit: _figures(rows[unit], timeline, unit) for unit in (*table.traces.plan.units, None)}
+
+
+def _figures(rows: Sequence[Row], timeline: Timeline, unit: str | None) -> dict[str, int]:
+    launches = Counter(row.kind for row in rows if row.sent is not None)
+    repeats = [flops for row in rows for flops in row.repeats]
+    return {
+        "gathers": launches["gather"],
+        "reduces": launches["reduce"],
+        "sent": sent_bytes(rows),
+        "gathered": max(gathered_bytes(timeline, unit), default=0),
+        "recomputed": len(repeats),
+        "its FLOP": sum(repeats),
+        "slices": launches[TENSOR],
+        "sent by slices": sent_bytes(row for row in rows if row.kind == TENSOR),
+    }
 
 
 def _lines(difference: Difference, max_groups: int) -> Iterator[str]:

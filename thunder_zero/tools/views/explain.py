@@ -20,7 +20,7 @@ from math import prod
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from thunder_zero.capture.zero_module import traces_of
+from thunder_zero.capture.zero_module import as_traces
 from thunder_zero.plan.amounts import duration, name_of, size
 from thunder_zero.plan.formats import Format
 from thunder_zero.plan.geometry import cut_rows
@@ -30,9 +30,8 @@ from thunder_zero.plan.policy import STAGES
 from thunder_zero.plan.traffic import Traffic, gather_traffic, reduce_traffic
 from thunder_zero.schedule.ops import Compute, Free, Gather, Op, Wait
 from thunder_zero.schedule.prefetch import Bound
-from thunder_zero.tools.devices.device import Device, device_of
+from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.printing.words import WIDTH, clip, place_of, summed_up
-from thunder_zero.tools.table.lines import with_code
 from thunder_zero.tools.table.rows import COMPUTES, Row, label
 from thunder_zero.tools.table.table import Table, table_of
 from thunder_zero.tools.time.estimate import estimate
@@ -62,8 +61,7 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
         path: the parameter's path, as in ``module.named_parameters()``. A tied parameter has several paths.
         device: as for :func:`thunder_zero.tools.estimate` (default: the result has no seconds).
     """
-    described = None if device is None else device_of(device)
-    traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
+    traces = as_traces(model_or_traces)
     params = traces.plan.by_name
     if path in traces.others.values():
         raise ValueError(
@@ -72,8 +70,8 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
     if path not in params:
         near = get_close_matches(path, params, NEAR, cutoff=0.5) or list(params)[:NEAR]
         raise ValueError(f"there is no parameter {path!r}; the nearest names are {', '.join(map(repr, near))}")
-    table = table_of(traces, time=estimate(traces, described) if described else None, codes=False)
-    return explanation_of(table, params[path])
+    time = None if device is None else estimate(traces, device)
+    return explanation_of(table_of(traces, time=time), params[path])
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,9 +112,7 @@ class Explanation:
     @property
     def traffic(self) -> Traffic:
         """The bytes that this rank sends and receives for the parameter in a step."""
-        plan = self.step.traces.plan
-        reduced = reduce_traffic(plan, self.param) if "reduce" in self.gradient else Traffic()
-        return sum((gather_traffic(plan, self.param) for _ in self.gathers), reduced)
+        return self.step.traffic_of(self.param)
 
     @property
     def exposed_seconds(self) -> float | None:
@@ -144,14 +140,15 @@ def explanation_of(step: Table, param: Param) -> Explanation:
 
 
 def _gather(step: Table, rows: Sequence[Row], launch: Row) -> dict[str, Row]:
-    wait = _end(step, launch)
+    wait = step.wait_of(launch)
     later = [row for row in rows if (row.op or 0) > (wait.op or 0)]
     kinds = [row.kind for row in later]
     free = later[kinds.index("free")] if "free" in kinds else None
     until = kinds.index("wait") if "wait" in kinds else None
     reads = [row for row in later[:until] if row.kind in COMPUTES and not row.gradients]
     uses = {"first use": reads[0] if reads else None, "last use": reads[-1] if reads[1:] else None}
-    return _with_codes(step, {"gather": launch, "wait": wait, **uses, "free": free})
+    found = {"gather": launch, "wait": wait, **uses, "free": free}
+    return {name: row for name, row in found.items() if row}
 
 
 def _gradient(step: Table, rows: Sequence[Row], path: str) -> dict[str, Row]:
@@ -162,30 +159,19 @@ def _gradient(step: Table, rows: Sequence[Row], path: str) -> dict[str, Row]:
     timeline = step.traces.timeline
     op = timeline.ops[first.op or 0]
     made = timeline.writer.get(op.reads[op.params.index(path) if len(op.reads) == len(op.params) else 0])
-    return _with_codes(
-        step,
-        {
-            "made": None if made is None else step.of(made),
-            first.kind: first,
-            "across": last if last is not first else None,
-            "wait": _end(step, last) if last.kind == "reduce" else None,
-        },
-    )
-
-
-def _with_codes(step: Table, rows: Mapping[str, Row | None]) -> dict[str, Row]:
-    return {name: row if row.code else with_code(row, step.traces) for name, row in rows.items() if row}
-
-
-def _end(step: Table, launch: Row) -> Row:
-    """Return the row that waits for the collective of a launch."""
-    return step.of(step.ends[step.traces.timeline.ops[launch.op or 0].writes[0]])
+    found = {
+        "made": None if made is None else step.of(made),
+        first.kind: first,
+        "across": last if last is not first else None,
+        "wait": step.wait_of(last) if last.kind == "reduce" else None,
+    }
+    return {name: row for name, row in found.items() if row}
 
 
 def _times(rows: Mapping[str, Row], step: Table) -> tuple[float, float]:
     """Return the seconds of a gather or a gradient on wires, and the seconds that compute waits for them."""
     launches = [row for row in rows.values() if row.kind in ("gather", "reduce")]
-    all_rows = [*launches, *(_end(step, launch) for launch in launches)]
+    all_rows = [*launches, *(step.wait_of(launch) for launch in launches)]
     return sum(row.wire_seconds for row in all_rows), sum(row.exposed for row in all_rows)
 
 

@@ -24,7 +24,7 @@ from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.ops import Free
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.printing.words import WIDTH, clip, fill, fold, place_of
-from thunder_zero.tools.table.rows import COMPUTES, ONLY, Row, label_of
+from thunder_zero.tools.table.rows import COMPUTES, ONLY, Row, row_label, sent_bytes
 
 NARROWEST, WIDEST = 80, 140
 KIND, PARAMETERS, BYTES = 7, 25, 8  # columns
@@ -88,7 +88,7 @@ def print_total(rows: Sequence[Row | int], console: Console) -> None:
     """Print the number of collectives, the bytes that this rank sends, and the most gathered bytes."""
     shown = [row for row in rows if isinstance(row, Row)]
     gathers, reduces = (sum(row.kind == kind for row in shown) for kind in ("gather", "reduce"))
-    sent, slices = sum(row.sent or 0 for row in shown), [row.sent for row in shown if row.kind == TENSOR and row.sent]
+    sent, slices = sent_bytes(shown), [row.sent for row in shown if row.kind == TENSOR and row.sent]
     count, peak = gathers + reduces, max((row.gathered for row in shown), default=0)
     collectives = f"{count} collective{'s' * (count != 1)} ({gathers} gather, {reduces} reduce)"
     write(console, f"{collectives}, {sent:,} B sent by this rank, {peak:,} B gathered at most", "bold")
@@ -107,7 +107,7 @@ def _lines(row: Row, plan: Plan, syntax: Syntax, columns: Widths, whole: int, *,
     """
     sent = "" if row.sent is None else f" {size(row.sent):>{BYTES}}"
     code_width, width = columns[0], columns[1] + 1 + BYTES - len(sent)
-    words = re.split(r"(?<= )", label_of(row, plan))
+    words = re.split(r"(?<= )", row_label(row, plan))
     parts = [part for word in words for part in (re.split(r"(?<=\.)", word) if len(word) > width else [word])]
     labels = fill(parts, [width])
     folded = fold(row.code, [code_width] * len(labels) + [whole])

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from thunder_zero.capture.zero_module import traces_of
+from thunder_zero.capture.zero_module import as_traces
 from thunder_zero.plan.amounts import size
 from thunder_zero.schedule.ops import Free, Gather, ends
 from thunder_zero.schedule.timeline import Timeline
@@ -107,7 +107,7 @@ def print_trace(
         if this_rank == rank:
             print(format_timeline(model_or_traces, numbered=True), file=file)
         return
-    traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
+    traces = as_traces(model_or_traces)
     if this_rank != rank:
         return
     select((), traces.plan, unit, only)  # refuses before anything is printed

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thunder_zero.capture.zero_module import traces_of
+from thunder_zero.capture.zero_module import as_traces
 from thunder_zero.schedule.names import label_of
 from thunder_zero.schedule.ops import Work
 from thunder_zero.tools.devices.device import Device, Lane, device_of
@@ -56,7 +56,7 @@ def save_timeline(
         measured: a file from ``torch.profiler.profile.export_chrome_trace``, which may be compressed (``.gz``).
     """
     device = device_of(device)
-    traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
+    traces = as_traces(model_or_traces)
     forecast = estimate(traces, device)
     profile = [] if measured is None else events_of(Path(measured))
     pid = 1 + max((event["pid"] for event in profile if isinstance(event.get("pid"), int)), default=0)

@@ -44,6 +44,7 @@ from thunder_zero.tools.devices.device import DEVICES, Device, device_of
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.words import aligned, folded
+from thunder_zero.tools.table.table import Table, table_of
 from thunder_zero.tools.time.estimate import estimate
 from thunder_zero.traces.compiled import Traces
 
@@ -181,47 +182,46 @@ def _device_here() -> Device | None:
 def _page(followed: Followed, resident_before: int, device: Device | None) -> str:
     """Return the page of a model. ``resident_before`` is the process's resident memory before the script, in bytes."""
     state, steps = followed.model.state, followed.steps
-    synced, deferred = list[Traces](), list[Traces]()
-    for index, graph in enumerate(captured_forward(followed.model).ran):
-        for kind in {entry.synced for entry in graph}:
-            (synced if kind else deferred).append(traces_of(followed.model, kind, index))
+    graphs = captured_forward(followed.model).ran
+    kinds = [(index, kind) for index, graph in enumerate(graphs) for kind in {entry.synced for entry in graph}]
     name = f"{state.name}: {STAGES[state.plan.policy.stage].name}, {state.plan.mesh}"
-    if not steps or not synced:
+    if not steps or not any(kind for _, kind in kinds):
         return f"why: {name}: no step was measured, as the first compiles; let the script take three or more"
     measured = {figure: median(step[figure] for step in steps) for figure in steps[0]}
     more = round(measured[FORWARDS]) - 1
-    runs = [*synced, *[traces for _ in range(more) for traces in deferred or synced]]  # the traces of one step
-    forecast, no_forecast = _forecast(runs, device)
-    sent = sum(traces.timeline.traffic(op).sent for traces in runs for op in traces.timeline.ops)
+    tables, no_forecast = _tables([traces_of(followed.model, kind, index) for index, kind in kinds], device)
+    synced, deferred = ([table for table in tables if table.traces.facts.synced is kind] for kind in (True, False))
+    runs = [*synced, *[table for _ in range(more) for table in deferred or synced]]  # the programs of one step
+    times = [table.time for table in runs if table.time]
+    compute, waits = sum(time.compute_seconds for time in times), sum(time.exposed_seconds for time in times)
+    forecast = {COMPUTE: compute, WAITS: waits} if times else {}
     shown = {part: duration(seconds) for part, seconds in forecast.items()}
     rows = [
         (STEP, duration(sum(forecast.values())) if forecast else "", duration(measured[STEP])),
         *((f"  {part}", shown.get(part, ""), duration(measured[part])) for part in PARTS),
         (f"  {CORE}", "", duration(measured[CORE])),
-        ("sent by this rank", size(sent), ""),
+        ("sent by this rank", size(sum(table.sent for table in runs)), ""),
         (PEAK, *_memory(followed, synced, round(measured[PEAK]), resident_before)),
     ]
     forwards = f" of {more + 1} forwards each" * (more > 0)
     title = f"{name}, median of {len(steps)} step{'s' * (len(steps) > 1)}{forwards}"
-    table = aligned([("", "forecast", "measured"), *rows])
+    text = aligned([("", "forecast", "measured"), *rows])
     listed = f"programs\n{compiled!r}" if (compiled := programs(followed.model)) else ""
     largest = _largest(forecast, measured, followed.waits)
-    return "\n".join(filter(None, (title, table, folded(no_forecast), largest, listed)))
+    return "\n".join(filter(None, (title, text, folded(no_forecast), largest, listed)))
 
 
-def _forecast(runs: Sequence[Traces], device: Device | None) -> tuple[dict[str, float], str]:
-    """Return (seconds keyed by part of the step, ""). If there is no forecast, return ({}, reason)."""
+def _tables(all_traces: Sequence[Traces], device: Device | None) -> tuple[list[Table], str]:
+    """Return the tables of programs, and the reason why they have no times, or ""."""
     if device is None:
-        return {}, NO_DEVICE
+        return [table_of(traces) for traces in all_traces], NO_DEVICE
     try:
-        estimates = [estimate(traces, device) for traces in runs]
+        return [table_of(traces, time=estimate(traces, device)) for traces in all_traces], ""
     except ValueError as error:  # the device was calibrated with other ranks or dtypes
-        return {}, f"no forecast of time: {error}"
-    compute = sum(forecast.compute_seconds for forecast in estimates)
-    return {COMPUTE: compute, WAITS: sum(forecast.exposed_seconds for forecast in estimates)}, ""
+        return [table_of(traces) for traces in all_traces], f"no forecast of time: {error}"
 
 
-def _memory(followed: Followed, traces: Sequence[Traces], peak: int, resident_before: int) -> tuple[str, str]:
+def _memory(followed: Followed, tables: Sequence[Table], peak: int, resident_before: int) -> tuple[str, str]:
     """Return the forecast peak and the measured peak of memory as text.
 
     On a CPU, the measured peak leaves out the memory before the script and the memory of compilations.
@@ -229,10 +229,10 @@ def _memory(followed: Followed, traces: Sequence[Traces], peak: int, resident_be
     on_cpu = followed.model.state.device.type == "cpu"
     if peak and on_cpu:
         peak = max(peak - resident_before - sum(program["nbytes"] for program in programs(followed.model)), 0)
+    kept = (item for states in followed.optimizer.state.values() for item in states.values())
+    states = sum(local(item).nbytes for item in kept if isinstance(item, Tensor))
     try:
-        kept = (item for states in followed.optimizer.state.values() for item in states.values())
-        states = sum(local(item).nbytes for item in kept if isinstance(item, Tensor))
-        forecast = size(memory(traces[0]).peak + states) if len(traces) == 1 else "several graphs"
+        forecast = size(memory(tables[0].traces).peak + states) if len(tables) == 1 else "several graphs"
     except NoForecast:
         forecast = "unknown"
     return forecast, f"{size(peak)}{', the process' * on_cpu}" if peak else "unknown"

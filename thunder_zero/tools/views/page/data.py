@@ -7,7 +7,7 @@ are seconds since the step began. Sizes are bytes. The page numbers the rows of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -19,7 +19,7 @@ from thunder_zero.schedule.ops import Compute
 from thunder_zero.tools.devices.device import Lane
 from thunder_zero.tools.forecast.figures import Holds, Memory, Storage
 from thunder_zero.tools.printing.words import place_of, short
-from thunder_zero.tools.table.rows import CODES, COMPUTES, label, label_of
+from thunder_zero.tools.table.rows import CODES, COMPUTES, label, row_label
 from thunder_zero.tools.table.table import Table
 from thunder_zero.tools.views.diff import COLUMNS, alike, difference_of, require_one_module
 from thunder_zero.tools.views.explain import explanation_of, why_launch
@@ -29,18 +29,19 @@ DIGITS = 10  # seconds are rounded to a tenth of a nanosecond
 ARROW = "\N{RIGHTWARDS ARROW}"
 LANES = (Lane.COMPUTE, TENSOR, "gather", "reduce")
 WAITING = {"gather": "gathers", "reduce": "reductions", TENSOR: "tensor parallelism"}
-WORDS = {
-    "step_seconds": "time of a step",
-    "compute_seconds": "of it, compute",
-    "exposed_seconds": "of it, waiting for communication",
-    "peak_bytes": "peak memory of forward and backward",
-    "at_rest_bytes": "memory between steps",
-    "optimizer_step_bytes": "peak memory of the optimizer's step",
-    "sent_bytes": "sent by this rank",
-    "gathers": "gathers",
-    "reductions": "reductions",
-    "slices": "collectives of slices",
-    "mfu": "MFU",
+# the figures of a program: their words and their texts
+FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "step_seconds": ("time of a step", duration),
+    "compute_seconds": ("of it, compute", duration),
+    "exposed_seconds": ("of it, waiting for communication", duration),
+    "peak_bytes": ("peak memory of forward and backward", size),
+    "at_rest_bytes": ("memory between steps", size),
+    "optimizer_step_bytes": ("peak memory of the optimizer's step", size),
+    "sent_bytes": ("sent by this rank", size),
+    "gathers": ("gathers", "{:,}".format),
+    "reductions": ("reductions", "{:,}".format),
+    "slices": ("collectives of slices", "{:,}".format),
+    "mfu": ("MFU", "{:.1%}".format),
 }
 
 
@@ -92,7 +93,7 @@ def _figures(table: Table) -> dict[str, float | None]:
         "peak_bytes": memory.peak if memory else None,
         "at_rest_bytes": memory.at_rest if memory else None,
         "optimizer_step_bytes": memory.optimizer_step if memory else None,
-        "sent_bytes": sum(row.sent or 0 for row in table.lines),
+        "sent_bytes": table.sent,
         "gathers": launches["gather"],
         "reductions": launches["reduce"],
         "slices": launches[TENSOR],
@@ -100,15 +101,9 @@ def _figures(table: Table) -> dict[str, float | None]:
     }
 
 
-def _text(name: str, value: float | None) -> str:
+def _text(name: str, figure: float | None) -> str:
     """Return a figure as text, with the unit of measure."""
-    if value is None:
-        return "none"
-    if name.endswith("_seconds"):
-        return duration(value)
-    if name.endswith("_bytes"):
-        return size(int(value))
-    return f"{value:.1%}" if name == "mfu" else f"{value:,}"
+    return "none" if figure is None else FIGURES[name][1](figure)
 
 
 def _bound(program: Data) -> str:
@@ -155,8 +150,8 @@ def differences(programs: Sequence[Data], tables: Sequence[Table]) -> list[Data]
     for table in tables[1:]:
         require_one_module(tables[0].traces, table.traces)
     figures = [program["figures"] for program in programs]
-    names = [name for name in WORDS if name != "slices" or any(values[name] for values in figures)]
-    rows = [[WORDS[name], *(_text(name, values[name]) for values in figures)] for name in names]
+    names = [name for name in FIGURES if name != "slices" or any(values[name] for values in figures)]
+    rows = [[FIGURES[name][0], *(_text(name, values[name]) for values in figures)] for name in names]
     step = {"title": "A step", "heads": ["", *(program["name"] for program in programs)], "rows": rows}
     return [step] + [
         {
@@ -209,7 +204,7 @@ def _lines(table: Table, units: Mapping[str, int], collectives: Sequence[Data]) 
             "op": row.op,
             "collective": of_line.get(index),
             "params": [params[path] for path in sorted(row.params, key=order.__getitem__)],
-            "label": label_of(row, plan),
+            "label": row_label(row, plan),
             "sent": row.sent,
             "start": round(row.start or 0.0, DIGITS),
             "end": round(row.end or 0.0, DIGITS),
@@ -241,9 +236,9 @@ def _collectives(table: Table) -> list[Data]:
         if row.op is None or row.sent is None:
             continue
         op = timeline.ops[row.op]
-        wait = table.place[table.ends[op.writes[0]]]
-        launched, waited, seconds = row.end or 0.0, rows[wait].start or 0.0, row.wire_seconds
-        exposed = row.exposed + rows[wait].exposed  # without overlap compute waits at the launch
+        wait = table.wait_of(row)
+        launched, waited, seconds = row.end or 0.0, wait.start or 0.0, row.wire_seconds
+        exposed = row.exposed + wait.exposed  # without overlap compute waits at the launch
         why_exposed, earlier = "", ending.get((row.lane, row.wire_start))
         if exposed:
             ahead, queued = max(waited - launched, 0.0), max((row.wire_start or 0.0) - launched, 0.0)
@@ -262,7 +257,7 @@ def _collectives(table: Table) -> list[Data]:
                 "label": f"{op.work} of {op.reads[0]}" if isinstance(op, Compute) else names,
                 "sent_bytes": row.sent,
                 "launch": launch,
-                "wait": wait,
+                "wait": table.place[wait.op or 0],
                 "launched": launched,
                 "waited": waited,
                 "wire_seconds": seconds,
@@ -277,11 +272,7 @@ def _collectives(table: Table) -> list[Data]:
 
 def _memory(table: Table, memory: Memory, capacity: int) -> Data:
     """Return the curve (bytes alive after each line, up to each kind), the tensors, largest first, and the peak."""
-    line_of = {(row.phase, row.position): number for number, row in enumerate(table.lines)}
-    places = [line_of[line.phase, line.position] for line in memory.lines]
-    peak = places[memory.lines.index(memory.peak_line)]
-    # the digests come before all lines with memory
-    lines: list[Mapping[Any, int]] = [*(memory.at_start for _ in range(places[0])), *memory.alive]
+    peak, lines = memory.lines.index(memory.peak_line), memory.alive
     lines[peak] = memory.by_kind
     used = {storage.kind for storage in memory.storages}
     kinds = [kind for kind in Holds if kind in used]
@@ -294,7 +285,7 @@ def _memory(table: Table, memory: Memory, capacity: int) -> Data:
     return {
         "kinds": [str(kind) for kind in kinds],
         "levels": levels,
-        "tensors": _columns([_tensor(storage, kinds, places) for storage in tensors]),
+        "tensors": _columns([_tensor(storage, kinds) for storage in tensors]),
         "peak": {
             "bytes": memory.peak,
             "line": peak,
@@ -306,12 +297,15 @@ def _memory(table: Table, memory: Memory, capacity: int) -> Data:
     }
 
 
-def _tensor(storage: Storage, kinds: Sequence[Holds], places: Sequence[int]) -> Data:
-    first = places[storage.line] if storage.line >= 0 else -1
-    freed = None if storage.freed is None else places[storage.freed]
-    has_module = storage.module != "" and storage.kind in (Holds.SAVED, Holds.TEMPORARY)
-    name = storage.module if has_module else storage.name
-    return {"kind": kinds.index(storage.kind), "bytes": storage.nbytes, "name": name, "made": first, "freed": freed}
+def _tensor(storage: Storage, kinds: Sequence[Holds]) -> Data:
+    name = storage.module if storage.kind in (Holds.SAVED, Holds.TEMPORARY) else ""
+    return {
+        "kind": kinds.index(storage.kind),
+        "bytes": storage.nbytes,
+        "name": name or storage.name,
+        "made": storage.line,
+        "freed": storage.freed,
+    }
 
 
 def _columns(rows: Sequence[Data]) -> Data:

@@ -16,7 +16,7 @@ import torch
 from jinja2 import Environment
 from markupsafe import Markup
 
-from thunder_zero.capture.zero_module import traces_of
+from thunder_zero.capture.zero_module import as_traces
 from thunder_zero.compat.jitted import plain_of
 from thunder_zero.plan.amounts import duration, float_dtype, name_of
 from thunder_zero.plan.mesh import Mesh
@@ -90,7 +90,7 @@ def page_of(
 ) -> Data:
     """Return the page as JSON data. The arguments are those of :func:`report`."""
     device = device_of(device)
-    traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
+    traces = as_traces(model_or_traces)
     if beside is not None and not isinstance(beside, Traces):
         raise TypeError(f"beside is of type {type(beside).__name__}; give what trace or traces_of returns")
     if measured is not None and not isinstance(measured, Times):
