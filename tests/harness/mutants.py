@@ -8,10 +8,10 @@ from math import isclose, prod
 from typing import Any
 
 from thunder_zero.spmd.check import other_calls, preloaded, record_step, types_of
-from thunder_zero.spmd.operators import FACTORS
 from thunder_zero.spmd.processes import run_in_processes
 from thunder_zero.spmd.record import RecordedLine, StepRecord
 from thunder_zero.spmd.report import verdict_of
+from thunder_zero.spmd.rules import FACTORS
 
 
 def mutants(record: StepRecord) -> Iterator[tuple[str, StepRecord]]:

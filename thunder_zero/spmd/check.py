@@ -19,10 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from thunder_zero.spmd.axes import axes_of_batches, mesh_of
 from thunder_zero.spmd.collectives import collective_kind
-from thunder_zero.spmd.flow import AxisTypes, Fault, Memo, Walk
+from thunder_zero.spmd.flow import AxisTypes, Walk
 from thunder_zero.spmd.processes import Call, NotChecked, run_in_processes
 from thunder_zero.spmd.record import StepRecord, StepRecorder
-from thunder_zero.spmd.report import Verdict, verdict_of
+from thunder_zero.spmd.report import verdict_of
+from thunder_zero.spmd.rules import Memo
+from thunder_zero.spmd.verdict import Fault, Verdict
 
 TrainStep = Callable[[DeviceMesh], Any]
 OtherRun = tuple[str, str]  # an axis, and "neighbour", its next rank, or "whole", the step with one rank on it
@@ -119,7 +121,7 @@ def check_step(
         raise ValueError(f"the mesh has no axis {', '.join(unknown)}; it has {', '.join(shape)}")
     verdict = run_in_processes((_check, (step, shape, data)), other_calls(step, shape, data), seconds, preloaded())
     if isinstance(verdict, NotChecked):
-        return Verdict(shape, (Fault("every axis", "unknown", str(verdict)),), (), (), (), 0)
+        return Verdict(shape, (Fault("every axis", "unknown", str(verdict)),))
     if isinstance(verdict, Exception):
         raise verdict
     return verdict  # type: ignore[no-any-return]
@@ -150,7 +152,7 @@ def record_other_rank(step: TrainStep, shape: Mapping[str, int], rank: int) -> S
 def _check(step: TrainStep, shape: Mapping[str, int], data: Sequence[str], results: Results) -> Verdict:
     """Record a step as rank 0, and type it beside what other processes ran."""
     record = record_step(step, shape)
-    others, faults = {}, []
+    others, faults = {}, list[Fault]()
     for (axis, what), result in results().items():
         if isinstance(result, StepRecord):
             others[axis, what] = result

@@ -31,12 +31,23 @@ Rerun = Callable[[Values, int], Values]  # runs the operator with these inputs o
 
 @dataclass(frozen=True)
 class Outcome:
-    """The codes of one output, its factor, and a fault or a note on the operator that broke all laws."""
+    """What is known of one output of a line, and what is said of it.
+
+    Attributes:
+        codes: of its elements.
+        text: what is said.
+        kind: that of a fault, or ``"note"``: said where a value without a law does harm; or ``"assumed"``.
+        factor: by which the line changes the factor of its inputs.
+    """
 
     codes: Tensor
-    fault: str = ""
-    note: str = ""
+    text: str = ""
+    kind: str = "error"
     factor: float = 1.0
+
+    @property
+    def is_error(self) -> bool:
+        return bool(self.text) and self.kind == "error"
 
 
 def letters(codes: Tensor) -> str:
@@ -209,7 +220,7 @@ class Experiment:
     def _recognise(self, shape: Sequence[int], runs: ChangedRuns) -> Outcome:
         """Return the law that an output keeps under all changes of the inputs."""
         if runs.shapes != {torch.Size(shape)}:
-            return Outcome(filled(shape, V), note=f"the shape of {self._name} depends on the data")
+            return Outcome(filled(shape, V), f"the shape of {self._name} depends on the data", "unknown")
         same = _equal(*runs.drawn)
         if same.dim() > len(shape):  # complex numbers
             same = same.all(-1)
@@ -245,7 +256,7 @@ class Experiment:
             text = f"{name} is not linear in a share of a sum: the {ranks} shares must be summed first"
             return Outcome(filled(shape, R), text)
         text = f"{name} does not treat slices alike: its result depends on how the elements are spread over the ranks"
-        return Outcome(filled(shape, V), note=text)
+        return Outcome(filled(shape, V), text, "note")
 
 
 def _exchangeable(codes: Tensor, others: Sequence[Tensor]) -> Tensor:
