@@ -21,7 +21,8 @@ from thunder_zero.plan.amounts import name_of
 from thunder_zero.spmd.collectives import effect
 from thunder_zero.spmd.laws import Outcome, P, V, filled, halves, has, letters
 from thunder_zero.spmd.record import SILENT, Parameter, RecordedLine, Ref, Shadow, StepRecord
-from thunder_zero.spmd.rules import FACTORS, MOVES, Memo, Rules, averages, is_constant
+from thunder_zero.spmd.rules import FACTORS, MOVES, Rules, averages, is_constant
+from thunder_zero.spmd.rules import Memo as Memo
 from thunder_zero.spmd.storages import TypedStorages, cut_dim, end_of, is_contiguous
 from thunder_zero.spmd.verdict import Fault as Fault
 
@@ -43,17 +44,17 @@ class AxisTypes:
         lines: the types of what each line writes.
         faults: what is wrong.
         gradients: of each parameter, the type and the factor by which it differs from the true gradient.
-        reductions: of each parameter's gradient.
         assumed: what the types assume.
         inputs_differ: whether the ranks read different values.
+        reductions: those of each parameter's gradient.
     """
 
     lines: tuple[tuple[str, ...], ...]
     faults: tuple[Fault, ...]
     gradients: Mapping[str, tuple[str, float]]
-    reductions: Mapping[str, tuple[str, ...]]
     assumed: tuple[str, ...]
     inputs_differ: bool
+    reductions: Mapping[str, tuple[str, ...]]
 
 
 class Walk:
@@ -111,7 +112,7 @@ class Walk:
                     types.append(self._type(line))
         self._check_loss()
         faults, assumed = tuple(self._faults.values()), tuple(sorted(self._assumed))
-        return AxisTypes(tuple(types), faults, gradients, reductions, assumed, self._inputs_differ)
+        return AxisTypes(tuple(types), faults, gradients, assumed, self._inputs_differ, reductions)
 
     def _codes(self, ref: Ref) -> Tensor:
         return self._over[ref] if ref in self._over else self._values.codes(ref)

@@ -2,8 +2,8 @@
 
 ::
 
-    this process -> starter, which imports nothing -> its fork server -> rank 0, which types -----> result
-                                                                     \\-> other ranks: records --/
+    this process -> starter, which imports modules -- forks --> other ranks: records --\\
+                           \\-> rank 0, which types <-------------------------------------/ -> result
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import os
 import pickle
 import signal
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from typing import Any, TypeVar
 
 Key = TypeVar("Key")
-Call = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments, which other processes can import
+Call = tuple[str, tuple[Any, ...]]  # a function, such as "package.module:name", and arguments that can be pickled
 
 
 class NotChecked(RuntimeError):
@@ -32,7 +33,7 @@ def run_in_processes(first: Call, others: Mapping[Key, Call], seconds: float, pr
     nothing. What a call raises is its result. All processes have ended.
 
     Raises:
-        TypeError: other processes cannot import a function or an argument.
+        TypeError: other processes cannot import an argument.
     """
     try:
         tasks = [pickle.dumps(call) for call in (first, *others.values())]
@@ -54,32 +55,31 @@ def run_in_processes(first: Call, others: Mapping[Key, Call], seconds: float, pr
 
 
 def _start(tasks: Sequence[bytes], keys: Sequence[Any], preload: Sequence[str], writer: Any) -> None:
-    """Start a process for each task. A fork server of its own leaves that of the caller as it is."""
+    """Start a process for each other task, and run the first task."""
     with suppress(AttributeError):
-        os.setpgid(0, 0)  # one signal ends the server and the ranks, too
-    has_fork = "forkserver" in multiprocessing.get_all_start_methods()
-    context: Any = multiprocessing.get_context("forkserver" if has_fork else "spawn")
-    if has_fork:
-        context.set_forkserver_preload([*preload])
-    readers, processes = {}, []
+        os.setpgid(0, 0)  # one signal ends the other ranks, too
+    for name in preload:
+        import_module(name)
+    can_fork = "fork" in multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("fork" if can_fork else "spawn")
+    readers = {}
     for key, task in zip(keys, tasks[1:], strict=True):
         readers[key], theirs = context.Pipe(duplex=False)
-        processes.append(context.Process(target=_run, args=(task, theirs)))
-        processes[-1].start()
+        context.Process(target=_run_other, args=(task, theirs, writer), daemon=True).start()
         theirs.close()
-    processes.append(context.Process(target=_run, args=(tasks[0], writer, readers)))
-    processes[-1].start()
-    writer.close()
-    for process in processes:
-        process.join()
+    _run(tasks[0], writer, lambda: {key: _received(reader) for key, reader in readers.items()})
 
 
-def _run(task: bytes, writer: Any, readers: Mapping[Any, Any] | None = None) -> None:
+def _run_other(task: bytes, writer: Any, first: Any) -> None:
+    first.close()  # the first rank's pipe ends with that rank
+    _run(task, writer)
+
+
+def _run(task: bytes, writer: Any, *more: Any) -> None:
     try:
-        function, args = pickle.loads(task)
-        if readers is not None:
-            args = (*args, lambda: {key: _received(reader) for key, reader in readers.items()})
-        result = function(*args)
+        place, args = pickle.loads(task)
+        module, _, name = place.partition(":")
+        result = getattr(import_module(module), name)(*args, *more)
     except Exception as error:
         result = _sendable(error)
     writer.send(result)

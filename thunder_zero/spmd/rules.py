@@ -138,11 +138,10 @@ class Rules:
         """Run the line on two imagined ranks."""
         outcomes = self._shown(line, codes, targets, numbers)
         if not isinstance(outcomes, str) and any(item.is_error for item in outcomes):
-            divided = [
-                self._types[ref].is_divided and not item.any() for ref, item in zip(line.inputs, codes, strict=True)
-            ]
+            divided = [self._types[ref].is_divided for ref in line.inputs]
             shares = [  # a bias divided by the number of ranks is a share of the bias
-                filled(item.shape, P) if is_divided else item for item, is_divided in zip(codes, divided, strict=True)
+                filled(item.shape, P) if is_divided and not item.any() else item
+                for item, is_divided in zip(codes, divided, strict=True)
             ]
             again = self._shown(line, shares, targets, numbers) if any(divided) else "no share"
             outcomes = outcomes if isinstance(again, str) or any(item.is_error for item in again) else again
