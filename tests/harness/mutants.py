@@ -43,8 +43,7 @@ def wrong_lines(line: RecordedLine, axes: Mapping[str, int]) -> Iterator[tuple[s
 
 def unnoticed(step: Any, shape: Mapping[str, int], data: Sequence[str]) -> tuple[int, list[str]]:
     """Return the number of mutants of a step, and those of which nothing is said."""
-    result = run_ranks((f"{__name__}:try_mutants", (step, shape, data)), step, shape, data, 300.0)
-    return result  # type: ignore[no-any-return]
+    return run_ranks((f"{__name__}:try_mutants", (step, shape, data)), step, shape, data, 300.0)
 
 
 def try_mutants(step: Any, shape: Mapping[str, int], data: Sequence[str], results: Any) -> tuple[int, list[str]]:
