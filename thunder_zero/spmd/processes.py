@@ -1,6 +1,6 @@
-"""Runs a step as several ranks, each in a process of its own, as DTensor's caches keep the first mesh.
+"""Runs a step as several ranks, each in a process of its own.
 
-::
+DTensor's caches keep the first mesh, so a process can be one rank only::
 
     this process -> starter, which imports modules -- forks --> other ranks: records --\\
                            \\-> rank 0, which types <-------------------------------------/ -> result

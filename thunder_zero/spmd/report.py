@@ -1,4 +1,4 @@
-"""The verdict on a typed record: what is wrong, the first cause first; its collectives and gradients."""
+"""The verdict on a typed record: what is wrong, the first cause first, and what was sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator does to the types of values: rules for a few classes of operators, experiments for all others."""
+"""What an operator does to the types of values: a few rules, and experiments for all others."""
 
 from __future__ import annotations
 

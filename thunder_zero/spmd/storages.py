@@ -1,4 +1,4 @@
-"""Keeps what is known of the values in each storage on one axis: codes, a factor, the cause of a fault.
+"""Keeps what is known of the values in each storage on one axis: codes, a factor, a cause.
 
 In: refs of a record's lines. Out: codes as tensors of the shapes of the refs, which alias one another as the refs do.
 """
