@@ -268,7 +268,7 @@ class Walk:
 
     def _factor(self, line: RecordedLine, inputs: Sequence[Ref], ref: Ref, outcome: Outcome) -> float:
         """Return the factor of what a line writes."""
-        if line.name == "ones_like" and self._values[line.inputs[0]].is_mean:
+        if line.name == "ones_like" and not ref.shape and self._values[line.inputs[0]].is_mean:
             return float(self._size)  # backward begins: the gradients of means are summed, and divided by the ranks
         if line.name in FACTORS and line.changes and self._values[ref].factor != 1:
             inputs = [ref]  # a wrong gradient makes the norm wrong, which is no fault of its own

@@ -81,6 +81,8 @@ class Rules:
         numbers = theirs.scalars if theirs.scalars != mine.scalars else None
         alike = numbers is None and not any(item.any() for item in codes)
         draws_differ = self._batches_differ or theirs.drawn != mine.drawn
+        if line.backward and numbers is not None and _shapes(mine) != _shapes(theirs):
+            return _unknown(f"the sizes of {name} differ between the ranks", targets)
         if numbers is not None and name in RANGES:
             return [Outcome(halves(ref.shape)) for ref in targets]
         if name in RANDOM and (draws_differ or not line.inputs or name.endswith("_")):
@@ -91,8 +93,6 @@ class Rules:
             return [Outcome(item) for item in self._moved(line, targets)]
         if "batch_norm" in name and self._batches_differ:
             return _batch_norm(line, codes[1 if line.backward else 0], targets)
-        if line.backward and numbers is not None and _shapes(mine) != _shapes(theirs):
-            return _unknown(f"the sizes of {name} differ between the ranks", targets)
         return self._masked(line, codes, targets, numbers) or self._experiment(line, codes, targets, numbers)
 
     def _moved(self, line: RecordedLine, targets: Targets) -> list[Tensor]:
