@@ -7,11 +7,11 @@ from dataclasses import replace
 from math import isclose, prod
 from typing import Any
 
-from thunder_zero.spmd.check import other_calls, preloaded, record_step, types_of
-from thunder_zero.spmd.operators import FACTORS
-from thunder_zero.spmd.processes import run_in_processes
+from thunder_zero.spmd.check import run_ranks
+from thunder_zero.spmd.ranks import record_step, types_of
 from thunder_zero.spmd.record import RecordedLine, StepRecord
 from thunder_zero.spmd.report import verdict_of
+from thunder_zero.spmd.rules import FACTORS
 
 
 def mutants(record: StepRecord) -> Iterator[tuple[str, StepRecord]]:
@@ -43,13 +43,10 @@ def wrong_lines(line: RecordedLine, axes: Mapping[str, int]) -> Iterator[tuple[s
 
 def unnoticed(step: Any, shape: Mapping[str, int], data: Sequence[str]) -> tuple[int, list[str]]:
     """Return the number of mutants of a step, and those of which nothing is said."""
-    result = run_in_processes((_try_mutants, (step, shape, data)), other_calls(step, shape, data), 300.0, preloaded())
-    if isinstance(result, Exception):
-        raise result
-    return result
+    return run_ranks((f"{__name__}:try_mutants", (step, shape, data)), step, shape, data, 300.0)
 
 
-def _try_mutants(step: Any, shape: Mapping[str, int], data: Sequence[str], results: Any) -> tuple[int, list[str]]:
+def try_mutants(step: Any, shape: Mapping[str, int], data: Sequence[str], results: Any) -> tuple[int, list[str]]:
     wrong = list(mutants(record_step(step, shape)))
     others = results()
     verdicts = [(what, verdict_of(record, types_of(record, others, data), data, [])) for what, record in wrong]

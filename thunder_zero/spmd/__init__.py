@@ -4,10 +4,10 @@ By types: the step runs on one rank, and each value is replicated, a slice, or a
 
     step(mesh) -- record.py --> StepRecord: each operator below DTensor and FSDP2
                                   |
-    neighbours, in processes -----+--> flow.py: types of each line, by experiments (laws.py) and by a table
-                                  |             for collectives (collectives.py)
+    neighbours, in processes -----+--> flow.py: the types of each line. collectives.py has a table for collectives,
+    (check.py, ranks.py)          |             rules.py runs other operators again (laws.py: experiments), and
                                   |             storages.py keeps what is known of each value
-                                  +--> check.py --> report.py: what is wrong, the first cause first
+                                  +--> report.py --> verdict.py: what is wrong, the first cause first
 
 By numbers: all ranks run as threads, and their gradients are compared with those of the plain module::
 

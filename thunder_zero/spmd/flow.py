@@ -1,44 +1,31 @@
 """Walks a record along one axis of the mesh, and types each value that its lines write.
 
-The type of an output follows from the operator itself: it runs again on two imagined ranks (``laws.py``). Operators
-that only move elements move their codes. Where the neighbouring rank ran the same line with other numbers or on another
-part of a tensor, the value differs between the ranks.
+The type of an output follows from the operator itself (``rules.py``). Where the neighbouring rank ran the same line
+with other numbers or on another part of a tensor, the value differs between the ranks. A value also has a factor, by
+which it differs from the true one, and the cause of its fault: what follows from a fault is not told again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import combinations
 from math import isclose, prod
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from thunder_zero.plan.amounts import name_of
 from thunder_zero.spmd.collectives import effect
-from thunder_zero.spmd.laws import Experiment, Outcome, P, R, V, X, filled, halves, has, letters
-from thunder_zero.spmd.operators import (
-    COPIES,
-    FACTORS,
-    LOOKUPS,
-    MEANS,
-    MOVES,
-    PARTS_OF_BACKWARD,
-    SCATTERS,
-    SELECTIONS,
-    averages,
-    is_constant,
-    key_of,
-    runner,
-)
-from thunder_zero.spmd.record import RANDOM, SILENT, Parameter, RecordedLine, Ref, Shadow, StepRecord
+from thunder_zero.spmd.laws import Outcome, P, V, filled, halves, has, letters
+from thunder_zero.spmd.record import SILENT, Parameter, RecordedLine, Ref, Shadow, StepRecord
+from thunder_zero.spmd.rules import FACTORS, MOVES, Rules, averages, is_constant
+from thunder_zero.spmd.rules import Memo as Memo
 from thunder_zero.spmd.storages import TypedStorages, cut_dim, end_of, is_contiguous
-from thunder_zero.tools.printing.words import summed_up
+from thunder_zero.spmd.verdict import Fault as Fault
 
-Memo = dict[bytes, list[Outcome] | str]  # outcomes of experiments, or why they failed; equal lines are typed once
 MEANINGS = {
     "R": "equal on all ranks",
     "S": "a slice",
@@ -47,21 +34,6 @@ MEANINGS = {
     "V": "different on each rank",
     "X": "random on each rank",
 }
-
-
-@dataclass(frozen=True, repr=False)
-class Fault:
-    """What is wrong, or cannot be said: ``kind`` is ``"error"``, ``"warning"`` or ``"unknown"``."""
-
-    axis: str
-    kind: str
-    text: str
-    where: str = ""
-    line: int = 0
-    parameters: tuple[str, ...] = ()
-
-    def __repr__(self) -> str:
-        return summed_up(self, f"{self.kind} on {self.axis}: {self.text}")
 
 
 @dataclass(frozen=True)
@@ -74,6 +46,7 @@ class AxisTypes:
         gradients: of each parameter, the type and the factor by which it differs from the true gradient.
         assumed: what the types assume.
         inputs_differ: whether the ranks read different values.
+        reductions: those of each parameter's gradient.
     """
 
     lines: tuple[tuple[str, ...], ...]
@@ -81,6 +54,7 @@ class AxisTypes:
     gradients: Mapping[str, tuple[str, float]]
     assumed: tuple[str, ...]
     inputs_differ: bool
+    reductions: Mapping[str, tuple[str, ...]]
 
 
 class Walk:
@@ -106,23 +80,25 @@ class Walk:
         memo: Memo,
     ) -> None:
         self._record, self._axis, self._size = record, axis, record.axes[axis]
-        self._batches_differ, self._memo = batches_differ, memo
+        self._batches_differ = batches_differ
         self._neighbour, self._whole = _aligned(record, neighbour), _aligned(record, whole)
         self._full_shapes = {item.path: item.ref.shape for item in whole.parameters} if whole is not None else {}
         self._values = TypedStorages()
+        self._rules = Rules(
+            record.values, self._codes, self._values, self._size, batches_differ=batches_differ, memo=memo
+        )
         self._over: dict[Ref, Tensor] = {}  # codes of inputs that are another part of a value on the neighbour
         self._gathered: dict[int, Tensor] = {}  # codes of parameters that FSDP2 gathers, by storage
         self._faults: dict[tuple[str, str], Fault] = {}
         self._assumed: set[str] = set()
         self._inputs_differ = False
         self._placed = {item.ref.storage: item for item in (*record.buffers, *record.parameters)}
-        self._line = 0
-        lines = enumerate(record.lines)
-        self._first_backward = next((index for index, line in lines if line.backward), len(record.lines))
+        self._line, self._began_backward = 0, False
 
     def run(self) -> AxisTypes:
         """Type all lines and check the gradients."""
         gradients: dict[str, tuple[str, float]] = {}
+        reductions: dict[str, tuple[str, ...]] = {}
         types = []
         self._place()
         due = self._record.gradients_by_line
@@ -131,11 +107,12 @@ class Walk:
                 self._line = index
                 for grad in due.get(index, ()):
                     gradients[grad.path] = self._check_gradient(grad)
+                    reductions[grad.path] = self._values[grad.ref].reductions
                 if line is not None:
                     types.append(self._type(line))
         self._check_loss()
         faults, assumed = tuple(self._faults.values()), tuple(sorted(self._assumed))
-        return AxisTypes(tuple(types), faults, gradients, assumed, self._inputs_differ)
+        return AxisTypes(tuple(types), faults, gradients, assumed, self._inputs_differ, reductions)
 
     def _codes(self, ref: Ref) -> Tensor:
         return self._over[ref] if ref in self._over else self._values.codes(ref)
@@ -149,56 +126,42 @@ class Walk:
         """The line as the neighbour ran it."""
         return self._neighbour.get(self._line, self._mine)
 
-    @property
-    def _numbers(self) -> tuple[Any, ...] | None:
-        """The numbers among the neighbour's arguments, or None if the ranks run the same line."""
-        return self._theirs.scalars if self._theirs.scalars != self._mine.scalars else None
-
-    # inputs
+    # values that come from outside of the record
 
     def _place(self) -> None:
         """Type parameters and buffers by their placements."""
-        for item in self._placed.values():
+        gathered = [Parameter("", ref, placements) for ref, placements in self._record.slices]
+        for item in (*self._placed.values(), *gathered):
             where = item.placements.get(self._axis)
             if isinstance(where, int):
                 self._values.give(item.ref, halves(item.ref.shape, where))
             elif where == "partial":
-                self._values.give(item.ref, P)
-        for ref, placements in self._record.slices:
-            where = placements.get(self._axis)
-            if isinstance(where, int):
-                self._values.give(ref, halves(ref.shape, where))
-                self._gathered[ref.storage] = self._values[ref].codes.clone()
+                self._values.give(item.ref, filled(item.ref.shape, P))
+            if isinstance(where, int) and item in gathered:
+                self._gathered[item.ref.storage] = self._values[item.ref].codes.clone()
 
     def _admit(self, line: RecordedLine) -> None:
-        """Type values that come from outside of the record, by comparing them with the neighbour's."""
+        """Type what a line reads first, by comparing it with the neighbour's."""
         mine, theirs, whole = self._mine.fresh, self._theirs.fresh, self._whole.get(self._line, self._mine).fresh
         theirs, whole = (item if len(item) == len(mine) else mine for item in (theirs, whole))
         for ref, value, their_value, (full, _) in zip(line.fresh, mine, theirs, whole, strict=True):
             item, differs = self._placed.get(ref.storage), value != their_value
-            if ref.storage in self._record.equalised:
+            if ref.storage in self._record.equalised or (item is not None and self._axis in item.placements):
                 continue
-            if item is not None:
-                self._admit_parameter(item, self._full_shapes.get(item.path, full), differs)
-                continue
-            dim = cut_dim(ref.shape, full)
-            self._inputs_differ |= differs
-            if differs or (dim is not None and not self._batches_differ):
-                self._values.give(ref, halves(ref.shape, 0 if dim is None else dim))
-
-    def _admit_parameter(self, item: Parameter, full: Sequence[int], differs: bool) -> None:
-        if self._axis in item.placements:
-            return
-        if (dim := cut_dim(item.ref.shape, full)) is not None:
-            self._values.give(item.ref, halves(item.ref.shape, dim))
-        elif differs:
-            text = "its values differ between the ranks before the step: broadcast it, or seed the ranks alike"
-            self._say("error", text, item.path, item.path)
+            dim = cut_dim(ref.shape, full if item is None else self._full_shapes.get(item.path, full))
+            is_slice = dim is not None and (item is not None or not self._batches_differ)
+            if is_slice or (differs and item is None):
+                self._values.give(ref, halves(ref.shape, dim or 0))
+            elif differs and item is not None:
+                text = "its values differ between the ranks before the step: broadcast it, or seed the ranks alike"
+                self._say("error", text, item.path, item.path)
+            self._inputs_differ |= differs and item is None
 
     # lines
 
     def _type(self, line: RecordedLine) -> tuple[str, ...]:
         """Type what a line writes, and return the types as text."""
+        self._began_backward |= line.backward
         self._over = self._parts_of_rank(line)
         self._admit(line)
         targets = (*line.written, *line.results)
@@ -207,7 +170,8 @@ class Walk:
         elif line.is_view:
             self._view(line)
         elif line.name not in SILENT and line.operator.namespace != "c10d" and targets:
-            self._compute(line, targets)
+            outcomes = self._rules.outcomes(line, targets, self._mine, self._theirs)
+            self._write(line, () if is_constant(line.name) else line.read, targets, outcomes)
         self._over = {}
         return tuple(letters(self._codes(item)) for item in targets)
 
@@ -238,213 +202,96 @@ class Walk:
                 self._values.follow(source, ref)
 
     def _collective(self, line: RecordedLine) -> None:
-        assert line.collective is not None
+        item = line.collective
+        assert item is not None
         for inputs, outputs in line.pairs:
             if not inputs:
                 continue
-            codes = [self._codes(item).clone() for item in inputs]
-            zero = all(not self._record.values[item].any() for item in inputs if item in self._record.values)
-            shapes = [item.shape for item in outputs]
-            outcomes = effect(line.collective, self._axis, self._size, codes, shapes, zero=zero)
-            factor = self._values.largest_factor(inputs)
-            tainted = any(self._values[item].is_tainted for item in inputs)
-            self._tell_untyped(inputs)
-            if (fault := outcomes[0].fault) and not tainted:
-                note = next((note for item in inputs if (note := self._values[item].note)), "")
-                self._say("error", f"{fault}: {note}" if note and "no share" in fault else fault, line.where)
-                tainted = True
-            for ref, outcome in zip(outputs, outcomes, strict=True):
-                self._values.give(ref, outcome.codes)
-                self._values[ref].set_factor(factor * outcome.factor)
-                self._values[ref].is_tainted = tainted
-        if not line.collective.axes:
-            self._say("error", f"{line.collective.kind} over a group that is no axis of the mesh", line.where)
+            codes = [self._codes(ref).clone() for ref in inputs]
+            zero = all(not self._record.values[ref].any() for ref in inputs if ref in self._record.values)
+            shapes = [ref.shape for ref in outputs]
+            outcomes = effect(item, self._axis, self._size, codes, shapes, zero=zero)
+            self._tell_unknown(inputs)
+            self._write(line, inputs, outputs, outcomes)
+        if not item.axes:
+            self._say("error", f"{item.kind} over a group that is no axis of the mesh", line.where)
 
-    # operators
+    def _write(
+        self, line: RecordedLine, inputs: Sequence[Ref], targets: Sequence[Ref], outcomes: Sequence[Outcome]
+    ) -> None:
+        """Keep what is known of each target, and tell the faults of the outcomes."""
+        sources = [self._values[ref] for ref in inputs]
+        cause = next((item.cause for item in sources if item.is_spoiled), None)
+        note = next((item.cause for item in sources if item.cause is not None and not item.is_spoiled), None)
+        factors = [self._factor(line, inputs, ref, outcome) for ref, outcome in zip(targets, outcomes, strict=True)]
+        reductions = _reductions(line, [item.reductions for item in sources], targets)
+        is_mean = line.collective is None and any(item.is_mean for item in sources)
+        is_divided = self._divides(line) or (line.name in MOVES and any(item.is_divided for item in sources[:1]))
+        for ref, outcome, factor in zip(targets, outcomes, factors, strict=True):
+            value = self._values[ref]
+            self._values.give(ref, self._known_codes(line, ref, outcome.codes))
+            value.set_factor(factor)
+            value.is_mean = is_mean or (averages(line) and has(outcome.codes, P))
+            value.is_divided, value.reductions = is_divided, reductions
+            told = self._hear(outcome, line, note) if cause is None else None
+            value.cause = cause or told or (note if has(outcome.codes, V) else None)
 
-    def _compute(self, line: RecordedLine, targets: Sequence[Ref]) -> None:
-        for ref, codes in zip(targets, self._codes_of(line, targets), strict=True):
-            gathered = self._gathered.get(ref.storage)
-            if gathered is not None and line.name in MOVES and is_contiguous(ref):
-                part = gathered[ref.offset : end_of(ref)]
-                codes = torch.cat([part, codes.reshape(-1)[len(part) :]])
-            self._values.give(ref, codes)
-        for ref in targets:
-            self._follow(line, ref)
+    def _known_codes(self, line: RecordedLine, ref: Ref, codes: Tensor) -> Tensor:
+        """Return the codes of a target. Those of a parameter that FSDP2 gathers are known."""
+        gathered = self._gathered.get(ref.storage)
+        if gathered is None or line.name not in MOVES or not is_contiguous(ref):
+            return codes
+        part = gathered[ref.offset : end_of(ref)]
+        return torch.cat([part, codes.reshape(-1)[len(part) :]])
 
-    def _codes_of(self, line: RecordedLine, targets: Sequence[Ref]) -> list[Tensor]:
-        """Return the codes of what a line writes."""
-        name, numbers = line.name, self._numbers
-        codes = [self._codes(item).clone() for item in line.inputs]
-        if numbers is not None and self._sizes_differ() and line.backward:
-            self._cannot_say(f"the sizes of {name} differ between the ranks", line, targets)
-        if name in ("arange", "linspace") and numbers is not None:
-            return [halves(ref.shape) for ref in targets]
-        if name in RANDOM and (not line.inputs or name.endswith("_") or self._draws_differ()):
-            return [self._random(name, codes, ref) for ref in targets]
-        if is_constant(name) or (numbers is None and not any(item.any() for item in codes)):
-            return [filled(ref.shape, R) for ref in targets]
-        if name in MOVES:
-            return self._move(line, targets)
-        if "batch_norm" in name and self._batches_differ:
-            return self._batch_norm(line, codes[0] if not line.backward else codes[1], targets)
-        if numbers is None and {letter for item in codes for letter in letters(item).split("+")} <= {"R", "X"}:
-            shapes = [item.shape for item in codes if has(item, X)]
-            if all(ref.shape in shapes for ref in targets):
-                return [filled(ref.shape, X) for ref in targets]
-        return self._masked_part(line, codes, targets) or self._experiment(line, codes, targets)
-
-    def _sizes_differ(self) -> bool:
-        return [shape for _, shape in self._mine.outputs] != [shape for _, shape in self._theirs.outputs]
-
-    def _draws_differ(self) -> bool:
-        """Return whether the ranks draw different random numbers. Ranks with batches of their own may draw alike."""
-        return self._batches_differ or self._theirs.drawn != self._mine.drawn
-
-    def _random(self, name: str, codes: Sequence[Tensor], ref: Ref) -> Tensor:
-        if not self._draws_differ():
-            return filled(ref.shape, R)
-        alike = (item for item in codes if item.shape == ref.shape and item.any())
-        return next(alike, filled(ref.shape, X)) if name == "native_dropout" else filled(ref.shape, X)
-
-    def _batch_norm(self, line: RecordedLine, codes: Tensor, targets: Sequence[Ref]) -> list[Tensor]:
-        """Type a norm over the batch as if its statistics were those of the whole batch, and warn."""
-        if not line.backward:
-            self._say("warning", f"{line.name}: each rank has the statistics of its own batch", line.where)
-        small = P if line.backward else R
-        return [codes if ref.shape == codes.shape else filled(ref.shape, small) for ref in targets]
-
-    def _move(self, line: RecordedLine, targets: Sequence[Ref]) -> list[Tensor]:
-        """Run an operator that only moves elements on their codes."""
-        name = line.name
-        if name in COPIES:
-            return [self._codes(line.inputs[0]).clone()]
-        if name == "copy_":
-            return [self._codes(line.inputs[1]).expand(line.inputs[0].shape).clone()]
-        if name == "all_gather_copy_in":
-            self._values.give(targets[0], torch.cat([self._codes(ref).reshape(-1) for ref in line.args[0]]))
-            return [self._codes(ref).clone() for ref in targets]  # the second target contains the first
-        args, kwargs = tree_map_only(Ref, lambda ref: self._codes(ref).float(), (line.args, line.kwargs))
-        result = line.operator(*(args[:2] if name == "constant_pad_nd" else args), **kwargs)
-        result = kwargs.get("out", args[0] if name.startswith("_foreach_copy_") else result)
-        return [item.byte() for item in tree_leaves(result) if isinstance(item, Tensor)]
-
-    def _masked_part(self, line: RecordedLine, codes: Sequence[Tensor], targets: Sequence[Ref]) -> list[Tensor] | None:
-        """Type a look-up in this rank's part of a table, which a mask makes a share of a sum; None for other lines."""
-        name = line.name
-        others = [code for code, item in zip(codes, line.inputs, strict=True) if not item.dtype.is_floating_point]
-        masks = [code for code, item in zip(codes, line.inputs, strict=True) if item.dtype is torch.bool]
-        if name in SELECTIONS and any(item.any() for item in masks):
-            self._cannot_say(f"the shape of {name} depends on the data", line, targets)
-            return [filled(item.shape, V) for item in targets]
-        if self._numbers is None and not any(has(item, V) for item in others):
+    def _hear(self, outcome: Outcome, line: RecordedLine, note: Fault | None) -> Fault | None:
+        """Tell an outcome's fault. Return it, or what may be told later, as the cause of later faults."""
+        text, kind = outcome.text, outcome.kind
+        if not text:
             return None
-        if name in LOOKUPS and len(codes) > 1 and any("S" in letters(item) for item in codes):
-            text = f"{name} in a rank's own part of a table is masked where the index belongs to other ranks"
+        if kind == "assumed":
             self._assumed.add(text)
-            return [filled(item.shape, P) for item in targets]
-        if name in SCATTERS and not targets[0].dtype.is_floating_point:
-            return [filled(item.shape, V) for item in targets]
-        if name in PARTS_OF_BACKWARD or (name.startswith(("index_put", "masked_fill")) and has(codes[0], P)):
-            return [filled(item.shape, P) for item in targets]
-        if name in SCATTERS:
-            self._assumed.add(f"{name} into a rank's own part of a table leaves out the rows of other ranks")
-            return [halves(item.shape, 0 if name.startswith("embedding") else -1) for item in targets]
-        return None
+        if kind in ("error", "warning"):
+            because = f": {note.text} ({note.where})" if note is not None and line.collective is not None else ""
+            self._say(kind, f"{text}{because}", line.where)
+        if kind in ("assumed", "warning"):
+            return None
+        return Fault(self._axis, kind, text, line.where, self._line)
 
-    def _experiment(self, line: RecordedLine, codes: list[Tensor], targets: Sequence[Ref]) -> list[Tensor]:
-        """Run the line on two imagined ranks, and report what it shows."""
-        outcomes = self._outcomes(line, codes, targets)
-        if not isinstance(outcomes, str) and any(item.fault for item in outcomes):
-            shares = [  # a bias divided by the number of ranks is a share of the bias
-                filled(item.shape, P) if self._values[ref].is_divided and not item.any() else item
-                for ref, item in zip(line.inputs, codes, strict=True)
-            ]
-            again = self._outcomes(line, shares, targets)
-            outcomes = outcomes if isinstance(again, str) or any(item.fault for item in again) else again
-        if isinstance(outcomes, str):
-            self._cannot_say(f"{line.name} could not run again: {outcomes}", line, targets)
-            return [filled(ref.shape, V) for ref in targets]
-        for ref, outcome in zip(targets, outcomes, strict=True):
-            self._hear(line, ref, outcome)
-        return [outcome.codes for outcome in outcomes]
-
-    def _outcomes(self, line: RecordedLine, codes: list[Tensor], targets: Sequence[Ref]) -> list[Outcome] | str:
-        """Return the outcomes of an experiment, or why it failed. Remember those of an equal line."""
-        values, numbers = [self._record.values[ref] for ref in line.inputs], self._numbers
-        key = key_of(line, codes, values, numbers, self._size)
-        if key not in self._memo:
-            try:
-                run = runner(line, numbers)
-                experiment = Experiment(line.name, self._size, run, values, codes, ranked=numbers is not None)
-                self._memo[key] = experiment.outcomes([ref.shape for ref in targets])
-            except Exception as error:
-                self._memo[key] = f"{type(error).__name__}: {str(error)[:80]}"
-        return self._memo[key]
-
-    def _hear(self, line: RecordedLine, ref: Ref, outcome: Outcome) -> None:
-        """Report the fault of an outcome, unless it follows from an earlier fault; keep its note."""
-        if outcome.fault and not any(self._values[item].is_tainted for item in line.inputs):
-            self._say("error", outcome.fault, line.where)
-            self._values[ref].is_tainted = True
-        if outcome.note.startswith("the shape"):
-            self._cannot_say(outcome.note, line, [ref])
-        elif outcome.note:
-            self._values[ref].note = f"{outcome.note} ({line.where})"
-
-    def _cannot_say(self, text: str, line: RecordedLine, targets: Sequence[Ref]) -> None:
-        """Note that values are not typed. It is told where they reach a collective or a gradient."""
-        for ref in targets:
-            self._values[ref].is_tainted = True
-            self._values[ref].untyped = text, line.where
-
-    def _tell_untyped(self, refs: Iterable[Ref]) -> None:
-        """Report values that are not typed."""
-        for ref in refs:
-            if (untyped := self._values[ref].untyped) is not None:
-                self._say("unknown", *untyped)
+    def _tell_unknown(self, refs: Sequence[Ref]) -> None:
+        """Report values that are not typed, where they reach a collective or a gradient."""
+        for cause in (self._values[ref].cause for ref in refs):
+            if cause is not None and cause.kind == "unknown":
+                self._say("unknown", cause.text, cause.where)
 
     # factors
 
-    def _follow(self, line: RecordedLine, ref: Ref) -> None:
-        """Follow factors, means and notes from the inputs of a line to what it writes."""
-        name, value = line.name, self._values[ref]
-        inputs = [self._values[item] for item in line.read]
-        codes = self._codes(ref)
-        number = self._number(line)
-        scaled = None if not number else abs(number) if "mul" in name else 1 / abs(number)
-        if name in MOVES:
-            value.is_divided = any(item.is_divided for item in inputs[:1])
-        else:
-            is_plain = not name.startswith("_foreach")
-            value.is_divided = is_plain and scaled is not None and isclose(scaled, 1 / self._size, rel_tol=1e-6)
-        factor = 1.0 if is_constant(name) else self._input_factor(line, ref)
-        counts = self._line >= self._first_backward and (self._batches_differ or self._loss_is_mean())
-        if scaled is not None and (counts or "P" in letters(codes)):
-            factor *= self._own_part(scaled)
-        value.set_factor(factor)
-        is_mean = name in MEANS and has(codes, P) and averages(line)
-        value.is_mean = is_mean or (not is_constant(name) and any(item.is_mean for item in inputs))
-        value.is_tainted |= any(item.is_tainted for item in inputs)
-        value.untyped = next((item.untyped for item in (value, *inputs) if item.untyped is not None), None)
-        if has(codes, V):
-            value.note = next((item.note for item in (value, *inputs) if item.note), "")
+    def _factor(self, line: RecordedLine, inputs: Sequence[Ref], ref: Ref, outcome: Outcome) -> float:
+        """Return the factor of what a line writes."""
+        if line.name == "ones_like" and not ref.shape and self._values[line.inputs[0]].is_mean:
+            return float(self._size)  # backward begins: the gradients of means are summed, and divided by the ranks
+        if line.name in FACTORS and line.name.endswith("_") and self._values[ref].factor != 1:
+            inputs = [ref]  # a wrong gradient makes the norm wrong, which is no fault of its own
+        factor = self._values.largest_factor(inputs) * outcome.factor
+        counts = self._began_backward and (self._batches_differ or self._loss_is_mean())
+        if inputs and (counts or has(outcome.codes, P)):
+            factor *= self._own_part(self._scaled(line))
+        return factor
 
-    def _input_factor(self, line: RecordedLine, ref: Ref) -> float:
-        """Return the factor of a line's result: the largest of its inputs, unless a number scales a tensor.
+    def _divides(self, line: RecordedLine) -> bool:
+        """Return whether a line divides a value by the number of ranks."""
+        return not line.name.startswith("_foreach") and isclose(self._scaled(line), 1 / self._size, rel_tol=1e-6)
 
-        A number such as a norm has the factor of all gradients. A wrong number changes the factor of the tensor.
-        """
-        if line.name not in FACTORS or not isinstance(line.args[1], Ref) or line.args[1].shape:
-            return self._values.largest_factor(line.read)
-        scaled = line.args[0]
-        if line.changes:
-            scaled = ref
-        elif isinstance(scaled, list | tuple):
-            scaled = scaled[line.results.index(ref)]
-        number = self._values[line.args[1]].factor
-        usual = 1 / self._size if self._loss_is_mean() else 1.0
-        return self._values[scaled].factor * (1.0 if isclose(number, 1.0) else number / usual)
+    def _scaled(self, line: RecordedLine) -> float:
+        """Return the number by which a line multiplies, or 1 if there is none that is equal on all ranks."""
+        if line.name not in FACTORS or len(line.args) < 2:
+            return 1.0
+        number = line.args[1]
+        if isinstance(number, Ref) and number.shape == () and letters(self._codes(number)) == "R":
+            number = float(self._record.values[number])
+        if not isinstance(number, int | float) or not number:
+            return 1.0
+        return abs(number) if "mul" in line.name else 1 / abs(number)
 
     def _own_part(self, scaled: float) -> float:
         """Return this axis' part of a factor: the factor 1/15 is 1/5 on an axis of 5 ranks beside one of 3."""
@@ -456,15 +303,6 @@ class Walk:
                 return 1 / self._size
         return 1.0
 
-    def _number(self, line: RecordedLine) -> float | None:
-        """Return the number by which a line multiplies or divides, if it is equal on all ranks."""
-        if line.name not in FACTORS or len(line.args) < 2:
-            return None
-        value = line.args[1]
-        if isinstance(value, Ref) and value.shape == () and letters(self._codes(value)) == "R":
-            value = float(self._record.values[value])
-        return float(value) if isinstance(value, int | float) else None
-
     # gradients
 
     def _check_gradient(self, grad: Parameter) -> tuple[str, float]:
@@ -473,28 +311,27 @@ class Walk:
         wanted = "S" if "S" in letters(self._codes(parameter.ref)) else "R"
         wanted = "P" if grad.placements.get(self._axis) == "partial" else wanted
         got, value = letters(self._codes(grad.ref)), self._values[grad.ref]
-        self._tell_untyped([grad.ref])
-        is_mean = self._loss_is_mean()
-        factor = value.factor * (self._size if is_mean else 1.0)
-        fits = got == wanted or (wanted == "S" and set(got.split("+")) <= {"S", "R"})
-        if not value.is_tainted and not fits:
-            note = f": {value.note}" if value.note else ""
+        self._tell_unknown([grad.ref])
+        if value.is_spoiled:
+            return got, value.factor
+        if got != wanted and not (wanted == "S" and set(got.split("+")) <= {"S", "R"}):
+            note = f": {value.cause.text} ({value.cause.where})" if value.cause is not None else ""
             advice = f"; sum it over {self._axis}" if got == "P" else ""
             text = f"gradient is {MEANINGS[got[0]]}, must be {MEANINGS[wanted]}{note}{advice}"
             self._say("error", text, path=grad.path)
-        elif not value.is_tainted and not isclose(factor, 1.0, rel_tol=1e-4):
-            what = "mean" if is_mean else "sum"
-            self._say("error", f"gradient is {factor:.4g} x the true one (the loss is a {what})", path=grad.path)
-        return got, factor
-
-    def _loss_is_mean(self) -> bool:
-        """Return whether the loss is a mean over this rank's part, so that gradients are means over the ranks."""
-        return self._record.loss is not None and self._values[self._record.loss].is_mean
+        elif not isclose(value.factor, 1.0, rel_tol=1e-4):
+            what = "mean" if self._loss_is_mean() else "sum"
+            self._say("error", f"gradient is {value.factor:.4g} x the true one (the loss is a {what})", path=grad.path)
+        return got, value.factor
 
     def _check_loss(self) -> None:
         loss = self._record.loss
         if loss is not None and not self._batches_differ and (types := letters(self._codes(loss))) != "R":
             self._say("warning", f"the loss is {MEANINGS[types[0]]}: the ranks report different numbers")
+
+    def _loss_is_mean(self) -> bool:
+        """Return whether the loss is a mean over this rank's part, so that gradients are means over the ranks."""
+        return self._record.loss is not None and self._values[self._record.loss].is_mean
 
     def _say(self, kind: str, text: str, where: str = "", path: str = "") -> None:
         """Keep a fault. Parameters with the same fault share it."""
@@ -502,6 +339,15 @@ class Walk:
         fault = self._faults.get(key, Fault(self._axis, kind, text, where, self._line))
         paths = dict.fromkeys((*fault.parameters, path) if path else fault.parameters)
         self._faults[key] = replace(fault, parameters=tuple(paths))
+
+
+def _reductions(line: RecordedLine, before: Sequence[tuple[str, ...]], targets: Sequence[Ref]) -> tuple[str, ...]:
+    """Return the reductions of what a line writes: a gradient keeps those that made it until it is used."""
+    item, keeps = line.collective, line.name in MOVES or line.name in FACTORS or line.name in ("add", "add_")
+    result = tuple(dict.fromkeys(text for texts in before for text in texts)) if item is not None or keeps else ()
+    if item is not None and item.op in ("sum", "avg"):
+        return (*result, f"{item} in {name_of(targets[0].dtype)}")
+    return result
 
 
 def _aligned(record: StepRecord, other: StepRecord | None) -> dict[int, Shadow]:

@@ -31,12 +31,23 @@ Rerun = Callable[[Values, int], Values]  # runs the operator with these inputs o
 
 @dataclass(frozen=True)
 class Outcome:
-    """The codes of one output, its factor, and a fault or a note on the operator that broke all laws."""
+    """What is known of one output of a line, and what is said of it.
+
+    Attributes:
+        codes: of its elements.
+        text: what is said.
+        kind: that of a fault, or ``"note"``: said where a value without a law does harm; or ``"assumed"``.
+        factor: by which the line changes the factor of its inputs.
+    """
 
     codes: Tensor
-    fault: str = ""
-    note: str = ""
+    text: str = ""
+    kind: str = "error"
     factor: float = 1.0
+
+    @property
+    def is_error(self) -> bool:
+        return bool(self.text) and self.kind == "error"
 
 
 def letters(codes: Tensor) -> str:
@@ -79,6 +90,10 @@ def _all_equal(pair: Pair, other: Pair) -> bool:
     return all(bool(_equal(x, y).all()) for x, y in zip(pair, other, strict=True))
 
 
+def _norm(one: Tensor, other: Tensor) -> Tensor:
+    return torch.hypot(one.double(), other.double())
+
+
 @dataclass(frozen=True)
 class ChangedRuns:
     """One output on both ranks, under each change of the inputs."""
@@ -93,19 +108,10 @@ class ChangedRuns:
     def shapes(self) -> set[torch.Size]:
         return {item.shape for item in (*self.drawn, *self.split, *self.swapped, *self.redrawn, self.alone)}
 
-    @property
-    def keeps_sum(self) -> bool:
-        """True if the sum over ranks is the same under all changes."""
-        total = self.drawn[0] + self.drawn[1]
-        return all(bool(_equal(total, x + y).all()) for x, y in (self.split, self.swapped))
-
-    @property
-    def keeps_squares(self) -> bool:
-        """True if the sum of squares is the same under all changes."""
-        if self.drawn[0].is_complex():
-            return False
-        squares = [x.square() + y.square() for x, y in (self.drawn, self.split, self.swapped)]
-        return all(bool(_equal(squares[0], item).all()) for item in squares)
+    def keeps(self, total: Callable[[Tensor, Tensor], Tensor]) -> bool:
+        """Return whether a total over the ranks is the same under all changes."""
+        totals = [total(*pair) for pair in (self.drawn, self.split, self.swapped)]
+        return all(bool(_equal(totals[0], item).all()) for item in totals)
 
     @property
     def adds_own_value(self) -> bool:
@@ -209,7 +215,7 @@ class Experiment:
     def _recognise(self, shape: Sequence[int], runs: ChangedRuns) -> Outcome:
         """Return the law that an output keeps under all changes of the inputs."""
         if runs.shapes != {torch.Size(shape)}:
-            return Outcome(filled(shape, V), note=f"the shape of {self._name} depends on the data")
+            return Outcome(filled(shape, V), f"the shape of {self._name} depends on the data", "unknown")
         same = _equal(*runs.drawn)
         if same.dim() > len(shape):  # complex numbers
             same = same.all(-1)
@@ -228,7 +234,7 @@ class Experiment:
 
     def _sum_or_none(self, shape: Sequence[int], runs: ChangedRuns) -> Outcome:
         name, ranks, has_shares = self._name, self._ranks, "P" in self._letters
-        if runs.keeps_sum:
+        if runs.keeps(torch.add):
             added = (
                 "a value that is equal on all ranks is added to a share of a sum"
                 if has_shares
@@ -236,7 +242,7 @@ class Experiment:
             )
             fault = f"{name}: {added}: once summed it is counted {ranks} times" if runs.adds_own_value else ""
             return Outcome(filled(shape, P), fault)
-        if runs.keeps_squares:
+        if not runs.drawn[0].is_complex() and runs.keeps(_norm):
             return Outcome(filled(shape, N))
         if has_shares:  # as if it had been summed, so that one fault is told once
             if "nll_loss" in name:
@@ -245,7 +251,7 @@ class Experiment:
             text = f"{name} is not linear in a share of a sum: the {ranks} shares must be summed first"
             return Outcome(filled(shape, R), text)
         text = f"{name} does not treat slices alike: its result depends on how the elements are spread over the ranks"
-        return Outcome(filled(shape, V), note=text)
+        return Outcome(filled(shape, V), text, "note")
 
 
 def _exchangeable(codes: Tensor, others: Sequence[Tensor]) -> Tensor:
@@ -277,16 +283,10 @@ def exchange(pair: Pair, codes: Tensor) -> Pair:
 
 
 def candidates(inputs: Sequence[Tensor], shape: Sequence[int]) -> list[Tensor]:
-    """Return the codes that an output may have, from the codes of the inputs and the shape of the output."""
-    shape = tuple(shape)
+    """Return the codes that an output may have: those of an input, expanded or laid along one of its dimensions."""
     sliced = [codes for codes in inputs if is_sliced(codes)]
-    result = [codes for codes in sliced if codes.shape == shape]
-    result += [codes.expand(shape) for codes in sliced if _expands(codes.shape, shape)]
-    for codes in sliced:
-        result += _along_one_dim(codes, shape)
-        if codes.dim() > len(shape):
-            result += _reduced(codes, shape)
-    result += [halves(shape, dim) for dim, size in enumerate(shape) if size >= 2]
+    result = [codes.expand(tuple(shape)) for codes in sliced if _expands(codes.shape, shape)]
+    result += [laid for codes in sliced for laid in _along_one_dim(codes, shape)]
     return [codes for codes in result if 0 < int((codes == A).sum()) == int((codes == B).sum())]
 
 
@@ -305,11 +305,3 @@ def _along_one_dim(codes: Tensor, shape: Sequence[int]) -> list[Tensor]:
                 view = [size if index == target else 1 for index in range(len(shape))]
                 result.append(lines[:, 0].reshape(view).expand(tuple(shape)))
     return result
-
-
-def _reduced(codes: Tensor, shape: Sequence[int]) -> list[Tensor]:
-    """Drop dimensions along which the labels do not change."""
-    for dim in reversed(range(codes.dim())):
-        if codes.dim() > len(shape) and bool((codes == codes.narrow(dim, 0, 1)).all()):
-            codes = codes.select(dim, 0)
-    return [codes] if codes.shape == tuple(shape) else []

@@ -13,12 +13,13 @@ import os
 import pickle
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import Any, TypeVar
 
 Key = TypeVar("Key")
-Call = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments, which other processes can import
+Call = tuple[str, tuple[Any, ...]]  # a function, such as "package.module:name", and arguments that can be pickled
 
 
 class NotChecked(RuntimeError):
@@ -32,7 +33,7 @@ def run_in_processes(first: Call, others: Mapping[Key, Call], seconds: float, pr
     nothing. What a call raises is its result. All processes have ended.
 
     Raises:
-        TypeError: other processes cannot import a function or an argument.
+        TypeError: other processes cannot import an argument.
     """
     try:
         tasks = [pickle.dumps(call) for call in (first, *others.values())]
@@ -127,10 +128,11 @@ def _result_of(context: Any, tasks: Sequence[bytes], keys: Sequence[Any]) -> byt
 
 def _run(task: bytes, writer: Any, readers: Mapping[Any, Any] | None = None) -> None:
     try:
-        function, args = pickle.loads(task)
+        place, args = pickle.loads(task)
+        module, _, name = place.partition(":")
         if readers is not None:
             args = (*args, lambda: {key: _received(reader) for key, reader in readers.items()})
-        result = function(*args)
+        result = getattr(import_module(module), name)(*args)
     except Exception as error:
         result = _sendable(error)
     writer.send(result)

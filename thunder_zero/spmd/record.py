@@ -7,7 +7,7 @@ Collectives send nothing: they fill their outputs with this rank's values. Recor
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -100,8 +100,8 @@ class RecordedLine:
 
     @property
     def read(self) -> tuple[Ref, ...]:
-        """The inputs but for those that the line only fills, as ``out=``."""
-        if self.name.endswith("_"):
+        """The inputs but for those that the line only fills, by ``copy_`` or as ``out=``."""
+        if self.name.endswith("_") and self.name != "copy_":
             return self.inputs
         return tuple(item for index, item in enumerate(self.inputs) if index not in self.changes)
 
@@ -200,17 +200,14 @@ class StepRecorder(TorchDispatchMode):
         self._values: dict[Ref, Tensor] = {}
         self._nbytes = 0
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._writes: dict[int, int] = {}
-        self._known: set[int] = set()
+        self._writes: list[int] = []  # of each storage
         self._seen: set[Ref] = set()
         self._equalised: set[int] = set()
         self._slices: dict[int, Parameter] = {}
         self._forward_lines: dict[int, str] = {}
-        self._loss: Ref | None = None
-        self._scalar: Ref | None = None
         self._perturbed: set[int] = set()
         self._optimized: list[Tensor] = []
-        self._gradients: dict[int, tuple[Tensor, int]] = {}
+        self._gradients: dict[int, tuple[Tensor, int]] = {}  # by parameter, and the line at which an optimizer reads it
         self._is_active = False
 
     @contextmanager
@@ -242,17 +239,11 @@ class StepRecorder(TorchDispatchMode):
         collective = collective_of(func, args, kwargs, self._mesh)
         if not self._is_active:
             return self._prepare(func, args, kwargs, collective)
-        name, where = func.overloadpacket.__name__, self._where()
-        inputs = tuple(map(self._ref, tensors))
-        fresh: tuple[Ref, ...] = ()
-        if name not in SILENT:
-            fresh = tuple(item for item in dict.fromkeys(inputs) if item.nbytes and self._is_fresh(item))
-            if self._keeps_values or fresh:
-                self._copy(tensors, inputs)
-            fresh = tuple(item for item in fresh if item in self._values)
+        where, inputs = self._where(), tuple(map(self._ref, tensors))
+        fresh = () if func.overloadpacket.__name__ in SILENT else self._read(tensors, inputs)
         written = (item.name for item in func._schema.arguments if item.alias_info and item.alias_info.is_write)
         writes = _tensors([argument_of(func, args, kwargs, item) for item in written])
-        plain = tree_map_only(Tensor, self._ref, (args, kwargs))
+        plain_args, plain_kwargs = tree_map_only(Tensor, self._ref, (args, kwargs))
         result = func(*args, **kwargs)
         outputs = _tensors(result)
         if any(item.is_meta for item in outputs):
@@ -261,17 +252,14 @@ class StepRecorder(TorchDispatchMode):
             pairs = _send_nothing(collective, func, args, kwargs, outputs)
             result = with_arrived_works(result, outputs)
             writes = [item for _, group in pairs for item in group if any(item is other for other in tensors)]
-        for item in writes:
-            self._bump(item)
-        storages = {item.storage for item in inputs}
         results = [item for item in outputs if not _among(item, writes)]
-        for item in results:
-            if self._ref(item).storage not in storages:
-                self._bump(item)
+        storages = {item.storage for item in inputs}
+        for item in (*writes, *(item for item in results if self._ref(item).storage not in storages)):
+            self._bump(item)
         line = RecordedLine(
             func,
-            plain[0],
-            plain[1],
+            plain_args,
+            plain_kwargs,
             inputs,
             tuple(index for index, item in enumerate(tensors) if any(item is other for other in writes)),
             tuple(map(self._ref, writes)),
@@ -284,12 +272,21 @@ class StepRecorder(TorchDispatchMode):
         self._append(line, outputs)
         return result
 
+    def _read(self, tensors: list[Tensor], inputs: tuple[Ref, ...]) -> tuple[Ref, ...]:
+        """Copy what a line reads. Return what comes from outside of the record and is read for the first time."""
+        fresh = tuple(ref for ref in dict.fromkeys(inputs) if ref.nbytes and not ref.writes and ref not in self._seen)
+        self._seen.update(inputs)
+        with torch.no_grad(), disable_current_modes():
+            for item, ref in zip(tensors, inputs, strict=True) if self._keeps_values or fresh else ():
+                if ref not in self._values and item.untyped_storage().nbytes():
+                    self._nbytes += ref.nbytes
+                    if self._nbytes > LIMIT:
+                        raise NotChecked(f"the step reads over {LIMIT >> 30} GiB of values; check a smaller model")
+                    self._values[ref] = _with_strides(item)
+        return tuple(ref for ref in fresh if ref in self._values)
+
     def _append(self, line: RecordedLine, outputs: list[Tensor]) -> None:
-        """Keep a line and its shadow. The loss is the scalar of which backward's first line makes a one."""
-        if line.name == "ones_like" and not line.backward and line.inputs and not line.inputs[0].shape:
-            self._scalar = line.inputs[0]
-        if line.backward and self._loss is None:
-            self._loss = self._scalar
+        """Keep a line and its shadow."""
         shadow = Shadow(
             str(line.operator),
             tuple(item for item in tree_leaves((line.args, line.kwargs)) if isinstance(item, int | float)),
@@ -314,40 +311,20 @@ class StepRecorder(TorchDispatchMode):
                 self._equalised |= {self._ref(item).storage for _, group in pairs for item in group}
         return result
 
-    def _copy(self, tensors: list[Tensor], inputs: tuple[Ref, ...]) -> None:
-        with torch.no_grad(), disable_current_modes():
-            for item, ref in zip(tensors, inputs, strict=True):
-                if ref not in self._values and item.untyped_storage().nbytes():
-                    self._nbytes += ref.nbytes
-                    if self._nbytes > LIMIT:
-                        raise NotChecked(f"the step reads over {LIMIT >> 30} GiB of values; check a smaller model")
-                    self._values[ref] = _with_strides(item)
-
     # storages
 
     def _ref(self, item: Tensor) -> Ref:
         storage = item.untyped_storage()
         weak, number = self._storages.get(storage._cdata, (None, -1))
         if weak is None or weak.expired():
-            number = self._new_number()
+            number = len(self._writes)
+            self._writes.append(0)
             self._storages[storage._cdata] = StorageWeakRef(storage), number
         shape, stride = tuple(item.shape), tuple(item.stride())
-        return Ref(number, int(item.storage_offset()), shape, stride, item.dtype, self._writes.get(number, 0))
-
-    def _new_number(self) -> int:
-        self._writes[len(self._writes)] = 0
-        return len(self._writes) - 1
+        return Ref(number, int(item.storage_offset()), shape, stride, item.dtype, self._writes[number])
 
     def _bump(self, item: Tensor) -> None:
-        number = self._ref(item).storage
-        self._writes[number] += 1
-        self._known.add(number)
-
-    def _is_fresh(self, ref: Ref) -> bool:
-        """Return whether a tensor comes from outside of the record and is read for the first time."""
-        is_fresh = ref.storage not in self._known and ref not in self._seen
-        self._seen.add(ref)
-        return is_fresh
+        self._writes[self._ref(item).storage] += 1
 
     # the user's line
 
@@ -422,10 +399,17 @@ class StepRecorder(TorchDispatchMode):
                 tuple(self._placed(path, item) for path, item in model.named_buffers() if not _local(item).is_meta),
                 tuple((item.ref, item.placements) for item in self._slices.values()),
                 frozenset(self._equalised),
-                self._loss,
+                _loss_of(self._lines),
                 frozenset(path for path, item in named.items() if any(item is other for other in self._optimized)),
                 sum(id(item) not in held for item in self._optimized),
             )
+
+
+def _loss_of(lines: Sequence[RecordedLine]) -> Ref | None:
+    """Return the scalar from which the first backward starts: it begins with a one for each element."""
+    first = next((index for index, line in enumerate(lines) if line.backward), 0)
+    ones = (line.inputs[0] for line in reversed(lines[:first]) if line.name == "ones_like")
+    return next((item for item in ones if not item.shape), None)
 
 
 def argument_of(func: Any, args: Any, kwargs: Any, name: str) -> Any:

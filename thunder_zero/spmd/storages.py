@@ -1,4 +1,4 @@
-"""Keeps what is known of the values in each storage on one axis: codes, a factor, notes.
+"""Keeps what is known of the values in each storage on one axis: codes, a factor, a cause.
 
 In: refs of a record's lines. Out: codes as tensors of the shapes of the refs, which alias one another as the refs do.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from thunder_zero.spmd.laws import R, filled
 from thunder_zero.spmd.record import Ref
+from thunder_zero.spmd.verdict import Fault
 
 
 @dataclass
@@ -27,9 +28,8 @@ class TypedStorage:
         factor: by which the values differ from the true ones.
         is_mean: whether they follow from a mean over this rank's part.
         is_divided: whether they were divided by the number of ranks.
-        is_tainted: whether a fault that was told, or a value that is not typed, is among their causes.
-        untyped: why they are not typed, and the line.
-        note: the operator that broke all laws.
+        cause: the fault that they follow from: an error that was told, or what is unknown, or the note of a ``V``.
+        reductions: of a gradient.
     """
 
     width: int = 0
@@ -37,9 +37,8 @@ class TypedStorage:
     factor: float = 1.0
     is_mean: bool = False
     is_divided: bool = False
-    is_tainted: bool = False
-    untyped: tuple[str, str] | None = None
-    note: str = ""
+    cause: Fault | None = None
+    reductions: tuple[str, ...] = ()
 
     def view(self, ref: Ref) -> Tensor:
         """Return the codes of a tensor in this storage: a view, so that writes are seen by other views."""
@@ -56,6 +55,11 @@ class TypedStorage:
     def set_factor(self, factor: float) -> None:
         self.factor = 1.0 if isclose(factor, 1.0, rel_tol=1e-9) else factor
 
+    @property
+    def is_spoiled(self) -> bool:
+        """True if faults of these values follow from one that is told already, or from an unknown value."""
+        return self.cause is not None and self.cause.kind != "note"
+
 
 class TypedStorages:
     """The storages of a record, by ref. A view may have a storage of its own."""
@@ -71,11 +75,10 @@ class TypedStorages:
         """Return the codes of a tensor: a view of those of its storage."""
         return self[ref].view(ref) if ref.nbytes else filled(ref.shape, R)
 
-    def give(self, ref: Ref, codes: Tensor | int) -> None:
-        """Set the codes of a tensor, all alike or one for each element."""
+    def give(self, ref: Ref, codes: Tensor) -> None:
+        """Set the codes of a tensor."""
         if ref.nbytes:
-            into = self[ref].view(ref)
-            codes = codes.reshape(ref.shape) if isinstance(codes, Tensor) else filled(ref.shape, codes)
+            into, codes = self[ref].view(ref), codes.reshape(ref.shape)
             for dim in (dim for dim, step in enumerate(ref.stride) if step == 0):  # expanded: one element for all
                 into, codes = into.narrow(dim, 0, 1), codes.narrow(dim, 0, 1)
             into.copy_(codes)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # the public names, which are imported when they are first us
     from thunder_zero.spmd.by_numbers import compare_gradients as compare_gradients
     from thunder_zero.spmd.check import check_step as check_step
     from thunder_zero.spmd.comparison import ComparedValue as ComparedValue
-    from thunder_zero.spmd.flow import Fault as Fault
-    from thunder_zero.spmd.report import Verdict as Verdict
+    from thunder_zero.spmd.verdict import Fault as Fault
+    from thunder_zero.spmd.verdict import Verdict as Verdict
     from thunder_zero.tools.compiled_programs import programs as programs
     from thunder_zero.tools.convert import consolidate as consolidate
     from thunder_zero.tools.convert import shard_safetensors as shard_safetensors

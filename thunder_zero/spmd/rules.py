@@ -1,0 +1,238 @@
+"""What an operator does to the types of values: a few rules, and experiments for all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from thunder_zero.spmd.laws import Experiment, Outcome, P, R, Rerun, V, X, filled, halves, has, letters
+from thunder_zero.spmd.record import RANDOM, RecordedLine, Ref, Shadow, argument_of
+from thunder_zero.spmd.storages import TypedStorages
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+COPIES = _words("clone _to_copy lift_fresh_copy contiguous")
+MOVES = COPIES | _words(
+    "copy_ cat stack split_with_sizes_copy chunk_cat _chunk_cat constant_pad_nd _foreach_copy_ copy repeat roll flip "
+    "all_gather_copy_in"
+)
+CONSTANTS = _words("zero_ fill_ _foreach_zero_ empty zeros ones full")
+RANGES = _words("arange linspace")
+LOOKUPS = _words("embedding gather index index_select take_along_dim")
+SELECTIONS = _words("index masked_select nonzero")  # by a mask: their shape depends on the data
+SCATTERS = _words(
+    "embedding_dense_backward scatter scatter_add index_put_ index_put scatter_ scatter_add_ gather_backward"
+)
+PARTS_OF_BACKWARD = _words("slice_backward select_backward")
+MEANS = _words("mean nll_loss_forward nll_loss2d_forward mse_loss binary_cross_entropy")
+FACTORS = _words("mul mul_ div div_ _foreach_mul_ _foreach_div_ _foreach_mul _foreach_div")
+
+Memo = dict[bytes, list[Outcome] | str]  # outcomes of experiments, or why they failed; equal lines are typed once
+Targets = Sequence[Ref]
+
+
+def is_constant(name: str) -> bool:
+    """Return whether an operator writes the same values on all ranks, whatever it reads."""
+    return name in CONSTANTS or name.endswith("_like") or name.startswith("new_")
+
+
+def averages(line: RecordedLine) -> bool:
+    """Return whether a line is a mean, such as that of a loss."""
+    return line.name in MEANS and argument_of(line.operator, line.args, line.kwargs, "reduction") in (1, None)
+
+
+class Rules:
+    """Types what operators write on one axis.
+
+    Args:
+        values: the values that lines read.
+        codes_of: returns the codes of an input.
+        types: what is known of each storage.
+        size: the axis' number of ranks.
+        batches_differ: whether its ranks have batches of their own.
+        memo: outcomes of earlier experiments.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[Ref, Tensor],
+        codes_of: Callable[[Ref], Tensor],
+        types: TypedStorages,
+        size: int,
+        *,
+        batches_differ: bool,
+        memo: Memo,
+    ) -> None:
+        self._values, self._codes_of, self._types = values, codes_of, types
+        self._size, self._batches_differ, self._memo = size, batches_differ, memo
+
+    def outcomes(self, line: RecordedLine, targets: Targets, mine: Shadow, theirs: Shadow) -> list[Outcome]:
+        """Return the outcome of each tensor that a line writes, which the neighbour ran as ``theirs``."""
+        name, codes = line.name, [self._codes_of(item).clone() for item in line.inputs]
+        numbers = theirs.scalars if theirs.scalars != mine.scalars else None
+        alike = numbers is None and not any(item.any() for item in codes)
+        draws_differ = self._batches_differ or theirs.drawn != mine.drawn
+        if line.backward and numbers is not None and _shapes(mine) != _shapes(theirs):
+            return _unknown(f"the sizes of {name} differ between the ranks", targets)
+        if numbers is not None and name in RANGES:
+            return [Outcome(halves(ref.shape)) for ref in targets]
+        if name in RANDOM and (draws_differ or not line.inputs or name.endswith("_")):
+            return [Outcome(_drawn(name, codes, ref) if draws_differ else filled(ref.shape, R)) for ref in targets]
+        if is_constant(name) or alike:
+            return [Outcome(filled(ref.shape, R)) for ref in targets]
+        if name in MOVES:
+            return [Outcome(item) for item in self._moved(line, targets)]
+        if "batch_norm" in name and self._batches_differ:
+            return _batch_norm(line, codes[1 if line.backward else 0], targets)
+        return self._masked(line, codes, targets, numbers) or self._experiment(line, codes, targets, numbers)
+
+    def _moved(self, line: RecordedLine, targets: Targets) -> list[Tensor]:
+        """Run an operator that only moves elements on their codes."""
+        if line.name in COPIES:
+            return [self._codes_of(line.inputs[0]).clone()]
+        if line.name == "copy_":
+            return [self._codes_of(line.inputs[1]).expand(line.inputs[0].shape).clone()]
+        if line.name == "all_gather_copy_in":
+            self._types.give(targets[0], torch.cat([self._codes_of(ref).reshape(-1) for ref in line.args[0]]))
+            return [self._codes_of(ref).clone() for ref in targets]  # the second target contains the first
+        args, kwargs = tree_map_only(Ref, lambda ref: self._codes_of(ref).float(), (line.args, line.kwargs))
+        result = line.operator(*(args[:2] if line.name == "constant_pad_nd" else args), **kwargs)
+        result = kwargs.get("out", args[0] if line.name.startswith("_foreach_copy_") else result)
+        return [item.byte() for item in tree_leaves(result) if isinstance(item, Tensor)]
+
+    def _masked(
+        self, line: RecordedLine, codes: Sequence[Tensor], targets: Targets, numbers: tuple[Any, ...] | None
+    ) -> list[Outcome] | None:
+        """Type a look-up in this rank's part of a table, which a mask makes a share of a sum; None for other lines."""
+        name = line.name
+        pairs = list(zip(codes, line.inputs, strict=True))
+        if name in SELECTIONS and any(item.any() and ref.dtype is torch.bool for item, ref in pairs):
+            return _unknown(f"the shape of {name} depends on the data", targets)
+        if numbers is None and not any(has(item, V) for item, ref in pairs if not ref.dtype.is_floating_point):
+            return None
+        if name in LOOKUPS and len(codes) > 1 and any("S" in letters(item) for item in codes):
+            text = f"{name} in a rank's own part of a table is masked where the index belongs to other ranks"
+            return [Outcome(filled(ref.shape, P), text, "assumed") for ref in targets]
+        if name in SCATTERS and not targets[0].dtype.is_floating_point:
+            return [Outcome(filled(ref.shape, V)) for ref in targets]
+        if name in PARTS_OF_BACKWARD or (name.startswith(("index_put", "masked_fill")) and has(codes[0], P)):
+            return [Outcome(filled(ref.shape, P)) for ref in targets]
+        if name in SCATTERS:
+            text = f"{name} into a rank's own part of a table leaves out the rows of other ranks"
+            dim = 0 if name.startswith("embedding") else -1
+            return [Outcome(halves(ref.shape, dim), text, "assumed") for ref in targets]
+        return None
+
+    def _experiment(
+        self, line: RecordedLine, codes: list[Tensor], targets: Targets, numbers: tuple[Any, ...] | None
+    ) -> list[Outcome]:
+        """Run the line on two imagined ranks."""
+        outcomes = self._shown(line, codes, targets, numbers)
+        if not isinstance(outcomes, str) and any(item.is_error for item in outcomes):
+            divided = [self._types[ref].is_divided for ref in line.inputs]
+            shares = [  # a bias divided by the number of ranks is a share of the bias
+                filled(item.shape, P) if is_divided and not item.any() else item
+                for item, is_divided in zip(codes, divided, strict=True)
+            ]
+            again = self._shown(line, shares, targets, numbers) if any(divided) else "no share"
+            outcomes = outcomes if isinstance(again, str) or any(item.is_error for item in again) else again
+        if isinstance(outcomes, str):
+            return _unknown(f"{line.name} could not run again: {outcomes}", targets)
+        return outcomes
+
+    def _shown(
+        self, line: RecordedLine, codes: list[Tensor], targets: Targets, numbers: tuple[Any, ...] | None
+    ) -> list[Outcome] | str:
+        """Return the outcomes of an experiment, or why it failed. Remember those of an equal line."""
+        values = [self._values[ref] for ref in line.inputs]
+        key = key_of(line, codes, values, numbers, self._size)
+        if key not in self._memo:
+            try:
+                experiment = Experiment(
+                    line.name, self._size, runner(line, numbers), values, codes, ranked=numbers is not None
+                )
+                outcomes = experiment.outcomes([ref.shape for ref in targets])
+            except Exception as error:
+                self._memo[key] = f"{type(error).__name__}: {str(error)[:80]}"
+            else:
+                self._memo[key] = [_still_random(item, codes, numbers) for item in outcomes]
+        return self._memo[key]
+
+
+def _drawn(name: str, codes: Sequence[Tensor], ref: Ref) -> Tensor:
+    """Return the codes of random numbers that differ between the ranks. A dropout keeps those of its input."""
+    alike = (item for item in codes if name == "native_dropout" and item.shape == ref.shape and item.any())
+    return next(alike, filled(ref.shape, X))
+
+
+def _still_random(outcome: Outcome, codes: Sequence[Tensor], numbers: tuple[Any, ...] | None) -> Outcome:
+    """Give what follows from random numbers alone their code, which fits any slice."""
+    types = set(letters(torch.cat([item.reshape(-1) for item in codes])).split("+"))
+    if numbers is None and types <= {"R", "X"} and letters(outcome.codes) != "R":
+        return Outcome(filled(outcome.codes.shape, X))
+    return outcome
+
+
+def _batch_norm(line: RecordedLine, codes: Tensor, targets: Targets) -> list[Outcome]:
+    """Type a norm over the batch as if its statistics were those of the whole batch, and warn."""
+    small = P if line.backward else R
+    outcomes = [Outcome(codes if ref.shape == codes.shape else filled(ref.shape, small)) for ref in targets]
+    text = f"{line.name}: each rank has the statistics of its own batch"
+    return outcomes if line.backward else [replace(outcomes[0], text=text, kind="warning"), *outcomes[1:]]
+
+
+def _unknown(text: str, targets: Targets) -> list[Outcome]:
+    return [Outcome(filled(ref.shape, V), text, "unknown") for ref in targets]
+
+
+def _shapes(line: Shadow) -> list[tuple[int, ...]]:
+    return [shape for _, shape in line.outputs]
+
+
+def runner(line: RecordedLine, numbers: tuple[Any, ...] | None) -> Rerun:
+    """Return a function that runs a line with other inputs, in float64, on rank 0 or on the neighbouring rank."""
+    leaves, spec = tree_flatten((line.args, line.kwargs))
+    leaves = [torch.float64 if isinstance(item, torch.dtype) and item.is_floating_point else item for item in leaves]
+
+    def run(values: list[Tensor], rank: int) -> list[Tensor]:
+        tensors = [value.clone() for value in values]
+        rest, theirs = iter(tensors), iter((numbers if rank else None) or ())
+        arguments = [
+            next(rest) if isinstance(item, Ref) else next(theirs, item) if isinstance(item, int | float) else item
+            for item in leaves
+        ]
+        args, kwargs = tree_unflatten(arguments, spec)
+        torch.manual_seed(5)
+        result = [item for item in tree_leaves(line.operator(*args, **kwargs)) if isinstance(item, Tensor)]
+        written = [tensors[index] for index in line.changes]
+        pointers = {item.data_ptr() for item in written}
+        return [*written, *(item for item in result if item.data_ptr() not in pointers)]
+
+    return run
+
+
+def key_of(
+    line: RecordedLine, codes: Sequence[Tensor], values: Sequence[Tensor], numbers: tuple[Any, ...] | None, size: int
+) -> bytes:
+    """Return what decides the outcome of an experiment: the operator, its numbers, codes, shapes, masks and indices."""
+    leaves, spec = tree_flatten((line.args, line.kwargs))
+    leaves = [item for item in leaves if not isinstance(item, Ref)]
+    digest = blake2b(repr((str(line.operator), leaves, numbers, size, spec)).encode())
+    for code, value in zip(codes, values, strict=True):
+        digest.update(repr((value.shape, value.stride(), value.dtype)).encode())
+        digest.update(code.contiguous().numpy().tobytes())
+        if value.is_floating_point():  # zeros and infinities are masks
+            value = (value == 0).byte() + 2 * value.isinf().byte()
+        elif value.is_complex():
+            continue
+        digest.update(value.contiguous().numpy().tobytes())
+    return digest.digest()
