@@ -96,6 +96,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),
     Room("tools/table/rows.py",NOT,   NOT,     NOT,     rooms("plan schedule tools/printing")),
     Room("tools/table/lines.py",NOT,  NOT,     IMPORT,  rooms("traces tools/table/rows")),
+    Room("spmd/of_trace.py",  IMPORT, NOT,     IMPORT,  rooms("plan schedule compat traces tools/printing")),
     Room("spmd/",             IMPORT, IMPORT,  NOT,     rooms("plan/amounts compat/private compat/torch "
                                                               "tools/printing")),
     Room("tools/devices/",    IMPORT, IMPORT,  NOT,     rooms("plan schedule comm tools/printing")),
@@ -129,7 +130,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/views/why.py",IMPORT, IMPORT,  NOT,     rooms("plan sharded traces capture tools/printing "
                                                               "tools/devices tools/compiled_programs tools/forecast "
                                                               "tools/time")),
-    Room("tools/views/",      IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces capture tools/printing "
+    Room("tools/views/",      IMPORT, IMPORT,  IMPORT,  rooms("plan schedule spmd traces capture tools/printing "
                                                               "tools/devices tools/time tools/forecast tools/table "
                                                               "tools/views/print_rows")),
     Room("tools/convert.py",  IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan checkpoint tools/printing")),

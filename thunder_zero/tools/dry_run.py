@@ -26,7 +26,7 @@ from thunder_zero.capture.arguments import Fuser, check_arguments, did_you_mean,
 from thunder_zero.capture.convert import Converted, convert, returned_message, written_message
 from thunder_zero.capture.graphs import paths_of, replaced_parameter
 from thunder_zero.capture.joint import joint_of, with_slices
-from thunder_zero.capture.programs import Mode, program_of, restoring
+from thunder_zero.capture.programs import Mode, named_inputs, program_of, restoring
 from thunder_zero.capture.proxies import source_of
 from thunder_zero.capture.refusals import require_unwrapped
 from thunder_zero.comm.group import has_groups
@@ -191,8 +191,8 @@ class ProgramSource:
 
     def _named(self, converted: Converted, traces: Traces) -> Traces:
         """Return traces with the paths of their buffers."""
-        names = [proxy.name for proxy in converted.trace.args]
-        buffer_paths = {names[position]: path for position, path in self._buffers.items()}
+        names = named_inputs(self.joint, converted)
+        buffer_paths = {names[position]: path for position, path in self._buffers.items() if position in names}
         return replace(traces, others=buffer_paths, restored=self._restored)
 
     def _plan(self, policy: Policy | int, mesh: Mesh) -> Plan:

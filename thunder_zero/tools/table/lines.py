@@ -55,6 +55,16 @@ def with_code(row: Row, traces: Traces) -> Row:
         return _with_code(row, trace.bound_symbols[row.position])
 
 
+def typed(rows: Iterable[Row], traces: Traces, types: Mapping[str, str]) -> Iterator[Row]:
+    """Yield rows with the types of what they write. ``types`` has those of each value, keyed by name."""
+    phases = {"forward": traces.forward, "backward": traces.backward}
+    for row in rows:
+        trace = phases.get(row.phase)
+        written = trace.bound_symbols[row.position].flat_proxy_outs if trace is not None and row.position >= 0 else ()
+        texts = dict.fromkeys(types[proxy.name] for proxy in written if proxy.name in types)
+        yield replace(row, types="; ".join(texts))
+
+
 def _with_code(row: Row, bsym: BoundSymbol) -> Row:
     return replace(row, code="\n".join(bsym.python(indent=0, print_depth=1)), origin=_origin(bsym, row.phase))
 
