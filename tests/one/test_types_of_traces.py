@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from functools import cache
-from io import StringIO
 from typing import Any
 
 import pytest
@@ -17,8 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import thunder_zero as tz
 from tests.harness.tiers import slow
 from thunder_zero.spmd.of_trace import types_of_trace
-from thunder_zero.tools.models import GPT2_STYLES, LLAMA_STYLES, DecoderSizes, Gpt2, Llama
-from thunder_zero.tools.views.print_trace import json_of
+from thunder_zero.tools.models import DecoderSizes
 
 SIZES = DecoderSizes(blocks=2, width=16, heads=8, key_heads=4, hidden=32, vocabulary=24, length=6)
 

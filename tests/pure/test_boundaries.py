@@ -85,9 +85,11 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("encodings plan schedule comm traces "
                                                               "compat/private compat/torch compat/accelerate")),
     Room("optim/",            IMPORT, NOT,     NOT,     rooms("plan compat/torch comm sharded")),
+    Room("spmd/of_trace.py",  IMPORT, NOT,     IMPORT,  rooms("plan schedule compat traces")),
+    Room("spmd/",             IMPORT, IMPORT,  NOT,     rooms("plan/amounts compat/private compat/torch")),
     Room("capture/arguments.py",IMPORT,TYPES,NOT,     rooms("safetensors_files plan sharded")),
     Room("capture/compilations.py",IMPORT,NOT,NOT,    NOTHING),
-    Room("capture/",        IMPORT, NOT,     IMPORT,  rooms("plan schedule comm compat traces sharded")),
+    Room("capture/",        IMPORT, NOT,     IMPORT,  rooms("plan schedule comm compat traces sharded spmd")),
     Room("checkpoint/",       IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan comm compat/private "
                                                               "compat/torch sharded optim")),
     Room("hugging_face.py",   IMPORT, IMPORT,  NOT,     rooms("plan comm compat sharded capture checkpoint")),
@@ -96,11 +98,8 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),
     Room("tools/table/rows.py",NOT,   NOT,     NOT,     rooms("plan schedule tools/printing")),
     Room("tools/table/lines.py",NOT,  NOT,     IMPORT,  rooms("traces tools/table/rows")),
-    Room("spmd/of_trace.py",  IMPORT, NOT,     IMPORT,  rooms("plan schedule compat traces tools/printing")),
-    Room("spmd/",             IMPORT, IMPORT,  NOT,     rooms("plan/amounts compat/private compat/torch "
-                                                              "tools/printing")),
     Room("tools/devices/",    IMPORT, IMPORT,  NOT,     rooms("plan schedule comm tools/printing")),
-    Room("tools/dry_run.py",  IMPORT, IMPORT,  IMPORT,  rooms("plan schedule compat comm traces sharded capture "
+    Room("tools/dry_run.py",  IMPORT, IMPORT,  IMPORT,  rooms("plan schedule compat comm traces sharded spmd capture "
                                                               "tools/devices")),
     Room("tools/measure.py",  NOT,    NOT,     IMPORT,  rooms("plan schedule comm sharded traces capture")),
     Room("tools/format_errors.py",IMPORT,NOT,  IMPORT,  rooms("comm sharded traces capture tools/printing")),

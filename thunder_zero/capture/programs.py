@@ -51,7 +51,7 @@ class Mode:
     synced: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Executable:
     synced: bool  # True if the program reduces gradients
     computation_fn: Callable[..., Any]  # the function of forward
@@ -62,6 +62,7 @@ class Executable:
     # last trace of each is the one that runs.
     forward_traces: Sequence[TraceCtx]
     backward_traces: Sequence[TraceCtx]
+    is_checked: bool = False  # True if the types of its values were checked
 
 
 @dataclass(eq=False)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from thunder_zero.plan.amounts import summed_up
 from thunder_zero.spmd.error_shapes import is_close, name_error, on_ranks, relative_error
 from thunder_zero.spmd.steps import RankValues, Step, Steps, first_names, names_of
-from thunder_zero.tools.printing.words import summed_up
 
 NAN = float("nan")
 TOLERANCE = 1e-5  # some models compute parts in float32

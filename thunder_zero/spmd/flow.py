@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from thunder_zero.plan.amounts import summed_up
 from thunder_zero.spmd.collectives import effect
 from thunder_zero.spmd.laws import Experiment, Outcome, P, R, V, X, filled, halves, has, letters
 from thunder_zero.spmd.operators import (
@@ -36,7 +37,6 @@ from thunder_zero.spmd.operators import (
 )
 from thunder_zero.spmd.record import RANDOM, SILENT, Parameter, RecordedLine, Ref, Shadow, StepRecord
 from thunder_zero.spmd.storages import TypedStorages, cut_dim, end_of, is_contiguous
-from thunder_zero.tools.printing.words import summed_up
 
 Memo = dict[bytes, list[Outcome] | str]  # outcomes of experiments, or why they failed; equal lines are typed once
 MEANINGS = {

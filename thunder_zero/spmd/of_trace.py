@@ -25,15 +25,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from thunder_zero.compat.slice_generators import GENERATOR_OF_SLICE
-from thunder_zero.plan.amounts import size
+from thunder_zero.plan.amounts import size, summed_up
 from thunder_zero.plan.mesh import ALL, DATA, REPLICATE, SHARD, TENSOR, Mesh
 from thunder_zero.plan.params import Param
-from thunder_zero.schedule.ops import Compute, Reduce, Wait, ends
+from thunder_zero.schedule.ops import Compute, Reduce, Return, Wait, ends
 from thunder_zero.spmd.collectives import Collective, collective_kind, fill
-from thunder_zero.spmd.flow import AxisTypes, Fault, Memo, Walk
+from thunder_zero.spmd.flow import MEANINGS, AxisTypes, Fault, Memo, Walk
 from thunder_zero.spmd.processes import NotChecked
-from thunder_zero.spmd.record import Parameter, RecordedLine, Ref, Shadow, StepRecord
-from thunder_zero.tools.printing.words import summed_up
+from thunder_zero.spmd.record import RANDOM, Parameter, RecordedLine, Ref, Shadow, StepRecord
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.operators import is_collective, operator_of
 
@@ -44,6 +43,9 @@ from thunder.core.symbol import BoundSymbol
 LIMIT = 1 << 30  # bytes of values and experiments
 COPIES_OF_EXPERIMENTS = 20  # of a line's values, in float64
 SPLITS = ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk")
+UNDECIDED = (  # parts of faults that a value without a law, or a meant mean, has caused
+    *(MEANINGS["V"], MEANINGS["X"], "that is no share of a sum", "x the true one"),
+)
 SAVES_STATE, WITH_STATE = "run_and_save_rng_state", "run_with_rng_state"
 
 
@@ -82,7 +84,33 @@ def types_of_trace(traces: Traces, *, only: Sequence[str] | None = None) -> Trac
     if on_tensor is None:
         return TraceTypes(values)
     gradients = {path: types for path, (types, _) in on_tensor.gradients.items()}
-    return TraceTypes(values, on_tensor.faults, gradients)
+    return TraceTypes(values, tuple(recording.faults(on_tensor)), gradients)
+
+
+def require_right_types(traces: Traces) -> None:
+    """Raise RuntimeError if a value of a sliced module is wrong between ranks of tensor parallelism.
+
+    Nothing is raised where a value keeps no law (V), as where each rank has one head: there gradients are compared at
+    the first step (``sharded/unsliced.py``).
+    """
+    if traces.plan.mesh.tensor.size == 1 or traces.backward is None:
+        return
+    for fault in types_of_trace(traces, only=(TENSOR,)).faults:
+        if fault.kind == "error" and not any(words in fault.text for words in UNDECIDED):
+            raise RuntimeError(_message(fault))
+
+
+def _message(fault: Fault) -> str:
+    where = f" ({fault.where})" if fault.where else ""
+    if fault.parameters:
+        return (
+            f"the gradient of parameter {fault.parameters[0]!r} is wrong on ranks of tensor parallelism: {fault.text}"
+            f"{where}; place the parameter's module by torch's SequenceParallel, along the dimension of the slices"
+        )
+    return (
+        f"ranks of tensor parallelism compute a wrong value: {fault.text}{where}; sum shares over these ranks once, "
+        f"before anything else needs their sum"
+    )
 
 
 def names_of_axes(mesh: Mesh) -> dict[str, str]:
@@ -369,6 +397,29 @@ class _Recording:
             for own in readings
         ]
         return min(types, key=lambda item: sum(fault.kind == "error" for fault in item.faults))
+
+    def faults(self, types: AxisTypes) -> Iterator[Fault]:
+        """Yield the faults between ranks of tensor parallelism, with the lines that read the parameters."""
+        ends = (op for op in self._traces.lifted.ops if isinstance(op, Return) and not op.backward)
+        returned = {name for op in ends for name in op.returned}
+        known = {item.ref: "S" if TENSOR in item.placements else "R" for item in self._placed.values()}
+        for index, (line, names, letters) in enumerate(zip(self._lines, self._names, types.lines, strict=True)):
+            if any(name in returned and letter == "P" for name, letter in zip(names, letters, strict=True)):
+                yield Fault(TENSOR, "error", "forward returns a share of a sum that is never summed", line.where, index)
+            is_sliced = any(known.get(ref) == "S" for ref in line.inputs)
+            if line.name in RANDOM and is_sliced and "V" in letters and index not in self._of_slices:
+                yield Fault(TENSOR, "error", f"{line.name} draws equal masks for different slices", line.where, index)
+            known.update(zip((*line.written, *line.results), letters, strict=True))
+        for fault in types.faults:
+            text = fault.text.replace(f"; sum it over {TENSOR}", "").replace(f" over {TENSOR}", "")
+            where = fault.where or next((self._reader_of(path) for path in fault.parameters), "")
+            yield replace(fault, text=text, where=where)
+
+    def _reader_of(self, path: str) -> str:
+        """Return the user's line that reads a parameter first."""
+        storages = {item.ref.storage for item in self._placed.values() if item.path == path}
+        readers = (line for line in self._lines if any(ref.storage in storages for ref in line.inputs))
+        return next((line.where for line in readers if line.where), "")
 
     def _record_of_step(self) -> StepRecord:
         gradients = [

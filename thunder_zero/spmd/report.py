@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from textwrap import wrap
 
-from thunder_zero.plan.amounts import name_of
+from thunder_zero.plan.amounts import WIDTH, name_of, summed_up
 from thunder_zero.spmd.flow import AxisTypes, Fault
 from thunder_zero.spmd.operators import FACTORS, MOVES
 from thunder_zero.spmd.record import RecordedLine, Ref, StepRecord
-from thunder_zero.tools.printing.words import WIDTH, summed_up
 
 ORDER = ("error", "unknown", "warning")
 History = tuple[tuple[str, str], ...]  # reductions as text, each with its dtype

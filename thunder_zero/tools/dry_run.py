@@ -50,6 +50,7 @@ from thunder_zero.sharded.placeholders import (
     without_memory,
 )
 from thunder_zero.sharded.reduce import tensors_in
+from thunder_zero.spmd.of_trace import require_right_types
 from thunder_zero.tools.devices.device import Device, device_of
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.pipeline import lifted, outlined, shard, thunder_context
@@ -107,7 +108,8 @@ def trace(
             the operators of attention depend on ``device``. All other lines depend on the module's device.
 
     Raises:
-        RuntimeError: dynamo captures forward as several graphs, or the module is under ``torch.compile`` or DDP.
+        RuntimeError: dynamo captures forward as several graphs, or the module is under ``torch.compile`` or DDP, or a
+            value is wrong between ranks of tensor parallelism, such as a gradient that nothing sums.
     """
     if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
         name = type(module).__name__
@@ -121,7 +123,9 @@ def trace(
             raise ValueError("mesh says how many ranks there are; leave out world_size, rank and replicas")
         planned, slices, partial = mesh_and_slices(module, mesh, dp_mesh_dims)
     source = ProgramSource(module, args, kwargs, policy, planned, synced, fuse, device, slices, partial, dynamic)
-    return source.under(policy)
+    traces = source.under(policy)
+    require_right_types(traces)
+    return traces
 
 
 class ProgramSource:
