@@ -17,7 +17,9 @@ from __future__ import annotations
 import linecache
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -25,9 +27,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from thunder_zero.compat.slice_generators import GENERATOR_OF_SLICE
-from thunder_zero.plan.amounts import size, summed_up
+from thunder_zero.plan.amounts import WIDTH, size, summed_up
 from thunder_zero.plan.mesh import ALL, DATA, REPLICATE, SHARD, TENSOR, Mesh
-from thunder_zero.plan.params import Param
+from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.ops import Compute, Reduce, Return, Wait, ends
 from thunder_zero.spmd.collectives import Collective, collective_kind, fill
 from thunder_zero.spmd.flow import MEANINGS, AxisTypes, Fault, Memo, Walk
@@ -101,16 +103,13 @@ def require_right_types(traces: Traces) -> None:
 
 
 def _message(fault: Fault) -> str:
-    where = f" ({fault.where})" if fault.where else ""
+    where = f" ({shorten(fault.where, WIDTH, placeholder=' ...')})" if fault.where else ""
     if fault.parameters:
         return (
-            f"the gradient of parameter {fault.parameters[0]!r} is wrong on ranks of tensor parallelism: {fault.text}"
-            f"{where}; place the parameter's module by torch's SequenceParallel, along the dimension of the slices"
+            f"the gradient of parameter {fault.parameters[0]!r} {fault.text.removeprefix('gradient ')} of tensor "
+            f"parallelism{where}; place its module by torch's SequenceParallel, along the dimension of the slices"
         )
-    return (
-        f"ranks of tensor parallelism compute a wrong value: {fault.text}{where}; sum shares over these ranks once, "
-        f"before anything else needs their sum"
-    )
+    return f"{fault.text}, on ranks of tensor parallelism{where}; sum shares over these ranks once"
 
 
 def names_of_axes(mesh: Mesh) -> dict[str, str]:
@@ -154,9 +153,9 @@ class _Recording:
         self._own: dict[Ref, int] = {}  # this rank's part of an equal value: how far the neighbour's part is from it
         self._of_slices: set[int] = set()  # lines that draw for this rank's slice
         self._aliases: dict[str, str] = {}
-        self._shifts = _shifts_of_lookups(self._joint, self._facts.inputs, self._plan)
+        self._shifts, self._lookups = _lookups_in_slices(self._joint, self._plan)
         self._shifted: dict[int, int] = {}
-        self._read = {proxy.name for line in self._joint for proxy in line.flat_proxy_args}
+        self._read_parts = _read_parts(self._joint)
         self._is_backward = False
         torch.manual_seed(0)
         for line in self._joint:
@@ -208,12 +207,15 @@ class _Recording:
         self._placed[name] = Parameter(path, self._ref(tensor), placements)
 
     def _draw(self, proxy: TensorProxy) -> Tensor:
-        """Return drawn values: whole numbers are 0 or 1, which any table has rows for."""
+        """Return drawn values: whole numbers are 0 or 1, which any table has rows for, or rows of each slice."""
         shape, dtype = tuple(map(int, proxy.shape)), dtypes.to_torch_dtype(proxy.dtype)
         if dtype.is_complex:
             return torch.randn(shape, generator=self._dice, dtype=dtype)
         if not dtype.is_floating_point:
-            return torch.randint(2, shape, generator=self._dice).to(dtype)
+            if proxy.name not in self._lookups:
+                return torch.randint(2, shape, generator=self._dice).to(dtype)
+            rows, mesh, numbers = self._lookups[proxy.name], self._plan.mesh.tensor, torch.arange(prod(shape))
+            return ((mesh.place + numbers) % mesh.size * rows + numbers % rows).reshape(shape).to(dtype)
         return (0.5 + torch.rand(shape, generator=self._dice)).to(dtype)
 
     def _add_tangent(self, line: BoundSymbol) -> None:
@@ -263,7 +265,7 @@ class _Recording:
             self._shifted[len(self._lines)] = shift
         self._record(line, operator, args, kwargs, results, named, before if is_changing else None)
         if operator.overloadpacket.__name__ in SPLITS:
-            self._note_own_part(results, named)
+            self._note_own_part(line, results)
 
     def _draws_for_slice(self, name: str) -> bool:
         lines = (line for line in self._joint if operator_of(line) is GENERATOR_OF_SLICE)
@@ -325,11 +327,10 @@ class _Recording:
         for item in (item for item in tree_leaves(tree) if isinstance(item, Tensor)):
             self._values[self._ref(item)] = item.clone()
 
-    def _note_own_part(self, parts: Sequence[Tensor], names: Sequence[str | None]) -> None:
+    def _note_own_part(self, line: BoundSymbol, parts: Sequence[Tensor]) -> None:
         """Note that of the parts of a value, one for each rank, only this rank's is read."""
         mesh = self._plan.mesh.tensor
-        read = [index for index, name in enumerate(names) if name in self._read]
-        if mesh.size > 1 and len(parts) == mesh.size and read == [mesh.place]:
+        if mesh.size > 1 and len(parts) == mesh.size and self._read_parts[_split_of(line)] == {mesh.place}:
             part, other = parts[mesh.place], parts[(mesh.place + 1) % mesh.size]
             self._own[self._ref(part)] = int(other.storage_offset()) - int(part.storage_offset())
 
@@ -498,29 +499,50 @@ def _shadow_of(line: RecordedLine) -> Shadow:
     )
 
 
-def _shifts_of_lookups(lines: Sequence[BoundSymbol], inputs: Mapping[str, str], plan: Any) -> dict[int, int]:
-    """Return the lines that compute indices of rows in this rank's slice of a table, by ``id``, with its rows."""
+def _split_of(line: BoundSymbol) -> str:
+    return f"{line.sym.name} {line.flat_proxy_args[0].name} {line.args[1:]}"
+
+
+def _read_parts(lines: Sequence[BoundSymbol]) -> dict[str, set[int]]:
+    """Return which parts are read of each value that is split. Several lines may split it alike."""
+    read = {proxy.name for line in lines for proxy in line.flat_proxy_args}
+    result: dict[str, set[int]] = {}
+    for line in lines:
+        if line.sym.name in SPLITS:
+            parts = result.setdefault(_split_of(line), set())
+            parts |= {index for index, proxy in enumerate(line.flat_outs) if proxy is not None and proxy.name in read}
+    return result
+
+
+def _lookups_in_slices(lines: Sequence[BoundSymbol], plan: Plan) -> tuple[dict[int, int], dict[str, int]]:
+    """Return the lines, by ``id``, that compute indices of rows in a slice of a table, and the inputs that they read.
+
+    Both are mapped to the number of rows of a slice.
+    """
     makers = {proxy.name: line for line in lines for proxy in line.flat_proxy_outs}
     result: dict[int, int] = {}
+    inputs: dict[str, int] = {}
     for line in lines:
         if operator_of(line) is torch.ops.aten.embedding.default and _is_sliced_table(line.args[0], makers, plan):
             pending, rows = [line.args[1]], int(line.args[0].shape[0])
             while pending:
-                maker = makers.get(pending.pop().name)
-                if maker is not None and operator_of(maker) is not None and id(maker) not in result:
+                name = pending.pop().name
+                maker = makers.get(name)
+                if maker is None or operator_of(maker) is None:
+                    inputs[name] = rows
+                elif id(maker) not in result:
                     result[id(maker)] = rows
                     pending += [item for item in maker.flat_proxy_args if isinstance(item, TensorProxy)]
-    return result
+    return result, inputs
 
 
-def _is_sliced_table(table: TensorProxy, makers: Mapping[str, BoundSymbol], plan: Any) -> bool:
+def _is_sliced_table(table: TensorProxy, makers: Mapping[str, BoundSymbol], plan: Plan) -> bool:
     """Return whether a value is a parameter that is sliced along its rows, perhaps cast."""
     line = makers.get(table.name)
     while line is not None:
         paths = [item for item in line.args if isinstance(item, str) and item in plan.by_name]
         if paths:
-            param: Param = plan.by_name[paths[0]]
-            return param.sliced == 0
+            return plan.by_name[paths[0]].sliced == 0
         line = makers.get(line.flat_proxy_args[0].name) if line.flat_proxy_args else None
     return False
 

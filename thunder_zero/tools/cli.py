@@ -165,6 +165,7 @@ def _report(add: Add) -> Command:
     add("--device", default="h100", help=f"(default: h100) {DEVICE}")
     add("--dtype", help="of compute (default: bfloat16 of a model by name, else the parameters')")
     add("--blocks", type=int, help="only so many of the model's alike blocks (default: all)")
+    add("--types", action="store_true", help="what each line writes is on each axis, such as dp:S tp:P")
     add("--json", action="store_true", help="print what the page shows as JSON; write no file")
     return run
 

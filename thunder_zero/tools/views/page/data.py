@@ -210,6 +210,7 @@ def _lines(table: Table, units: Mapping[str, int], collectives: Sequence[Data]) 
             "collective": of_line.get(index),
             "params": [params[path] for path in sorted(row.params, key=order.__getitem__)],
             "label": label_of(row, plan),
+            "types": row.types,
             "sent": row.sent,
             "start": round(row.start or 0.0, DIGITS),
             "end": round(row.end or 0.0, DIGITS),
