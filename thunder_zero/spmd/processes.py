@@ -1,4 +1,4 @@
-"""Runs a step as several ranks, each in a process of its own, as DTensor's caches keep the first mesh.
+"""Runs a step as several ranks, each in a process of its own: DTensor's caches keep a mesh.
 
 ::
 

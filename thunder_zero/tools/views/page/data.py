@@ -210,7 +210,6 @@ def _lines(table: Table, units: Mapping[str, int], collectives: Sequence[Data]) 
             "collective": of_line.get(index),
             "params": [params[path] for path in sorted(row.params, key=order.__getitem__)],
             "label": label_of(row, plan),
-            "types": row.types,
             "sent": row.sent,
             "start": round(row.start or 0.0, DIGITS),
             "end": round(row.end or 0.0, DIGITS),
@@ -219,7 +218,8 @@ def _lines(table: Table, units: Mapping[str, int], collectives: Sequence[Data]) 
         }
         for index, row in enumerate(table.lines)
     ]
-    return {**_columns(rows), "origins": list(origins)}
+    types = [row.types for row in table.lines]
+    return {**_columns(rows), "origins": list(origins), **({"types": types} if any(types) else {})}
 
 
 def _rows(table: Table) -> Iterator[int | str]:
