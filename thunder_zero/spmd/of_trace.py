@@ -157,7 +157,7 @@ class _Recording:
         self._shifted: dict[int, int] = {}
         self._read_parts = _read_parts(self._joint)
         self._is_backward = False
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         for line in self._joint:
             self._run(line)
 
@@ -387,17 +387,18 @@ class _Recording:
     def types_on(self, axis: str) -> AxisTypes:
         """Return the types on an axis.
 
-        A part that is read alone may be this rank's own, or the same part on all ranks. A fault counts if it is one
-        either way.
+        A part that is read alone may be this rank's own, or the same part on all ranks. The second reading is tried if
+        the first has a fault.
         """
         memo: Memo = {}
         record = self._record_of_step()
-        readings = (True, False) if axis == TENSOR and self._own else (True,)
-        types = [
-            Walk(record, axis, self._neighbour(record, axis, own), None, batches_differ=axis in DATA, memo=memo).run()
-            for own in readings
-        ]
-        return min(types, key=lambda item: sum(fault.kind == "error" for fault in item.faults))
+        readings = []
+        for own in (True, False) if axis == TENSOR and self._own else (True,):
+            neighbour = self._neighbour(record, axis, own)
+            readings.append(Walk(record, axis, neighbour, None, batches_differ=axis in DATA, memo=memo).run())
+            if not readings[-1].faults:
+                break
+        return min(readings, key=lambda types: sum(fault.kind == "error" for fault in types.faults))
 
     def faults(self, types: AxisTypes) -> Iterator[Fault]:
         """Yield the faults between ranks of tensor parallelism, with the lines that read the parameters."""
