@@ -37,6 +37,7 @@ from thunder_zero.spmd.processes import NotChecked
 from thunder_zero.spmd.record import RANDOM, Parameter, RecordedLine, Ref, Shadow, StepRecord
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.operators import is_collective, operator_of
+from thunder_zero.traces.symbols import Facts
 
 from thunder.core import dtypes, prims
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
@@ -153,7 +154,7 @@ class _Recording:
         self._own: dict[Ref, int] = {}  # this rank's part of an equal value: how far the neighbour's part is from it
         self._of_slices: set[int] = set()  # lines that draw for this rank's slice
         self._aliases: dict[str, str] = {}
-        self._shifts, self._lookups = _lookups_in_slices(self._joint, self._plan)
+        self._shifts, self._lookups = _lookups_in_slices(self._joint, self._facts, self._plan)
         self._shifted: dict[int, int] = {}
         self._read_parts = _read_parts(self._joint)
         self._is_backward = False
@@ -442,10 +443,10 @@ class _Recording:
             return StepRecord(record.axes, shadows=record.shadows)
         shadows = list(record.shadows)
         for index, shift in self._shifted.items():
-            place = self._plan.mesh.tensor.place
-            edges = (place * shift, (place + 1) * shift)
+            first = self._plan.mesh.tensor.place * shift
+            own_rows = range(first, first + shift + 1)
             scalars = tuple(
-                item + shift if type(item) is int and item in edges else item for item in shadows[index].scalars
+                item + shift if type(item) is int and item in own_rows else item for item in shadows[index].scalars
             )
             shadows[index] = replace(shadows[index], scalars=scalars)
         for index in self._of_slices:
@@ -515,37 +516,40 @@ def _read_parts(lines: Sequence[BoundSymbol]) -> dict[str, set[int]]:
     return result
 
 
-def _lookups_in_slices(lines: Sequence[BoundSymbol], plan: Plan) -> tuple[dict[int, int], dict[str, int]]:
+def _lookups_in_slices(lines: Sequence[BoundSymbol], facts: Facts, plan: Plan) -> tuple[dict[int, int], dict[str, int]]:
     """Return the lines, by ``id``, that compute indices of rows in a slice of a table, and the inputs that they read.
 
-    Both are mapped to the number of rows of a slice.
+    Both are mapped to the number of rows of the first rank's slice.
     """
     makers = {proxy.name: line for line in lines for proxy in line.flat_proxy_outs}
     result: dict[int, int] = {}
     inputs: dict[str, int] = {}
     for line in lines:
-        if operator_of(line) is torch.ops.aten.embedding.default and _is_sliced_table(line.args[0], makers, plan):
-            pending, rows = [line.args[1]], int(line.args[0].shape[0])
-            while pending:
-                name = pending.pop().name
-                maker = makers.get(name)
-                if maker is None or operator_of(maker) is None:
-                    inputs[name] = rows
-                elif id(maker) not in result:
-                    result[id(maker)] = rows
-                    pending += [item for item in maker.flat_proxy_args if isinstance(item, TensorProxy)]
+        is_lookup = operator_of(line) is torch.ops.aten.embedding.default
+        param = plan.by_name.get(_path_of(line.args[0], makers, facts)) if is_lookup else None
+        if param is None or param.sliced != 0:
+            continue
+        rows, pending = -(-plan.whole_shape(param)[0] // plan.mesh.tensor.size), [line.args[1]]
+        while pending:
+            name = pending.pop().name
+            maker = makers.get(name)
+            if maker is None or operator_of(maker) is None:
+                inputs[name] = rows
+            elif id(maker) not in result:
+                result[id(maker)] = rows
+                pending += [item for item in maker.flat_proxy_args if isinstance(item, TensorProxy)]
     return result, inputs
 
 
-def _is_sliced_table(table: TensorProxy, makers: Mapping[str, BoundSymbol], plan: Plan) -> bool:
-    """Return whether a value is a parameter that is sliced along its rows, perhaps cast."""
-    line = makers.get(table.name)
-    while line is not None:
-        paths = [item for item in line.args if isinstance(item, str) and item in plan.by_name]
-        if paths:
-            return plan.by_name[paths[0]].sliced == 0
-        line = makers.get(line.flat_proxy_args[0].name) if line.flat_proxy_args else None
-    return False
+def _path_of(table: TensorProxy, makers: Mapping[str, BoundSymbol], facts: Facts) -> str:
+    """Return the path of the parameter that a value is, perhaps cast; "" if it is none."""
+    name = table.name
+    while name not in facts.inputs:
+        line = makers.get(name)
+        if line is None or not line.flat_proxy_args:
+            return ""
+        name = line.flat_proxy_args[0].name
+    return facts.inputs[name]
 
 
 def _changed(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
