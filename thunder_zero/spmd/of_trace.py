@@ -17,7 +17,9 @@ from __future__ import annotations
 import linecache
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import prod
+from operator import mul
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -61,12 +63,15 @@ class TraceTypes:
         faults: what is wrong between ranks of tensor parallelism.
         gradients: the type of each parameter's gradient between ranks of tensor parallelism, keyed by path.
         not_checked: why there are no types; "" if there are.
+        odd_heads: a line that cuts a slice into an odd number of heads, whose halves cannot be exchanged. Types of what
+            follows from it may be wrong; "" if there is none.
     """
 
     values: Mapping[str, str] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
     gradients: Mapping[str, str] = field(default_factory=dict)
     not_checked: str = ""
+    odd_heads: str = ""
 
     def __repr__(self) -> str:
         return summed_up(self, self.not_checked or f"{len(self.values)} values, {len(self.faults)} faults")
@@ -87,18 +92,20 @@ def types_of_trace(traces: Traces, *, only: Sequence[str] | None = None) -> Trac
     if on_tensor is None:
         return TraceTypes(values)
     gradients = {path: types for path, (types, _) in on_tensor.gradients.items()}
-    return TraceTypes(values, tuple(recording.faults(on_tensor)), gradients)
+    odd_heads = recording.odd_heads(on_tensor)
+    return TraceTypes(values, tuple(recording.faults(on_tensor)), gradients, odd_heads=odd_heads)
 
 
 def require_right_types(traces: Traces) -> None:
     """Raise RuntimeError if a value of a sliced module is wrong between ranks of tensor parallelism.
 
-    Nothing is raised where a value keeps no law (V), as where each rank has one head: there gradients are compared at
-    the first step (``sharded/unsliced.py``).
+    Nothing is raised where a value keeps no law (V), or where ranks have an odd number of heads, such as one: there
+    gradients are compared at the first step (``sharded/unsliced.py``).
     """
     if traces.plan.mesh.tensor.size == 1 or traces.backward is None:
         return
-    for fault in types_of_trace(traces, only=(TENSOR,)).faults:
+    types = types_of_trace(traces, only=(TENSOR,))
+    for fault in () if types.odd_heads else types.faults:
         if fault.kind == "error" and not any(words in fault.text for words in UNDECIDED):
             raise RuntimeError(_message(fault))
 
@@ -418,6 +425,15 @@ class _Recording:
             where = fault.where or next((self._reader_of(path) for path in fault.parameters), "")
             yield replace(fault, text=text, where=where)
 
+    def odd_heads(self, types: AxisTypes) -> str:
+        """Return a line that cuts the last dimension of a slice into an odd number of parts; "" if there is none."""
+        known = {item.ref: "S" if TENSOR in item.placements else "R" for item in self._placed.values()}
+        for line, letters in zip(self._lines, types.lines, strict=True):
+            if line.is_view and known.get(line.inputs[0]) == "S" and _cuts_oddly(line.inputs[0], line.results[0]):
+                return f"{line.name} ({line.where})"
+            known.update(zip((*line.written, *line.results), letters, strict=True))
+        return ""
+
     def _reader_of(self, path: str) -> str:
         """Return the user's line that reads a parameter first."""
         storages = {item.ref.storage for item in self._placed.values() if item.path == path}
@@ -488,6 +504,19 @@ class _Recording:
             elif isinstance(op, Wait):
                 named = zip(op.writes, (gradients.get(path, "") for path in op.params), strict=True)
                 yield from ((copy, texts[name]) for copy, name in named if name in texts and copy not in texts)
+
+
+def _cuts_oddly(source: Ref, view: Ref) -> bool:
+    """Return whether a view cuts the last dimension of its source into an odd number of parts."""
+    if len(view.shape) <= len(source.shape) or source.shape[-1:] == () or view.shape[-1] > source.shape[-1]:
+        return False
+    if view.shape[-1] == source.shape[-1]:  # one head, or other dimensions are cut
+        return view.shape[-2] == 1 and view.shape.count(1) > source.shape.count(1)
+    numbers = accumulate(reversed(view.shape), mul)
+    heads = next(
+        (size for size, number in zip(reversed(view.shape), numbers, strict=True) if number == source.shape[-1]), 2
+    )
+    return heads % 2 == 1
 
 
 def _shadow_of(line: RecordedLine) -> Shadow:
