@@ -85,9 +85,11 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("encodings plan schedule comm traces "
                                                               "compat/private compat/torch compat/accelerate")),
     Room("optim/",            IMPORT, NOT,     NOT,     rooms("plan compat/torch comm sharded")),
+    Room("spmd/of_trace.py",  IMPORT, NOT,     IMPORT,  rooms("plan schedule compat traces")),
+    Room("spmd/",             IMPORT, IMPORT,  NOT,     rooms("plan/amounts compat/private compat/torch")),
     Room("capture/arguments.py",IMPORT,TYPES,NOT,     rooms("safetensors_files plan sharded")),
     Room("capture/compilations.py",IMPORT,NOT,NOT,    NOTHING),
-    Room("capture/",        IMPORT, NOT,     IMPORT,  rooms("plan schedule comm compat traces sharded")),
+    Room("capture/",        IMPORT, NOT,     IMPORT,  rooms("plan schedule comm compat traces sharded spmd")),
     Room("checkpoint/",       IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan comm compat/private "
                                                               "compat/torch sharded optim")),
     Room("hugging_face.py",   IMPORT, IMPORT,  NOT,     rooms("plan comm compat sharded capture checkpoint")),
@@ -96,10 +98,8 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),
     Room("tools/table/rows.py",NOT,   NOT,     NOT,     rooms("plan schedule tools/printing")),
     Room("tools/table/lines.py",NOT,  NOT,     IMPORT,  rooms("traces tools/table/rows")),
-    Room("spmd/",             IMPORT, IMPORT,  NOT,     rooms("plan/amounts compat/private compat/torch "
-                                                              "tools/printing")),
     Room("tools/devices/",    IMPORT, IMPORT,  NOT,     rooms("plan schedule comm tools/printing")),
-    Room("tools/dry_run.py",  IMPORT, IMPORT,  IMPORT,  rooms("plan schedule compat comm traces sharded capture "
+    Room("tools/dry_run.py",  IMPORT, IMPORT,  IMPORT,  rooms("plan schedule compat comm traces sharded spmd capture "
                                                               "tools/devices")),
     Room("tools/measure.py",  NOT,    NOT,     IMPORT,  rooms("plan schedule comm sharded traces capture")),
     Room("tools/format_errors.py",IMPORT,NOT,  IMPORT,  rooms("comm sharded traces capture tools/printing")),
@@ -122,14 +122,14 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
                                                               "tools/forecast tools/from_file "
                                                               "tools/models tools/table/rows")),
     Room("tools/views/print_rows.py",NOT,NOT,  NOT,     rooms("plan schedule tools/printing tools/table/rows")),
-    Room("tools/views/page/", IMPORT, NOT,     TYPES,   rooms("plan schedule compat traces capture tools/printing "
+    Room("tools/views/page/", IMPORT, NOT,     TYPES,   rooms("plan schedule spmd compat traces capture tools/printing "
                                                               "tools/devices tools/dry_run tools/forecast "
                                                               "tools/time tools/table tools/models "
                                                               "tools/plan")),
     Room("tools/views/why.py",IMPORT, IMPORT,  NOT,     rooms("plan sharded traces capture tools/printing "
                                                               "tools/devices tools/compiled_programs tools/forecast "
                                                               "tools/time tools/table")),
-    Room("tools/views/",      IMPORT, IMPORT,  IMPORT,  rooms("plan schedule traces capture tools/printing "
+    Room("tools/views/",      IMPORT, IMPORT,  IMPORT,  rooms("plan schedule spmd traces capture tools/printing "
                                                               "tools/devices tools/time tools/forecast tools/table "
                                                               "tools/views/print_rows")),
     Room("tools/convert.py",  IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan checkpoint tools/printing")),

@@ -637,12 +637,12 @@ class Hooked(nn.Module):
 class Heads(nn.Module):
     """A module with a norm of each head; each rank computes the norms of its heads."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 2) -> None:
         super().__init__()
-        self.q, self.norm, self.o = nn.Linear(8, 8), nn.LayerNorm(2), nn.Linear(8, 8)
+        self.q, self.norm, self.o = nn.Linear(8, 8), nn.LayerNorm(size), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.o(self.norm(self.q(x).unflatten(-1, (-1, 2))).flatten(-2))
+        return self.o(self.norm(self.q(x).unflatten(-1, (-1, *self.norm.normalized_shape))).flatten(-2))
 
 
 def train_heads(rank: int, world_size: int) -> None:
@@ -717,9 +717,15 @@ def refuse_wrong_uses(rank: int, world_size: int) -> None:
     with refused(ValueError, "rank0_only=True", "sliced"), tz.full_parameters(model, rank0_only=True):
         pass
     fails(lambda: tz.whole(torch.optim.SGD, model.parameters(), lr=0.1), "RuntimeError", "tz.whole knows no slices")
-    partial_gradient = compile_sliced(build_plain(Heads), mesh, {"q": COLUMNS(), "o": ROWWISE()}, tz.ZERO3)
+    styles = {"q": COLUMNS(), "o": ROWWISE()}
+    partial_gradient = compile_sliced(build_plain(Heads), mesh, styles, tz.ZERO3)
+    x_of_heads = torch.randn(2, 8, dtype=torch.float64)
+    unsummed = "the gradient of parameter 'norm.weight' is a share of a sum that is never summed"
+    fails(lambda: partial_gradient(x_of_heads), "RuntimeError", unsummed, "return self.o(self.norm(")
+    # Types cannot tell what one head on each rank is, so its gradients are compared.
+    partial_gradient = compile_sliced(build_plain(partial(Heads, 4)), mesh, styles, tz.ZERO3)
     optimizer = torch.optim.SGD(partial_gradient.parameters(), 0.1)
-    partial_gradient(torch.randn(2, 8, dtype=torch.float64)).square().sum().backward()
+    partial_gradient(x_of_heads).square().sum().backward()
     differs = "the gradient of parameter 'norm.weight' differs between ranks of tensor"
     fails(lambda: tz.clip_grad_norm_(partial_gradient, 1.0), "RuntimeError", differs)
     fails(optimizer.step, "RuntimeError", differs)

@@ -64,7 +64,7 @@ class Converted:
         return {path: self.values[name] for name, path in self.paths.items()}
 
     def traced(self, executor: ZeroExecutor, *, synced: bool) -> JointTrace:
-        facts = Facts(executor, self.paths, synced, self.sizes, self.shapes)
+        facts = Facts(executor, self.paths, synced, self.sizes, self.shapes, self.constants)
         return JointTrace(self.trace, facts)
 
 

@@ -51,6 +51,7 @@ from thunder_zero.sharded.placeholders import Placeholder, ValuesNeeded, path_of
 from thunder_zero.sharded.reduce import tensors_in
 from thunder_zero.sharded.runtime import ModelRuntime
 from thunder_zero.sharded.state import State
+from thunder_zero.traces.pipeline import telling_all_ranks
 
 from thunder.common import CompileStats
 from thunder.core.transform_common import Transform
@@ -123,8 +124,21 @@ class CapturedForward:
                 raise RuntimeError(returned_message(path))
         if len(self.graphs_run) == 1:
             self.graphs_run[0].note_returned(output)
+            self._require_right_types(self.graphs_run[0])
         self._note_stats(self.program_count - count)
         return output
+
+    def _require_right_types(self, programs: GraphPrograms) -> None:
+        """Check once what the values of a sliced model are between ranks. The types of several graphs are unknown."""
+        executable = next(reversed(programs.by_mode.values()))
+        if self.state.plan.mesh.tensor.size == 1 or executable.is_checked or programs.joint.returns_subclasses:
+            return
+        from thunder_zero.spmd.of_trace import require_right_types  # imports what only sliced models need
+
+        traces = executable.traces()
+        with telling_all_ranks(traces.facts, traces.timeline):
+            require_right_types(traces)
+        executable.is_checked = True
 
     def _note_stats(self, compiled: int) -> None:
         stats = self.stats

@@ -27,6 +27,7 @@ from thunder_zero.capture.compilations import Spent, metered, uncollected
 from thunder_zero.capture.convert import Converted, convert
 from thunder_zero.capture.joint import draws
 from thunder_zero.compat import aot
+from thunder_zero.compat.aot.joint import input_of
 from thunder_zero.sharded.reduce import refuse_wrong_backward
 from thunder_zero.sharded.runtime import ModelRuntime
 from thunder_zero.sharded.state import State
@@ -50,7 +51,7 @@ class Mode:
     synced: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Executable:
     synced: bool  # True if the program reduces gradients
     computation_fn: Callable[..., Any]  # the function of forward
@@ -61,6 +62,7 @@ class Executable:
     # last trace of each is the one that runs.
     forward_traces: Sequence[TraceCtx]
     backward_traces: Sequence[TraceCtx]
+    is_checked: bool = False  # True if the types of its values were checked
 
 
 @dataclass(eq=False)
@@ -265,6 +267,15 @@ class RunningPhases:
             return trace, {}
         full = {name: self._parameters[path] for name, path in program.timeline.full_parameters.items()}
         return with_kernels(trace, Fakes(self._values, full), forward_values, self._module)
+
+
+def named_inputs(joint: aot.Joint, converted: Converted) -> dict[int, str]:
+    """Return a mapping from positions of the graph's inputs to the names of the trace's inputs for them."""
+    tangents = joint.tangents()
+    nodes = [node for node in joint.placeholders() if node not in tangents]
+    positions = [input_of(node) for node in nodes]
+    names = [proxy.name for proxy in converted.trace.args]
+    return {position: name for position, name in zip(positions, names, strict=False) if position is not None}
 
 
 def fake_values(converted: Converted, program: Traces) -> dict[str, Any]:

@@ -1,12 +1,14 @@
-"""Parses and formats numbers of bytes, seconds, and dtypes."""
+"""Parses and formats numbers of bytes, seconds, and dtypes; folds the words of a ``repr``."""
 
 from __future__ import annotations
 
 import re
+from textwrap import wrap
 from typing import overload
 
 import torch
 
+WIDTH = 100  # columns, without a terminal
 SHORT = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -79,3 +81,13 @@ def itemsize(dtype: str) -> int:
     """
     bits = re.search(r"[0-9]+", dtype)
     return max(int(bits.group()) // 8, 1) if bits else 1
+
+
+def summed_up(thing: object, words: str) -> str:
+    """Return the folded ``repr`` of large data, such as ``<Estimate: step 3 ms on H100>``."""
+    return folded(f"<{type(thing).__name__}: {words}>")
+
+
+def folded(words: str) -> str:
+    """Fold words into lines of at most 100 columns."""
+    return "\n".join(wrap(" ".join(words.split()), WIDTH, subsequent_indent="  "))

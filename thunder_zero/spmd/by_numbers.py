@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from thunder_zero.compat.torch.threaded_group import run_ranks
+from thunder_zero.plan.amounts import WIDTH, summed_up
 from thunder_zero.spmd.axes import axes_of_batches, unknown_axes
 from thunder_zero.spmd.comparison import ComparedValue, Comparison
 from thunder_zero.spmd.steps import Clip, Loss, Parallelize, Steps, mean_loss, plain_module
-from thunder_zero.tools.printing.words import WIDTH, summed_up
 
 MOST = 6  # rows of one sentence in the printed form
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from thunder_zero.plan.amounts import summed_up
 from thunder_zero.spmd.error_shapes import TOLERANCE, find_slices, is_close, join, name_error, on_ranks, relative_error
 from thunder_zero.spmd.steps import RankStep, Step, Steps, names_of
-from thunder_zero.tools.printing.words import summed_up
 
 NAN = float("nan")
 FLOOR = 1e-8  # of the norm of all gradients: what remains where the true gradient is zero, as of a bias of keys

@@ -175,9 +175,9 @@ def _drawn(name: str, codes: Sequence[Tensor], ref: Ref) -> Tensor:
 
 
 def _still_random(outcome: Outcome, codes: Sequence[Tensor], numbers: tuple[Any, ...] | None) -> Outcome:
-    """Give what follows from random numbers alone their code, which fits any slice."""
+    """Give what follows from random numbers alone their code, which fits any slice. A sum of them is a share."""
     types = set(letters(torch.cat([item.reshape(-1) for item in codes])).split("+"))
-    if numbers is None and types <= {"R", "X"} and letters(outcome.codes) != "R":
+    if numbers is None and types <= {"R", "X"} and not {"R", "P"} & set(letters(outcome.codes).split("+")):
         return Outcome(filled(outcome.codes.shape, X))
     return outcome
 
@@ -211,7 +211,7 @@ def runner(line: RecordedLine, numbers: tuple[Any, ...] | None) -> Rerun:
             for item in leaves
         ]
         args, kwargs = tree_unflatten(arguments, spec)
-        torch.manual_seed(5)
+        torch.default_generator.manual_seed(5)  # torch.manual_seed formats a stack for each GPU
         result = [item for item in tree_leaves(line.operator(*args, **kwargs)) if isinstance(item, Tensor)]
         written = [tensors[index] for index in line.changes]
         pointers = {item.data_ptr() for item in written}

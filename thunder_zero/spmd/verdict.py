@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from textwrap import wrap
 
-from thunder_zero.tools.printing.words import WIDTH, summed_up
+from thunder_zero.plan.amounts import WIDTH, summed_up
 
 ENDS = {0: "nothing wrong", 1: "wrong", 2: "cannot say"}
 MOST = 12  # rows of a table

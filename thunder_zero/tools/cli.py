@@ -122,14 +122,14 @@ def _trace(add: Add) -> Command:
         from thunder_zero.tools.from_file import module_and_inputs, naming_the_users_line
         from thunder_zero.tools.views.print_trace import json_of, print_trace
 
-        as_json, every_line = options.pop("json"), options.pop("all")
+        as_json, every_line, types = options.pop("json"), options.pop("all"), options.pop("types")
         module, args, kwargs = module_and_inputs(place)
         with naming_the_users_line(place):
             traces = trace(module, *args, policy=stage, **options, **kwargs)
         if as_json:
-            print(json.dumps(json_of(traces, phase, unit=unit, only=only), indent=1))
+            print(json.dumps(json_of(traces, phase, unit=unit, only=only, types=types), indent=1))
         else:
-            print_trace(traces, phase, unit=unit, only=only, every_line=every_line)
+            print_trace(traces, phase, unit=unit, only=only, every_line=every_line, types=types)
 
     add("place", metavar="FILE.py:function", help=f"returns {INPUTS}; meta device or not")
     add("--world-size", type=int, default=8, help="ranks that share one copy of the model (default: 8)")
@@ -140,6 +140,7 @@ def _trace(add: Add) -> Command:
     add("--unit", help="only the lines where this unit computes, and its collectives")
     add("--only", choices=ONLY, help="only lines that handle or read a parameter, or that communicate")
     add("--all", action="store_true", help="each line as it runs: views, unpacking, each del")
+    add("--types", action="store_true", help="what each line writes is on each axis, such as dp:S tp:P")
     add("--json", action="store_true", help="print JSON: each line as it runs, its meaning, bytes")
     return run
 
@@ -164,6 +165,7 @@ def _report(add: Add) -> Command:
     add("--device", default="h100", help=f"(default: h100) {DEVICE}")
     add("--dtype", help="of compute (default: bfloat16 of a model by name, else the parameters')")
     add("--blocks", type=int, help="only so many of the model's alike blocks (default: all)")
+    add("--types", action="store_true", help="what each line writes is on each axis, such as dp:S tp:P")
     add("--json", action="store_true", help="print what the page shows as JSON; write no file")
     return run
 

@@ -26,7 +26,7 @@ from thunder_zero.capture.arguments import Fuser, check_arguments, did_you_mean,
 from thunder_zero.capture.convert import Converted, convert, returned_message, written_message
 from thunder_zero.capture.graphs import paths_of, replaced_parameter
 from thunder_zero.capture.joint import joint_of, with_slices
-from thunder_zero.capture.programs import Mode, program_of, restoring
+from thunder_zero.capture.programs import Mode, named_inputs, program_of, restoring
 from thunder_zero.capture.proxies import source_of
 from thunder_zero.capture.refusals import require_unwrapped
 from thunder_zero.comm.group import has_groups
@@ -50,6 +50,7 @@ from thunder_zero.sharded.placeholders import (
     without_memory,
 )
 from thunder_zero.sharded.reduce import tensors_in
+from thunder_zero.spmd.of_trace import require_right_types
 from thunder_zero.tools.devices.device import Device, device_of
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.pipeline import lifted, outlined, shard, thunder_context
@@ -107,7 +108,8 @@ def trace(
             the operators of attention depend on ``device``. All other lines depend on the module's device.
 
     Raises:
-        RuntimeError: dynamo captures forward as several graphs, or the module is under ``torch.compile`` or DDP.
+        RuntimeError: dynamo captures forward as several graphs, or the module is under ``torch.compile`` or DDP, or a
+            value is wrong between ranks of tensor parallelism, such as a gradient that nothing sums.
     """
     if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
         name = type(module).__name__
@@ -116,7 +118,9 @@ def trace(
     _refuse_unknown_arguments(module, kwargs)
     planned, slices, partial = planned_mesh(module, world_size, rank, replicas, mesh, dp_mesh_dims)
     source = ProgramSource(module, args, kwargs, policy, planned, synced, fuse, device, slices, partial, dynamic)
-    return source.under(policy)
+    traces = source.under(policy)
+    require_right_types(traces)
+    return traces
 
 
 def planned_mesh(
@@ -202,8 +206,8 @@ class ProgramSource:
 
     def _named(self, converted: Converted, traces: Traces) -> Traces:
         """Return traces with the paths of their buffers."""
-        names = [proxy.name for proxy in converted.trace.args]
-        buffer_paths = {names[position]: path for position, path in self._buffers.items()}
+        names = named_inputs(self.joint, converted)
+        buffer_paths = {names[position]: path for position, path in self._buffers.items() if position in names}
         return replace(traces, others=buffer_paths, restored=self._restored)
 
     def _plan(self, policy: Policy | int, mesh: Mesh) -> Plan:

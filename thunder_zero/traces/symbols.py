@@ -71,6 +71,7 @@ class Facts:
     # the shapes of all other inputs. A dynamic size is represented by the name of the input that holds its value
     input_shapes: Mapping[str, tuple[int | str, ...]]
     symbolic_shapes: Mapping[str, SymbolicShape]  # the shapes of values that have symbolic sizes
+    constants: Mapping[str, torch.Tensor]  # the constant tensors of the user's code, by the inputs of the trace
 
     def named(self, phase: str) -> str:
         """Return the name of a phase of the program. Ranks compare names, and may run different graphs."""

@@ -14,13 +14,14 @@ import ast
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import pairwise
-from textwrap import wrap
 from typing import Any, ClassVar
 
+from thunder_zero.plan.amounts import WIDTH as WIDTH
+from thunder_zero.plan.amounts import folded as folded
+from thunder_zero.plan.amounts import summed_up as summed_up
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES
 
-WIDTH = 100  # columns, without a terminal
 OPERATOR = re.compile(r"torch\.ops\.aten\.(\w+)\.\w+\(")
 INDENT = " " * 4  # indent of continuation lines
 WHOLE_LINES = 2  # statements of at most this many lines are not shortened
@@ -31,16 +32,6 @@ TOKENS = re.compile(
 )
 METHOD = re.compile(r"(?<!\baten)\.\w+\($")  # matches .view( in x.view(
 MOST_ITEMS = 12  # the most items of a collection in a shortened statement
-
-
-def summed_up(thing: object, words: str) -> str:
-    """Return the folded ``repr`` of large data, such as ``<Estimate: step 3 ms on H100>``."""
-    return folded(f"<{type(thing).__name__}: {words}>")
-
-
-def folded(words: str) -> str:
-    """Fold words into lines of at most 100 columns."""
-    return "\n".join(wrap(" ".join(words.split()), WIDTH, subsequent_indent="  "))
 
 
 def aligned(rows: Iterable[Sequence[str]], left: Container[int] = (0,), apart: int = 2) -> str:

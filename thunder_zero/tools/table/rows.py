@@ -72,6 +72,7 @@ class Row:
     alive: int | None = None  # bytes of all tensors alive after it; None without a forecast of memory
     highest: int | None = None  # the most bytes alive while it runs
     is_peak: bool = False  # True if the step's peak is in this line
+    types: str = ""  # what it writes is on each axis of the mesh, such as "dp:S tp:P"; "" if nobody asked, or unknown
     # start, end: when compute runs it, in seconds since the step began; None without a forecast of time
     start: float | None = None
     end: float | None = None

@@ -65,6 +65,8 @@ def print_rows(rows: Sequence[Row | int], plan: Plan, phase: str, console: Conso
             write(console, clip(f"# {origin}", width), f"{QUIET} italic")
         for text in _lines(row, plan, syntax, columns, width, changed=row.gathered != gathered):
             write(console, text)
+        if row.types:
+            write(console, f"    # {row.types}", QUIET)
         if row.is_peak:
             write(console, f"# the peak of the step: {size(row.highest or 0)} alive in the line above", "bold red")
         gathered = row.gathered

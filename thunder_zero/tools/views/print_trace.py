@@ -29,9 +29,11 @@ from thunder_zero.capture.zero_module import as_traces
 from thunder_zero.plan.amounts import size
 from thunder_zero.schedule.ops import Free, Gather, ends
 from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.spmd.of_trace import names_of_axes, types_of_trace
 from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
 from thunder_zero.tools.forecast.memory import require_forecast_of
 from thunder_zero.tools.printing.words import short
+from thunder_zero.tools.table.lines import typed
 from thunder_zero.tools.table.rows import PHASES, Row
 from thunder_zero.tools.table.table import Table, step_table, table_of
 from thunder_zero.tools.views.print_rows import QUIET, format_timeline, print_rows, print_total, select, write
@@ -54,6 +56,10 @@ HOW_TO_READ = """\
 # sent: bytes of this rank; gathered, alive: of full parameters, all tensors. gpt.py:12: your line.
 """
 HOW_TO_READ_SLICES = "# tensor: a collective of torch's tensor parallelism, or the wait for one.\n"
+HOW_TO_READ_TYPES = """\
+# dp:S tp:P: what the line above writes, on each axis. R: equal on all ranks, S: a slice,
+# P: a share of a sum, N: a share of a norm, V: different on each rank, X: random on each rank.
+"""
 NAME = re.compile(r"(?<![.'\w])[A-Za-z_]\w*\b(?!=)")  # the name of a value, not of a keyword argument
 METHODS = frozenset(dir(Tensor))
 HIDDEN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, clear_mutable_collection.id, "zero_enter")
@@ -70,6 +76,7 @@ def print_trace(
     only: str | None = None,
     every_line: bool = False,
     memory: Memory | None = None,
+    types: bool = False,
     rank: int = 0,
 ) -> None:
     """Print the trace that runs, with the meaning of each line. If several ranks call this, only ``rank`` prints.
@@ -82,6 +89,7 @@ def print_trace(
     >>> tz.print_trace(model, "forward", unit="blocks.0")
     >>> tz.print_trace(traces, memory=tz.tools.memory(traces, loss=loss, optimizer=torch.optim.AdamW))
     >>> tz.print_trace(tz.traces_of(model, synced=False))  # the program under no_sync
+    >>> tz.print_trace(traces, types=True)  # what each value is on each axis of the mesh
     >>> tz.print_trace(timeline)  # inside a pass
 
     Args:
@@ -94,6 +102,8 @@ def print_trace(
         every_line: True to print each line as it runs. By default a view is printed inside the line that reads it, as
             in ``aten.mm(x, w.t())``. Unpacking and the ``del`` of activations are left out by default.
         memory: a forecast of memory for these traces. Its figures at rest and in the optimizer's step are also printed.
+        types: True to print, after each line, what it writes is on each axis of the mesh, as in ``dp:S tp:P``. What is
+            wrong on the tensor-parallel axis is printed at the end. The lines run once on the CPU, with drawn values.
         rank: the rank of the default process group that prints.
     """
     if phase not in PHASES:
@@ -102,8 +112,8 @@ def print_trace(
     if rank not in range(world_size):
         raise ValueError(f"rank is {rank!r}; give the rank that prints, 0 to {world_size - 1}")
     if isinstance(model_or_traces, Timeline):
-        if phase != "both" or unit is not None or only is not None or every_line or memory is not None:
-            raise ValueError("a timeline is printed whole; leave out phase, unit, only, every_line and memory")
+        if phase != "both" or unit is not None or only is not None or every_line or memory is not None or types:
+            raise ValueError("a timeline is printed whole; leave out phase, unit, only, every_line, memory and types")
         if this_rank == rank:
             print(format_timeline(model_or_traces, numbered=True), file=file)
         return
@@ -117,12 +127,17 @@ def print_trace(
     table, printed = table_of(traces, memory) if memory else step_table(traces), list[Row | int]()
     if table.no_memory:
         write(console, f"# {table.no_memory}\n")
-    write(console, HOW_TO_READ + HOW_TO_READ_SLICES * traces.plan.mesh.is_sliced, QUIET)
+    write(console, HOW_TO_READ + HOW_TO_READ_SLICES * traces.plan.mesh.is_sliced + HOW_TO_READ_TYPES * types, QUIET)
+    of_values = types_of_trace(traces) if types else None
+    if of_values is not None and of_values.not_checked:
+        write(console, f"# types: not checked: {of_values.not_checked}\n")
     for name in PHASES[phase]:
         all_rows = (rows_of if every_line else shown_rows)(table, name)
         if not all_rows:
             write(console, "# no backward: nothing here needs a gradient\n")
             continue
+        if of_values is not None:
+            all_rows = tuple(typed(all_rows, traces, of_values.values))
         chosen = select(all_rows, traces.plan, unit, only)
         print_rows(chosen, traces.plan, name if traces.facts.synced else f"{name} under no_sync", console)
         if table.memory is not None and (name, table.memory.peak_line.phase) == ("forward", "loss"):
@@ -130,6 +145,9 @@ def print_trace(
         printed += chosen
     for line in outside_of_the_peak(memory) if memory else ():
         write(console, f"# {line}")
+    for fault in of_values.faults if of_values is not None else ():
+        axis, where = names_of_axes(traces.plan.mesh)[fault.axis], f" ({fault.where})" if fault.where else ""
+        write(console, f"# {fault.kind} on {axis}: {fault.text}{where}")
     print_total(printed, console)
 
 
@@ -166,10 +184,19 @@ def rows_of(table: Table, phase: str) -> tuple[Row, ...]:
     return table.rows(where=lambda row: row.phase == phase)
 
 
-def json_of(traces: Traces, phase: str = "both", *, unit: str | None = None, only: str | None = None) -> dict[str, Any]:
+def json_of(
+    traces: Traces,
+    phase: str = "both",
+    *,
+    unit: str | None = None,
+    only: str | None = None,
+    types: bool = False,
+) -> dict[str, Any]:
     """Return the output of :func:`thunder_zero.print_trace` as data: lines are as in ``Table.as_dicts``."""
     plan, table = traces.plan, step_table(traces)
-    chosen = {name: select(rows_of(table, name), plan, unit, only) for name in PHASES[phase]}
+    values = types_of_trace(traces).values if types else {}
+    rows = {name: tuple(typed(rows_of(table, name), traces, values)) for name in PHASES[phase]}
+    chosen = {name: select(rows[name], plan, unit, only) for name in PHASES[phase]}
     return {
         "stage": plan.policy.stage,
         "rank": plan.mesh.shard.place,

@@ -213,7 +213,8 @@ def _lines(table: Table, units: Mapping[str, int], collectives: Sequence[Data]) 
         }
         for index, row in enumerate(table.lines)
     ]
-    return {**_columns(rows), "origins": list(origins)}
+    types = [row.types for row in table.lines]
+    return {**_columns(rows), "origins": list(origins), **({"types": types} if any(types) else {})}
 
 
 def _rows(table: Table) -> Iterator[int | str]:

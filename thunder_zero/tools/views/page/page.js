@@ -394,6 +394,7 @@ function showChosen() {
       ["does", `${lines.kind[line] ?? phaseOf(program, line)} ${lines.label[line]}`],
       ["unit", lines.unit[line] < 0 ? "" : [swatch(unitColour(lines.unit[line])), program.units[lines.unit[line]] || "root unit"]],
       ["from", lines.origins[lines.origin[line]]],
+      ...(lines.types?.[line] ? [["writes", lines.types[line]]] : []),
       ["time", lines.start[line] === lines.end[line] ? `at ${moment(lines.end[line])}; takes no time of its own` : `${moment(lines.start[line])} to ${moment(lines.end[line])}: ${waited ? "compute waits " : ""}${duration(lines.end[line] - lines.start[line])}`],
       ...(collective ? [["on the wire", `${duration(collective.wire_seconds)}, ${size(collective.sent_bytes)} sent by this rank`],
         ["hidden", collective.exposed_seconds ? `${share(collective.hidden_share)}: compute waits ${duration(collective.exposed_seconds)}: ${collective.why_exposed}` : "all of it"],

@@ -24,6 +24,7 @@ from thunder_zero.plan.policy import STAGES, Policy, Times
 from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.schedule.ops import Compute, Gather, Op, ends
 from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.spmd.of_trace import types_of_trace
 from thunder_zero.tools.devices.device import Device, device_of
 from thunder_zero.tools.dry_run import ProgramSource
 from thunder_zero.tools.forecast.for_loss import Loss
@@ -32,7 +33,8 @@ from thunder_zero.tools.models import MODELS
 from thunder_zero.tools.plan.plan_training import PRECISION
 from thunder_zero.tools.plan.subject import subject_of
 from thunder_zero.tools.printing.words import count
-from thunder_zero.tools.table.table import step_table, table_of
+from thunder_zero.tools.table.lines import typed
+from thunder_zero.tools.table.table import Table, step_table, table_of
 from thunder_zero.tools.time.estimate import Estimate
 from thunder_zero.tools.views.page.data import Data, data_of, differences, top_of
 from thunder_zero.traces.compiled import Traces
@@ -56,6 +58,7 @@ def report(
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
     title: str = "",
+    types: bool = False,
 ) -> None:
     """Write an HTML file that links each line of a step to its time, its memory, its bytes and its parameters.
 
@@ -73,8 +76,9 @@ def report(
         beside: other traces of the module to show on the page, such as traces of another stage.
         loss, optimizer: as for :func:`thunder_zero.tools.memory` (default: the step has no loss and no optimizer).
         title: the title of the page, such as the model's name (default: the model's class, if a model is given).
+        types: True to show what each line writes on each axis of the mesh, as :func:`thunder_zero.print_trace` does.
     """
-    data = page_of(model_or_traces, device, measured, beside, loss=loss, optimizer=optimizer, title=title)
+    data = page_of(model_or_traces, device, measured, beside, loss=loss, optimizer=optimizer, title=title, types=types)
     Path(path).write_text(html_of(data), encoding="utf-8")
 
 
@@ -87,6 +91,7 @@ def page_of(
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
     title: str = "",
+    types: bool = False,
 ) -> Data:
     """Return the page as JSON data. The arguments are those of :func:`report`."""
     device = device_of(device)
@@ -105,6 +110,8 @@ def page_of(
     for table in others:
         name = STAGES[table.traces.plan.policy.stage].name
         shown[f"{name}, second" if name in shown else name] = table
+    if types:
+        shown = {name: _typed(table) for name, table in shown.items()}
     tables = list(shown.values())
     programs = [data_of(name, table, BY_TIMES * (name == "measured times")) for name, table in shown.items()]
     parameters = sum(prod(traces.plan.whole_shape(param)) for param in traces.plan.params)
@@ -120,8 +127,21 @@ def page_of(
     }
 
 
+def _typed(table: Table) -> Table:
+    values = types_of_trace(table.traces).values
+    return replace(table, lines=tuple(typed(table.lines, table.traces, values)))
+
+
 def report_of(
-    model: str, *, world_size: int, stage: int, beside: int | None, device: str, dtype: str | None, blocks: int | None
+    model: str,
+    *,
+    world_size: int,
+    stage: int,
+    beside: int | None,
+    device: str,
+    dtype: str | None,
+    blocks: int | None,
+    types: bool = False,
 ) -> Data:
     """Return the page of a model for the arguments of ``thunder-zero report``, with AdamW and the model's loss."""
     described, subject = device_of(device), subject_of(model)
@@ -142,6 +162,7 @@ def report_of(
         loss=subject.loss,
         optimizer=torch.optim.AdamW,
         title=f"{subject.name}{part}",
+        types=types,
     )
 
 
