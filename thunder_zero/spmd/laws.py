@@ -15,8 +15,9 @@ code. The codes of the output follow from the law that its values keep:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -136,7 +137,7 @@ class Experiment:
     ) -> None:
         self._name, self._ranks, self._run, self._ranked = name, ranks, run, ranked
         self._dice = torch.Generator().manual_seed(1234)
-        self._codes = [_exchangeable(item, codes) for item in codes]
+        self._codes = [_exchangeable(item) for item in codes]
         self._letters = {LETTERS[code] for item in self._codes for code in item.unique().tolist()}
         self._inputs = [self._draw(value, item) for value, item in zip(values, self._codes, strict=True)]
 
@@ -254,11 +255,19 @@ class Experiment:
         return Outcome(filled(shape, V), text, "note")
 
 
-def _exchangeable(codes: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Give random elements the codes of a slice, and a slice as many elements A as B."""
-    if has(codes, X):
-        alike = (item for item in others if is_sliced(item) and item.shape == codes.shape)
-        codes = torch.where(codes == X, next(alike, halves(codes.shape)), codes)
+def as_slices(inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield codes in which random elements are slices: as another input, or along each dimension in turn."""
+    choices = []
+    for codes in inputs:
+        alike = [item for item in inputs if is_sliced(item) and item.shape == codes.shape]
+        along = [halves(codes.shape, dim) for dim, size in enumerate(codes.shape) if size >= 2]
+        slices = alike[:1] or along or [halves(codes.shape)]
+        choices.append([torch.where(codes == X, item, codes) for item in slices] if has(codes, X) else [codes])
+    yield from map(list, product(*choices))
+
+
+def _exchangeable(codes: Tensor) -> Tensor:
+    """Give a slice as many elements A as B."""
     uneven = int((codes == A).sum()) != int((codes == B).sum())
     if uneven and codes.numel() > 1 and set(codes.unique().tolist()) <= {A, B, F}:
         return halves(codes.shape)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from thunder_zero.spmd.laws import Experiment, Outcome, P, R, Rerun, V, X, filled, halves, has, letters
+from thunder_zero.spmd.laws import Experiment, Outcome, P, R, Rerun, V, X, as_slices, filled, halves, has, letters
 from thunder_zero.spmd.record import RANDOM, RecordedLine, Ref, Shadow, argument_of
 from thunder_zero.spmd.storages import TypedStorages
 
@@ -157,10 +157,12 @@ class Rules:
         key = key_of(line, codes, values, numbers, self._size)
         if key not in self._memo:
             try:
-                experiment = Experiment(
-                    line.name, self._size, runner(line, numbers), values, codes, ranked=numbers is not None
-                )
-                outcomes = experiment.outcomes([ref.shape for ref in targets])
+                run, shapes = runner(line, numbers), [ref.shape for ref in targets]
+                for chosen in as_slices(codes):
+                    trial = Experiment(line.name, self._size, run, values, chosen, ranked=numbers is not None)
+                    outcomes = trial.outcomes(shapes)
+                    if not any(has(item.codes, V) for item in outcomes):
+                        break
             except Exception as error:
                 self._memo[key] = f"{type(error).__name__}: {str(error)[:80]}"
             else:
