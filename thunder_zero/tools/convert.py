@@ -132,10 +132,8 @@ def consolidate(
     >>> tz.tools.consolidate("runs/latest", "model.safetensors", dtype="bfloat16")
 
     Args:
-        checkpoint: the folder that :func:`thunder_zero.save` wrote, or the link ``latest``.
         out: the file to write, ``NAME.safetensors``. A tied weight is written once. Its other names are in the
             metadata, as JSON under ``aliases``.
-        dtype: dtype of the model's floating-point tensors, such as ``"bfloat16"`` (default: as saved).
         optimizer: True to write the optimizer's state as well, to ``NAME.optimizer.safetensors``, in tensors named
             ``parameter.state``. Other states and hyper-parameters are JSON in the metadata, under ``state`` and
             ``param_groups``.
@@ -143,9 +141,6 @@ def consolidate(
         max_file_bytes: the most bytes of tensors in a file, such as ``"5GB"``. The files are
             ``NAME-00001-of-00003.safetensors`` and ``NAME.safetensors.index.json`` (default: one file).
         verify_files: True to check the SHA-256 of each file first. False also accepts checkpoints without a manifest.
-
-    Raises:
-        ValueError: also if the checkpoint is damaged, or has no EMA ``ema``.
     """
     out = Path(out)
     if out.suffix != SUFFIX:

@@ -95,7 +95,6 @@ def trace(
         module: a plain module. A module on the meta device is traced for the CPU, and only shapes and dtypes of tensor
             arguments count. Traces for CUDA need a module on a CUDA device: the kernels of attention and of fusers
             depend on the device.
-        policy: the sharding: a :class:`~thunder_zero.Policy`, or a stage 0-3.
         world_size: number of ranks of a replica (default: 8).
         replicas: number of replicas of the model, each with ``world_size`` ranks (hybrid sharding).
         mesh, dp_mesh_dims: a mesh in place of ``world_size``, ``rank`` and ``replicas``, as for

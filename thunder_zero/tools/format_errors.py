@@ -48,12 +48,7 @@ def wire_error(model: ThunderModule, step: Callable[[], object]) -> WireErrors:
     parameter           gathers, reductions  gather    gradient  cosine
     blocks.0.up.weight  int8/128, int8/128   6.51e-03  9.84e-03  0.999952
 
-    Args:
-        model: a model with ZeroTransform.
-        step: a function that runs forward and backward of ``model`` on one batch, without an optimizer's step.
-
-    Raises:
-        RuntimeError: ``no_sync`` has deferred gradients, which the step would reduce.
+    ``step`` runs forward and backward of ``model`` on one batch, without an optimizer's step.
     """
     state = zero_module(model).state
     params = [param for param in state.plan.params if param.requires_grad or param.gather_format]

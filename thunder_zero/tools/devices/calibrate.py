@@ -86,7 +86,6 @@ def calibrate(
     Args:
         seconds: how long to measure. There are at least three rounds, so that a median can ignore a disturbed round.
         process_group: a group of the gloo backend (default: the default group, if any).
-        dtypes: dtypes of matrix products.
     """
     group = _group(process_group)
     with doing("calibrate"):

@@ -82,16 +82,13 @@ def fit(
     Args:
         module: a plain module, possibly on the meta device.
         memory_bytes: memory of a rank, such as ``"24GiB"``. The optimizer's step must fit as well.
-        world_size: number of ranks (default: the size of the default process group).
         policy: a policy with the values of all other fields, such as the stage (default: ZeRO-3). ``recompute="units"``
             becomes ``"cheap"``.
-        loss, optimizer, backend, reserve: as for :func:`thunder_zero.tools.memory`.
-        fuse, replicas, mesh, dp_mesh_dims: as for :func:`thunder_zero.trace`.
+        loss, optimizer, backend, reserve: as for :func:`thunder_zero.tools.memory`; the others as for ``tz.trace``.
         flops_per_byte: FLOPs that cost as much as a byte on the wire (default: about an H100's ratio with NVLink).
 
     Raises:
         DoesNotFit: no policy fits.
-        RuntimeError: the module is sliced, and ``mesh`` is not given.
     """
     _require(module, flops_per_byte)
     most = bytes_of("memory_bytes", memory_bytes)

@@ -85,8 +85,6 @@ def plan_training(
         model: a key of ``tz.tools.MODELS``, a ``tz.tools.NamedModel``, a plain module (also on the meta device), or
             ``FILE.py:function``, which returns ``(module, input, ...)`` or ``(module, (input, ...), {name: input})``.
         args, kwargs: the arguments of a module's forward, for one rank's share of a batch.
-        device: as for :func:`thunder_zero.tools.estimate`.
-        memory_bytes: memory of a device, a number or a string such as ``"80GiB"`` (default: ``device``'s memory).
         loss: a function from a module's outputs to the loss (default: forward returns the loss).
         sequence_length: tokens of a sequence, for a named model (default: the model's).
         micro_batch: sequences of a rank in a step, for a named model. Twice the ``tp`` halves the batch of all ranks.

@@ -44,16 +44,6 @@ def in_order(rows: Iterable[Row], around: Mapping[str, str]) -> list[Row]:
     return ordered
 
 
-def typed(rows: Iterable[Row], traces: Traces, types: Mapping[str, str]) -> Iterator[Row]:
-    """Yield rows with the types of what they write. ``types`` has those of each value, keyed by name."""
-    phases = {"forward": traces.forward, "backward": traces.backward}
-    for row in rows:
-        trace = phases.get(row.phase)
-        written = trace.bound_symbols[row.position].flat_proxy_outs if trace is not None and row.position >= 0 else ()
-        texts = dict.fromkeys(types[proxy.name] for proxy in written if proxy.name in types)
-        yield replace(row, types="; ".join(texts))
-
-
 def _lines(traces: Traces, phase: str) -> Iterator[Row]:
     trace = traces.forward if phase == "forward" else traces.backward
     if trace is None:

@@ -18,6 +18,7 @@ from thunder_zero.plan.params import Param
 from thunder_zero.plan.traffic import Traffic, gather_traffic, reduce_traffic
 from thunder_zero.schedule.ops import Compute, ends_collective
 from thunder_zero.schedule.prefetch import Bound, bounds
+from thunder_zero.spmd.of_trace import TraceTypes, types_of_trace
 from thunder_zero.tools.devices.device import Cost, Device, Lane, device_of
 from thunder_zero.tools.forecast.figures import Memory
 from thunder_zero.tools.forecast.fold import Fold
@@ -45,6 +46,7 @@ class Table:
     time: Estimate | None = None  # the times of operations, forecast or measured, if any
     spans: tuple[tuple[int, Span], ...] = ()  # (index of the row, span) pairs of the times, in their order
     no_memory: str = ""  # the reason why there is no forecast of memory, if one was tried
+    types: TraceTypes | None = None  # what each value is on each axis of the mesh, if asked for
 
     def __repr__(self) -> str:
         return summed_up(self, f"{len(self.lines)} rows; {place_of(self.traces.plan)}")
@@ -56,6 +58,17 @@ class Table:
     def as_dicts(self) -> list[dict[str, Any]]:
         """Return the rows as data: ``pandas.DataFrame(table.as_dicts())``."""
         return list(map(asdict, self.lines))
+
+    def typed(self) -> Table:
+        """Return the table with the types of what each line writes."""
+        found, phases = types_of_trace(self.traces), {"forward": self.traces.forward, "backward": self.traces.backward}
+        lines = []
+        for row in self.lines:
+            trace = phases.get(row.phase) if row.position >= 0 else None
+            written = trace.bound_symbols[row.position].flat_proxy_outs if trace is not None else ()
+            texts = dict.fromkeys(found.values[proxy.name] for proxy in written if proxy.name in found.values)
+            lines.append(replace(row, types="; ".join(texts)))
+        return replace(self, lines=tuple(lines), types=found)
 
     @cached_property
     def place(self) -> dict[int | str, int]:

@@ -48,9 +48,6 @@ def diff(first: Traces, second: Traces) -> Difference:
 
     >>> zero2, zero3 = (tz.trace(model, tokens, policy=stage, world_size=8) for stage in (2, 3))
     >>> print(tz.tools.diff(zero2, zero3))
-
-    Raises:
-        ValueError: the modules differ in a parameter or in their units, or only one program is for ``no_sync``.
     """
     for traces in (first, second):
         if not isinstance(traces, Traces):

@@ -56,10 +56,7 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
 
     >>> print(tz.explain(traces, "blocks.3.mlp.weight", device="h100"))
 
-    Args:
-        model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
-        path: the parameter's path, as in ``module.named_parameters()``. A tied parameter has several paths.
-        device: as for :func:`thunder_zero.tools.estimate` (default: the result has no seconds).
+    Without a device, the result has no seconds. A tied parameter has several paths.
     """
     traces = as_traces(model_or_traces)
     params = traces.plan.by_name

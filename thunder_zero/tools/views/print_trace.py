@@ -29,11 +29,10 @@ from thunder_zero.capture.zero_module import as_traces
 from thunder_zero.plan.amounts import size
 from thunder_zero.schedule.ops import Free, Gather, ends
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.spmd.of_trace import names_of_axes, types_of_trace
+from thunder_zero.spmd.of_trace import names_of_axes
 from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
 from thunder_zero.tools.forecast.memory import require_forecast_of
 from thunder_zero.tools.printing.words import short
-from thunder_zero.tools.table.lines import typed
 from thunder_zero.tools.table.rows import PHASES, Row
 from thunder_zero.tools.table.table import Table, step_table, table_of
 from thunder_zero.tools.views.print_rows import QUIET, format_timeline, print_rows, print_total, select, write
@@ -93,10 +92,9 @@ def print_trace(
     >>> tz.print_trace(timeline)  # inside a pass
 
     Args:
-        model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`. A
-            timeline is printed whole, a line for each operation, with its number as in errors: "op 22".
-        phase: "forward", "backward" or "both".
-        unit: print only the compute and the collectives of this unit (default: all units).
+        model_or_traces: a model that was called, or the result of :func:`thunder_zero.trace`. A timeline is printed
+            whole, a line for each operation, with its number as in errors: "op 22".
+        unit: print only the compute and the collectives of this unit.
         only: "parameters" for the lines that handle or read a parameter, "communication" for the lines that launch or
             end a collective of the schedule (default: all lines). The number of omitted lines is printed.
         every_line: True to print each line as it runs. By default a view is printed inside the line that reads it, as
@@ -104,7 +102,6 @@ def print_trace(
         memory: a forecast of memory for these traces. Its figures at rest and in the optimizer's step are also printed.
         types: True to print, after each line, what it writes is on each axis of the mesh, as in ``dp:S tp:P``. What is
             wrong on the tensor-parallel axis is printed at the end. The lines run once on the CPU, with drawn values.
-        rank: the rank of the default process group that prints.
     """
     if phase not in PHASES:
         raise ValueError(f"phase is {phase!r}; choose 'forward', 'backward' or 'both'")
@@ -128,16 +125,14 @@ def print_trace(
     if table.no_memory:
         write(console, f"# {table.no_memory}\n")
     write(console, HOW_TO_READ + HOW_TO_READ_SLICES * traces.plan.mesh.is_sliced + HOW_TO_READ_TYPES * types, QUIET)
-    of_values = types_of_trace(traces) if types else None
-    if of_values is not None and of_values.not_checked:
-        write(console, f"# types: not checked: {of_values.not_checked}\n")
+    table = table.typed() if types else table
+    if table.types and table.types.not_checked:
+        write(console, f"# types: not checked: {table.types.not_checked}\n")
     for name in PHASES[phase]:
         all_rows = (rows_of if every_line else shown_rows)(table, name)
         if not all_rows:
             write(console, "# no backward: nothing here needs a gradient\n")
             continue
-        if of_values is not None:
-            all_rows = tuple(typed(all_rows, traces, of_values.values))
         chosen = select(all_rows, traces.plan, unit, only)
         print_rows(chosen, traces.plan, name if traces.facts.synced else f"{name} under no_sync", console)
         if table.memory is not None and (name, table.memory.peak_line.phase) == ("forward", "loss"):
@@ -145,7 +140,7 @@ def print_trace(
         printed += chosen
     for line in outside_of_the_peak(memory) if memory else ():
         write(console, f"# {line}")
-    for fault in of_values.faults if of_values is not None else ():
+    for fault in table.types.faults if table.types else ():
         axis, where = names_of_axes(traces.plan.mesh)[fault.axis], f" ({fault.where})" if fault.where else ""
         write(console, f"# {fault.kind} on {axis}: {fault.text}{where}")
     print_total(printed, console)
@@ -194,9 +189,8 @@ def json_of(
 ) -> dict[str, Any]:
     """Return the output of :func:`thunder_zero.print_trace` as data: lines are as in ``Table.as_dicts``."""
     plan, table = traces.plan, step_table(traces)
-    values = types_of_trace(traces).values if types else {}
-    rows = {name: tuple(typed(rows_of(table, name), traces, values)) for name in PHASES[phase]}
-    chosen = {name: select(rows[name], plan, unit, only) for name in PHASES[phase]}
+    table = table.typed() if types else table
+    chosen = {name: select(rows_of(table, name), plan, unit, only) for name in PHASES[phase]}
     return {
         "stage": plan.policy.stage,
         "rank": plan.mesh.shard.place,

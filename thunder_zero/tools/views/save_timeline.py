@@ -51,9 +51,7 @@ def save_timeline(
     >>> profile.export_chrome_trace("measured.json")
     >>> tz.tools.save_timeline("trace.json", model, device="h100", measured="measured.json")
 
-    Args:
-        device: the device of the forecast, as for :func:`thunder_zero.tools.estimate`.
-        measured: a file from ``torch.profiler.profile.export_chrome_trace``, which may be compressed (``.gz``).
+    ``measured`` is a file from ``torch.profiler.profile.export_chrome_trace``, which may be compressed (``.gz``).
     """
     device = device_of(device)
     traces = as_traces(model_or_traces)

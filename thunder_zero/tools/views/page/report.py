@@ -24,7 +24,6 @@ from thunder_zero.plan.policy import STAGES, Policy, Times
 from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.schedule.ops import Compute, Gather, Op, ends
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.spmd.of_trace import types_of_trace
 from thunder_zero.tools.devices.device import Device, device_of
 from thunder_zero.tools.dry_run import ProgramSource
 from thunder_zero.tools.forecast.for_loss import Loss
@@ -33,8 +32,7 @@ from thunder_zero.tools.models import MODELS
 from thunder_zero.tools.plan.plan_training import PRECISION
 from thunder_zero.tools.plan.subject import subject_of
 from thunder_zero.tools.printing.words import count
-from thunder_zero.tools.table.lines import typed
-from thunder_zero.tools.table.table import Table, step_table, table_of
+from thunder_zero.tools.table.table import step_table, table_of
 from thunder_zero.tools.time.estimate import Estimate
 from thunder_zero.tools.views.page.data import Data, data_of, differences, top_of
 from thunder_zero.traces.compiled import Traces
@@ -69,14 +67,8 @@ def report(
     >>> tz.tools.report(traces, "report.html", device="h100", loss=loss, optimizer=torch.optim.AdamW)
     >>> tz.tools.report(zero3, "report.html", device="h100", beside=zero2)  # two stages and their differences
 
-    Args:
-        model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
-        device: the device of the forecast, as for :func:`thunder_zero.tools.estimate`.
-        measured: times to show beside the forecast: the result of :func:`thunder_zero.tools.measure_times`.
-        beside: other traces of the module to show on the page, such as traces of another stage.
-        loss, optimizer: as for :func:`thunder_zero.tools.memory` (default: the step has no loss and no optimizer).
-        title: the title of the page, such as the model's name (default: the model's class, if a model is given).
-        types: True to show what each line writes on each axis of the mesh, as :func:`thunder_zero.print_trace` does.
+    ``measured`` is the result of :func:`thunder_zero.tools.measure_times`, and is shown beside the forecast.
+    With ``types``, each line shows what it writes on each axis of the mesh.
     """
     data = page_of(model_or_traces, device, measured, beside, loss=loss, optimizer=optimizer, title=title, types=types)
     Path(path).write_text(html_of(data), encoding="utf-8")
@@ -111,7 +103,7 @@ def page_of(
         name = STAGES[table.traces.plan.policy.stage].name
         shown[f"{name}, second" if name in shown else name] = table
     if types:
-        shown = {name: _typed(table) for name, table in shown.items()}
+        shown = {name: table.typed() for name, table in shown.items()}
     tables = list(shown.values())
     programs = [data_of(name, table, BY_TIMES * (name == "measured times")) for name, table in shown.items()]
     parameters = sum(prod(traces.plan.whole_shape(param)) for param in traces.plan.params)
@@ -125,11 +117,6 @@ def page_of(
         "most_bytes": max((row.highest or 0 for table in tables for row in table.lines), default=0),
         "differences": differences(programs, tables),
     }
-
-
-def _typed(table: Table) -> Table:
-    values = types_of_trace(table.traces).values
-    return replace(table, lines=tuple(typed(table.lines, table.traces, values)))
 
 
 def report_of(
