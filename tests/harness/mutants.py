@@ -48,6 +48,6 @@ def unnoticed(step: Any, shape: Mapping[str, int], data: Sequence[str]) -> tuple
 
 def try_mutants(step: Any, shape: Mapping[str, int], data: Sequence[str], results: Any) -> tuple[int, list[str]]:
     wrong = list(mutants(record_step(step, shape)))
-    others = results()
-    verdicts = [(what, verdict_of(record, types_of(record, others, data), data, [])) for what, record in wrong]
+    others, memo = results(), dict[Any, Any]()
+    verdicts = [(what, verdict_of(record, types_of(record, others, data, memo), data, [])) for what, record in wrong]
     return len(wrong), [what for what, verdict in verdicts if verdict.status != 1]

@@ -24,6 +24,7 @@ KINDS = {  # parts of operators' names
     "scatter": "scatter",
 }
 OPS = ("sum", "avg", "product", "min", "max")
+NO_SHARE = "of a value that is no share of a sum"
 Pair = tuple[list[Any], list[Any]]  # inputs and outputs of one collective
 
 
@@ -164,7 +165,7 @@ def _fault_of_reduction(collective: Collective, size: int, types: str, zero: boo
     if collective.op not in ("sum", "avg"):
         return ""
     if "V" in types:
-        return f"{collective} of a value that is no share of a sum"
+        return f"{collective} {NO_SHARE}"
     if "N" in types:
         return f"{collective} of norms: square them first"
     if "S" in types or "X" in types:

@@ -26,6 +26,7 @@ from thunder_zero.spmd.rules import Memo as Memo
 from thunder_zero.spmd.storages import TypedStorages, cut_dim, end_of, is_contiguous
 from thunder_zero.spmd.verdict import Fault as Fault
 
+TIMES_TRUE = "x the true one"
 MEANINGS = {
     "R": "equal on all ranks",
     "S": "a slice",
@@ -321,7 +322,7 @@ class Walk:
             self._say("error", text, path=grad.path)
         elif not isclose(value.factor, 1.0, rel_tol=1e-4):
             what = "mean" if self._loss_is_mean() else "sum"
-            self._say("error", f"gradient is {value.factor:.4g} x the true one (the loss is a {what})", path=grad.path)
+            self._say("error", f"gradient is {value.factor:.4g} {TIMES_TRUE} (the loss is a {what})", path=grad.path)
         return got, value.factor
 
     def _check_loss(self) -> None:

@@ -33,8 +33,8 @@ from thunder_zero.plan.amounts import WIDTH, size, summed_up
 from thunder_zero.plan.mesh import ALL, DATA, REPLICATE, SHARD, TENSOR, Mesh
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.ops import Compute, Reduce, Return, Wait, ends
-from thunder_zero.spmd.collectives import Collective, collective_kind, fill
-from thunder_zero.spmd.flow import MEANINGS, AxisTypes, Fault, Memo, Walk
+from thunder_zero.spmd.collectives import NO_SHARE, Collective, collective_kind, fill
+from thunder_zero.spmd.flow import MEANINGS, TIMES_TRUE, AxisTypes, Fault, Memo, Walk
 from thunder_zero.spmd.processes import NotChecked
 from thunder_zero.spmd.record import RANDOM, Parameter, RecordedLine, Ref, Shadow, StepRecord
 from thunder_zero.traces.compiled import Traces
@@ -48,9 +48,7 @@ from thunder.core.symbol import BoundSymbol
 LIMIT = 1 << 30  # bytes of values and experiments
 COPIES_OF_EXPERIMENTS = 20  # of a line's values, in float64
 SPLITS = ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk")
-UNDECIDED = (  # parts of faults that a value without a law, or a meant mean, has caused
-    *(MEANINGS["V"], MEANINGS["X"], "that is no share of a sum", "x the true one"),
-)
+UNDECIDED = (MEANINGS["V"], MEANINGS["X"], NO_SHARE, TIMES_TRUE)  # said of a value without a law, or of a meant mean
 SAVES_STATE, WITH_STATE = "run_and_save_rng_state", "run_with_rng_state"
 
 

@@ -46,9 +46,11 @@ def record_other_rank(step: TrainStep, shape: Mapping[str, int], rank: int) -> S
     return record_step(step, shape, rank, keep_values=False).for_other_ranks()
 
 
-def types_of(record: StepRecord, others: Mapping[OtherRun, StepRecord], data: Sequence[str]) -> dict[str, AxisTypes]:
-    """Type a record on each axis of its mesh that has several ranks."""
-    memo: Memo = {}
+def types_of(
+    record: StepRecord, others: Mapping[OtherRun, StepRecord], data: Sequence[str], memo: Memo | None = None
+) -> dict[str, AxisTypes]:
+    """Type a record on each axis of its mesh that has several ranks. ``memo`` has outcomes of equal lines."""
+    memo = {} if memo is None else memo
     result = {}
     for axis in (axis for axis, size in record.axes.items() if size > 1):
         neighbour, whole = others.get((axis, "neighbour")), others.get((axis, "whole"))
