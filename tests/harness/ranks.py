@@ -385,16 +385,20 @@ def _serve(job: tuple[int, int, str, str, bytes]) -> Any:
 
 def _leave_group() -> None:
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    # DTensor's caches hold meshes of the groups. A group that stays has three threads, which wake up all the time.
+    # A group that stays has three threads, which wake up all the time. DTensor's caches and dynamo's guards hold
+    # meshes, and a mesh holds its groups.
     _clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+    for mesh in [item for item in gc.get_objects() if type(item) is DeviceMesh]:
+        vars(mesh).pop("_pg_registry", None)
     gc.freeze()  # so that what a call leaves, mostly caches, makes no later collection longer
 
 

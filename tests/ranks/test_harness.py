@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.harness.ranks import (
@@ -149,10 +149,10 @@ def die_on_one(rank: int, world_size: int) -> None:
 
 
 def abort_on_one(rank: int, world_size: int) -> None:
-    """Send more to rank 1 than it expects, so that a thread of gloo ends it."""
+    """Abort rank 1 with the words of gloo. An abort in gloo's own thread may hang in torch's signal handler."""
     if rank == 1:
-        dist.recv(torch.zeros(1), 0)
-    dist.send(torch.zeros(2), 1)
+        os.write(2, b"terminate called after throwing an instance of 'gloo::EnforceNotMet'\n")
+        os.abort()
     dist.barrier()
 
 
@@ -233,3 +233,23 @@ def test_the_slow_tier_has_every_fast_test() -> None:
     fast, every = call_alone(collect), call_alone(collect, "--slow")
     assert fast
     assert set(fast) < set(every)
+
+
+KEPT: list[DeviceMesh] = []
+
+
+def keep_a_mesh(rank: int, world_size: int) -> None:
+    """Keep a mesh, as dynamo's guards of DTensors do."""
+    KEPT.append(init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "tp")))
+
+
+def count_loops(rank: int, world_size: int) -> int:
+    """Return the number of gloo's threads that wake up all the time."""
+    return sum(path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_groups_of_a_mesh_that_is_kept_end_with_the_call(ranks_pool: RanksPool) -> None:
+    before = ranks_pool.run(2, count_loops)
+    ranks_pool.run(2, keep_a_mesh)
+    assert ranks_pool.run(2, count_loops) == before

@@ -36,7 +36,7 @@ from thunder_zero.schedule.ops import Compute, Reduce, Return, Wait, ends
 from thunder_zero.spmd.collectives import NO_SHARE, Collective, collective_kind, fill
 from thunder_zero.spmd.flow import MEANINGS, TIMES_TRUE, AxisTypes, Fault, Memo, Walk
 from thunder_zero.spmd.processes import NotChecked
-from thunder_zero.spmd.record import RANDOM, Parameter, RecordedLine, Ref, Shadow, StepRecord
+from thunder_zero.spmd.record import RANDOM, Parameter, RecordedLine, Ref, StepRecord, changed_by, shadow_of
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.operators import is_collective, operator_of
 from thunder_zero.traces.symbols import Facts
@@ -299,7 +299,7 @@ class _Recording:
         inputs = tuple(item for item in tree_leaves(plain) if isinstance(item, Ref))
         for ref, tensor in zip(inputs, tensors, strict=True):
             self._values.setdefault(ref, tensor)
-        changed = [] if before is None else _changed(operator, args, kwargs)
+        changed = [] if before is None else changed_by(operator, args, kwargs)
         for tensor in changed:
             self._writes[self._ref(tensor).storage] += 1
         for name, item in zip(names, results, strict=True):
@@ -447,7 +447,7 @@ class _Recording:
         parameters = [item for name, item in self._placed.items() if item.path in self._plan.by_name]
         buffers = [item for name, item in self._placed.items() if item.path not in self._plan.by_name]
         axes = {axis.name: axis.size for axis in self._plan.mesh.axes}
-        shadows = tuple(map(_shadow_of, self._lines))
+        shadows = tuple(shadow_of(line, (*line.written, *line.results)) for line in self._lines)
         lines = tuple(self._lines)
         return StepRecord(axes, lines, shadows, self._values, tuple(parameters), tuple(gradients), tuple(buffers))
 
@@ -517,17 +517,6 @@ def _cuts_oddly(source: Ref, view: Ref) -> bool:
     return heads % 2 == 1
 
 
-def _shadow_of(line: RecordedLine) -> Shadow:
-    return Shadow(
-        str(line.operator),
-        tuple(item for item in tree_leaves((line.args, line.kwargs)) if isinstance(item, int | float)),
-        tuple(item.offset for item in line.inputs),
-        tuple((item.offset, item.shape) for item in (*line.written, *line.results)),
-        (),
-        (),
-    )
-
-
 def _split_of(line: BoundSymbol) -> str:
     return f"{line.sym.name} {line.flat_proxy_args[0].name} {line.args[1:]}"
 
@@ -577,16 +566,6 @@ def _path_of(table: TensorProxy, makers: Mapping[str, BoundSymbol], facts: Facts
             return ""
         name = line.flat_proxy_args[0].name
     return facts.inputs[name]
-
-
-def _changed(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operator changes in place."""
-    result: list[Tensor] = []
-    for index, item in enumerate(operator._schema.arguments):
-        if item.alias_info is not None and item.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(item.name)
-            result += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return result
 
 
 def _on_cpu(value: Any) -> Any:

@@ -7,9 +7,9 @@ Collectives send nothing: they fill their outputs with this rank's values. Recor
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from inspect import currentframe
 from pathlib import Path
@@ -141,8 +141,8 @@ class Shadow:
     scalars: tuple[Any, ...]
     offsets: tuple[int, ...]
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
-    fresh: tuple[tuple[tuple[int, ...], str], ...]  # shapes and digests
-    drawn: tuple[str, ...]  # digests of random numbers
+    fresh: tuple[tuple[tuple[int, ...], str], ...] = ()  # shapes and digests
+    drawn: tuple[str, ...] = ()  # digests of random numbers
 
 
 @dataclass(frozen=True)
@@ -241,8 +241,7 @@ class StepRecorder(TorchDispatchMode):
             return self._prepare(func, args, kwargs, collective)
         where, inputs = self._where(), tuple(map(self._ref, tensors))
         fresh = () if func.overloadpacket.__name__ in SILENT else self._read(tensors, inputs)
-        written = (item.name for item in func._schema.arguments if item.alias_info and item.alias_info.is_write)
-        writes = _tensors([argument_of(func, args, kwargs, item) for item in written])
+        writes = changed_by(func, args, kwargs)
         plain_args, plain_kwargs = tree_map_only(Tensor, self._ref, (args, kwargs))
         result = func(*args, **kwargs)
         outputs = _tensors(result)
@@ -287,13 +286,10 @@ class StepRecorder(TorchDispatchMode):
 
     def _append(self, line: RecordedLine, outputs: list[Tensor]) -> None:
         """Keep a line and its shadow."""
-        shadow = Shadow(
-            str(line.operator),
-            tuple(item for item in tree_leaves((line.args, line.kwargs)) if isinstance(item, int | float)),
-            tuple(item.offset for item in line.inputs),
-            tuple((self._ref(item).offset, tuple(item.shape)) for item in outputs),
-            tuple((item.shape, _digest(self._values[item])) for item in line.fresh),
-            tuple(map(_digest, outputs)) if line.name in RANDOM else (),
+        shadow = replace(
+            shadow_of(line, map(self._ref, outputs)),
+            fresh=tuple((item.shape, _digest(self._values[item])) for item in line.fresh),
+            drawn=tuple(map(_digest, outputs)) if line.name in RANDOM else (),
         )
         if not self._keeps_values:
             self._values.clear()
@@ -410,6 +406,22 @@ def _loss_of(lines: Sequence[RecordedLine]) -> Ref | None:
     first = next((index for index, line in enumerate(lines) if line.backward), 0)
     ones = (line.inputs[0] for line in reversed(lines[:first]) if line.name == "ones_like")
     return next((item for item in ones if not item.shape), None)
+
+
+def shadow_of(line: RecordedLine, outputs: Iterable[Ref]) -> Shadow:
+    """Return what of a line decides whether ranks differ, but for its values."""
+    return Shadow(
+        str(line.operator),
+        tuple(item for item in tree_leaves((line.args, line.kwargs)) if isinstance(item, int | float)),
+        tuple(item.offset for item in line.inputs),
+        tuple((item.offset, item.shape) for item in outputs),
+    )
+
+
+def changed_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that an operator changes in place."""
+    written = (item.name for item in func._schema.arguments if item.alias_info and item.alias_info.is_write)
+    return _tensors([argument_of(func, args, kwargs, name) for name in written])
 
 
 def argument_of(func: Any, args: Any, kwargs: Any, name: str) -> Any:
