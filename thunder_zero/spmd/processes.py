@@ -62,7 +62,7 @@ class Starter:
 
     def __init__(self, preload: Sequence[str]) -> None:
         self._preload = preload
-        self._start()
+        self._process: Any = None  # until the first run, and after a run that took too long
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -72,19 +72,23 @@ class Starter:
         theirs.close()
 
     def run(self, tasks: Sequence[bytes], keys: Sequence[Any], seconds: float) -> Any:
+        if self._process is None:
+            self._start()
         self._pipe.send((tasks, keys))
         if self._pipe.poll(seconds):
             return _received(self._pipe)
         self.end()
-        self._start()
         return NotChecked(f"a rank took over {seconds:.0f} s")
 
     def end(self) -> None:
         """End the process, its server and all ranks."""
+        if self._process is None:
+            return
         with suppress(AttributeError, ProcessLookupError):  # no groups on Windows; it has ended, or not begun
-            os.killpg(self._process.pid or 0, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
+        self._process = None
         self._pipe.close()
 
 

@@ -22,7 +22,7 @@ from thunder_zero.checkpoint import folder, manifest
 from thunder_zero.checkpoint.contents import EMAS, GROUPS, MODEL, OPTIM, STATE, name_some, split_rank_prefix
 from thunder_zero.checkpoint.dcp_read import places_by_key, read_entries, read_metadata
 from thunder_zero.checkpoint.dcp_write import Entries, WritePlanner, key_of, write_metadata, write_planned
-from thunder_zero.plan.amounts import bytes_of, float_dtype, name_of
+from thunder_zero.plan.amounts import WIDTH, bytes_of, float_dtype, name_of
 from thunder_zero.plan.geometry import cut_rows
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.safetensors_files import (
@@ -35,7 +35,6 @@ from thunder_zero.safetensors_files import (
     write_parts,
 )
 from thunder_zero.tools.printing.progress import show_progress
-from thunder_zero.tools.printing.words import WIDTH
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from os import PathLike, fspath
 from pathlib import Path
 from types import MappingProxyType
 
-from thunder_zero.plan.amounts import size
+from thunder_zero.plan.amounts import folded, size, summed_up
 from thunder_zero.plan.policy import is_count
-from thunder_zero.tools.printing.words import ByName, count, folded, summed_up
+from thunder_zero.tools.printing.words import ByName, count
 
 Points = tuple[tuple[float, float], ...]  # a curve: (size, seconds) pairs, of ascending sizes that take no less time
 

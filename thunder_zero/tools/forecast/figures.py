@@ -18,9 +18,9 @@ from enum import StrEnum
 from functools import cached_property
 from textwrap import wrap
 
-from thunder_zero.plan.amounts import size
+from thunder_zero.plan.amounts import WIDTH, size, summed_up
 from thunder_zero.plan.params import Plan
-from thunder_zero.tools.printing.words import WIDTH, clip, summed_up
+from thunder_zero.tools.printing.words import clip
 from thunder_zero.tools.table.rows import OPTIMIZER_STEP, Row
 
 

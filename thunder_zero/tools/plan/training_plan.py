@@ -18,12 +18,12 @@ from math import ceil
 from textwrap import wrap
 from typing import Any
 
-from thunder_zero.plan.amounts import duration, size
+from thunder_zero.plan.amounts import duration, size, summed_up
 from thunder_zero.plan.formats import FORMATS, Formats
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import RECOMPUTE, STAGES, Policy, is_count
 from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED
-from thunder_zero.tools.printing.words import aligned, summed_up
+from thunder_zero.tools.printing.words import aligned
 from thunder_zero.tools.time.estimate import REACHED
 
 FACTOR = 8  # the ratio between the numbers of shards of successive meshes

@@ -16,9 +16,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from thunder_zero.plan.amounts import WIDTH as WIDTH
-from thunder_zero.plan.amounts import folded as folded
-from thunder_zero.plan.amounts import summed_up as summed_up
+from thunder_zero.plan.amounts import folded
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES
 

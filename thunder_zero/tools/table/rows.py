@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from thunder_zero.plan.amounts import WIDTH, summed_up
 from thunder_zero.plan.mesh import TENSOR
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.lifetimes import gathered_bytes
@@ -33,7 +34,7 @@ from thunder_zero.schedule.ops import (
     starts_collective,
 )
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.printing.words import WIDTH, clip, short, summed_up
+from thunder_zero.tools.printing.words import clip, short
 
 PHASES = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
 CODES = {"gather": "encode", "reduce": "encode", "wait": "decode"}  # kinds of lines that encode or decode

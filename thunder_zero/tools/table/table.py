@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from thunder_zero.capture.zero_module import as_traces
+from thunder_zero.plan.amounts import summed_up
 from thunder_zero.plan.params import Param
 from thunder_zero.plan.traffic import Traffic, gather_traffic, reduce_traffic
 from thunder_zero.schedule.ops import Compute, ends_collective
@@ -26,7 +27,7 @@ from thunder_zero.tools.forecast.for_loss import Loss
 from thunder_zero.tools.forecast.memory import memory_of, recorder_of
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.watch import NoForecast
-from thunder_zero.tools.printing.words import place_of, summed_up
+from thunder_zero.tools.printing.words import place_of
 from thunder_zero.tools.table.lines import AROUND, in_order, traced_rows
 from thunder_zero.tools.table.rows import DIGESTS, LOSS, OPTIMIZER_STEP, Row, sent_bytes
 from thunder_zero.tools.time.estimate import Estimate, step_time

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from thunder_zero.plan.amounts import duration
+from thunder_zero.plan.amounts import duration, folded, summed_up
 from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR, Mesh
 from thunder_zero.plan.traffic import gather_work, reduce_work
 from thunder_zero.schedule.ops import (
@@ -43,7 +43,6 @@ from thunder_zero.tools.devices.device import Cost, Device, Lane, device_of
 from thunder_zero.tools.forecast.for_loss import Loss
 from thunder_zero.tools.forecast.memory import recorder_of
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
-from thunder_zero.tools.printing.words import folded, summed_up
 from thunder_zero.tools.time.lanes import Lanes, Span
 from thunder_zero.traces.compiled import Traces
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass, fields
 from itertools import groupby, zip_longest
 from textwrap import wrap
 
-from thunder_zero.plan.amounts import name_of, size
+from thunder_zero.plan.amounts import WIDTH, name_of, size, summed_up
 from thunder_zero.plan.mesh import TENSOR
 from thunder_zero.plan.params import ROOT, Param, Plan
 from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.schedule.units import backward_ends
-from thunder_zero.tools.printing.words import WIDTH, aligned, count, summed_up
+from thunder_zero.tools.printing.words import aligned, count
 from thunder_zero.tools.table.rows import Row, sent_bytes
 from thunder_zero.tools.table.table import Table, step_table
 from thunder_zero.traces.compiled import Traces

@@ -21,7 +21,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from thunder_zero.capture.zero_module import as_traces
-from thunder_zero.plan.amounts import duration, name_of, size
+from thunder_zero.plan.amounts import WIDTH, duration, name_of, size, summed_up
 from thunder_zero.plan.formats import Format
 from thunder_zero.plan.geometry import cut_rows
 from thunder_zero.plan.mesh import REPLICATE, SHARD
@@ -31,7 +31,7 @@ from thunder_zero.plan.traffic import Traffic, gather_traffic, reduce_traffic
 from thunder_zero.schedule.ops import Compute, Free, Gather, Op, Wait
 from thunder_zero.schedule.prefetch import Bound
 from thunder_zero.tools.devices.device import Device
-from thunder_zero.tools.printing.words import WIDTH, clip, place_of, summed_up
+from thunder_zero.tools.printing.words import clip, place_of
 from thunder_zero.tools.table.rows import COMPUTES, Row, label
 from thunder_zero.tools.table.table import Table, table_of
 from thunder_zero.tools.time.estimate import estimate

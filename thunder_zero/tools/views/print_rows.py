@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.text import Text
 
-from thunder_zero.plan.amounts import size
+from thunder_zero.plan.amounts import WIDTH, size
 from thunder_zero.plan.mesh import TENSOR
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.ops import Free
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.printing.words import WIDTH, clip, fill, fold, place_of
+from thunder_zero.tools.printing.words import clip, fill, fold, place_of
 from thunder_zero.tools.table.rows import COMPUTES, ONLY, Row, row_label, sent_bytes
 
 NARROWEST, WIDEST = 80, 140

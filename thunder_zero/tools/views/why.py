@@ -33,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from thunder_zero.capture.compilations import resident_bytes
 from thunder_zero.capture.zero_module import ZeroModule, captured_forward, traces_of
-from thunder_zero.plan.amounts import duration, size
+from thunder_zero.plan.amounts import duration, folded, size
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.optimizers import parameters_of
@@ -43,7 +43,7 @@ from thunder_zero.tools.compiled_programs import programs
 from thunder_zero.tools.devices.device import DEVICES, Device, device_of
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.forecast.watch import NoForecast
-from thunder_zero.tools.printing.words import aligned, folded
+from thunder_zero.tools.printing.words import aligned
 from thunder_zero.tools.table.table import Table, table_of
 from thunder_zero.tools.time.estimate import estimate
 from thunder_zero.traces.compiled import Traces
