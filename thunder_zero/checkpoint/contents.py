@@ -22,12 +22,13 @@ from torch.optim import Optimizer
 
 from thunder_zero.checkpoint.dcp_write import Entries, KeyPath
 from thunder_zero.optim.ema import EMA
+from thunder_zero.sharded.beside import RowsBeside
 from thunder_zero.sharded.optimizers import parameters_of
 from thunder_zero.sharded.sharded_model import ShardedModel, owner_of
 
 MODEL, OPTIM, STATE, GROUPS, EXTRA = "model", "optim", "state", "param_groups", "extra"
-EMAS = "ema"  # the root of an EMA's averages, before the EMA's name
-COUNTS = "_counts"  # the counts of an EMA, next to its averages
+EMAS = EMA.root  # the root of an EMA's averages, before the EMA's name
+COUNTS = "_counts"  # numbers of tensors beside parameters, such as the updates of an EMA
 EXTRA_STATE = "_extra_state"  # the last part of an extra state's name; other values that hooks add are not saved
 RANK_KEY = re.compile(r"rank(\d{1,6})\.(.*)", re.DOTALL)
 
@@ -79,24 +80,30 @@ class Contents:
             entries |= self.entries_of(name, (*self.root, name), value, turn)
         return entries
 
-    def averages(self, name: str, ema: EMA) -> Contents:
-        """Return the averages of an EMA, the extra ``name``, as contents of a model without buffers."""
-
-        def averages_of(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            averages = {name: ema.averages.get(self.paths[name]) for name in params}
-            return {name: average for name, average in averages.items() if average is not None}
-
-        params = averages_of(self.params)
-        return replace(
-            self,
-            params=params,
-            aliases={alias: first for alias, first in self.aliases.items() if first in params},
-            ignored=averages_of(self.ignored),
-            buffers={},
-            states={COUNTS: (ema.counts.state_dict(), ema.counts)},
-            root=(EMAS, name, MODEL),
-            label=f"EMA {name!r}",
-        )
+    def beside(self, name: str, extra: RowsBeside) -> list[Contents]:
+        """Return the tensors beside parameters, the extra ``name``, as contents of models without buffers."""
+        label, contents = f"{extra.what.rpartition(' ')[2]} {name!r}", list[Contents]()
+        for kind, tensors in extra.saved().items():
+            params, ignored = (
+                {name: tensors[path] for name in values if (path := self.paths[name]) in tensors}
+                for values in (self.params, self.ignored)
+            )
+            counts = {} if contents else {COUNTS: (extra.counts.state_dict(), extra.counts)}
+            aliases = {alias: first for alias, first in self.aliases.items() if first in params}
+            root = (extra.root, name, kind)
+            contents.append(
+                replace(
+                    self,
+                    params=params,
+                    aliases=aliases,
+                    ignored=ignored,
+                    buffers={},
+                    states=counts,
+                    root=root,
+                    label=label,
+                )
+            )
+        return contents
 
 
 def contents_of(model: ShardedModel) -> Contents:
@@ -144,8 +151,9 @@ def extra_entries(contents: Contents, extra: Mapping[str, Any]) -> Entries:
                 f"the extra {name!r} is an optimizer of a sharded model, and an extra does not record which rows its "
                 f"state is; pass it as optimizer, alone or in a list"
             )
-        if isinstance(value, EMA):
-            entries |= contents.averages(name, value).entries()
+        if isinstance(value, RowsBeside):
+            for beside in contents.beside(name, value):
+                entries |= beside.entries()
             continue
         states[name] = value.state_dict() if isinstance(value, Stateful) else value
         as_entry(f"the extra {name!r}", states[name])  # so that an error names this extra

@@ -53,7 +53,7 @@ from thunder_zero.checkpoint.optimizer_states import SavedOptimizers
 from thunder_zero.checkpoint.save import NO_EXTRAS, Optimizers, check_arguments, wait_for_last
 from thunder_zero.comm.agree import all_or_none
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
-from thunder_zero.optim.ema import EMA
+from thunder_zero.sharded.beside import RowsBeside
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.frozen import frozen_param
 from thunder_zero.sharded.optimizers import load_exactly
@@ -120,13 +120,15 @@ def load(
         )
         wait_for_last(state)  # the next save raises its error
         for name, value in extra.items():
-            if not isinstance(value, (Stateful, EMA, *VALUES)):
+            if not isinstance(value, (Stateful, RowsBeside, *VALUES)):
                 raise TypeError(
                     f"cannot load into the extra {name!r}: an object of type {type(value).__name__} has no state_dict "
                     f"and load_state_dict; leave it out, and read it from Loaded.own"
                 )
     location, saved = _find_checkpoint(Path(path), state.group, verify_files=verify_files)
-    averages = [contents.averages(name, ema) for name, ema in extra.items() if isinstance(ema, EMA)]
+    beside = [
+        part for name, value in extra.items() if isinstance(value, RowsBeside) for part in contents.beside(name, value)
+    ]
     with all_or_none(state.group, "to load"):
         if not location.is_dir():
             raise OSError(
@@ -137,7 +139,7 @@ def load(
             manifest.require_no_faults(location, files, contents=False)
             metadata_file = next((file for file in saved.files if file.name == METADATA), None) if saved else None
             metadata = read_metadata(location, metadata_file)
-            new_values = read_checkpoint(location, metadata, [contents, *averages], optimizers, files)
+            new_values = read_checkpoint(location, metadata, [contents, *beside], optimizers, files)
         loaded = Loaded(own_extras(new_values.of_rank, contents.rank, contents.ranks), new_values.of_rank)
         extra_states = extras_to_load(extra, loaded, contents.ranks)
     _write_all_or_none(new_values.tensors, [*extra_states, *new_values.states], state.group)
@@ -186,7 +188,7 @@ def own_extras(of_rank: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> O
 
 def extras_to_load(extra: Mapping[str, Any], loaded: Loaded, ranks: int) -> States:
     """Return (extra, call that loads its state) tuples, without EMAs, whose averages are loaded by rows."""
-    names = [name for name, value in extra.items() if not isinstance(value, EMA)]
+    names = [name for name, value in extra.items() if not isinstance(value, RowsBeside)]
     for name in names:
         if not any(name in extras for extras in loaded.of_rank):
             known = sorted(set().union(*loaded.of_rank))

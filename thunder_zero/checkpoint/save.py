@@ -33,8 +33,8 @@ from thunder_zero.checkpoint.optimizer_states import optimizer_entries
 from thunder_zero.comm.agree import Claim, Failures, all_or_none, argument_claims
 from thunder_zero.comm.group import group_like
 from thunder_zero.comm.small_collectives import gather_object_on_rank_0
-from thunder_zero.optim.ema import EMA
 from thunder_zero.plan.policy import is_count
+from thunder_zero.sharded.beside import RowsBeside
 from thunder_zero.sharded.sharded_model import sharded_model, tagged
 from thunder_zero.sharded.state import State
 
@@ -120,11 +120,11 @@ def check_arguments(
     state = sharded.state
     state.require_own_values(verb)
     state.require_reduced(verb)
-    for name, ema in extra.items():
-        if isinstance(ema, EMA) and ema.state is not state:
+    for name, value in extra.items():
+        if isinstance(value, RowsBeside) and value.state is not state:
             raise ValueError(
-                f"the extra {name!r} is an EMA of {ema.state.name}, and the model is {state.name}; pass the model that "
-                f"it averages"
+                f"the extra {name!r} is {value.what} of {value.state.name}, and the model is {state.name}; pass the "
+                f"model that it was made of"
             )
     return contents_of(sharded), optimizers
 
@@ -133,7 +133,11 @@ def entries_of(
     contents: Contents, optimizers: Sequence[Optimizer], extra: Mapping[str, Any]
 ) -> tuple[Entries, list[Claim]]:
     states, claims = optimizer_entries(contents, optimizers)
-    claims += [ema.claim(f"the extra {name!r}, an EMA,") for name, ema in extra.items() if isinstance(ema, EMA)]
+    claims += [
+        value.claim(f"the extra {name!r}, {value.what},")
+        for name, value in extra.items()
+        if isinstance(value, RowsBeside)
+    ]
     return contents.entries() | extra_entries(contents, extra) | states, claims
 
 

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from thunder_zero.comm.agree import Claim, all_or_none
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.plan.policy import is_count
+from thunder_zero.sharded.beside import RowsBeside
 from thunder_zero.sharded.dtensors import local
-from thunder_zero.sharded.sharded_model import sharded_model
+
+MODEL = "model"  # the averages' part of their keys in a checkpoint
 
 
 @dataclass
@@ -36,7 +38,7 @@ class Counts:
         self.calls, self.averaged = state["calls"], state["averaged"]
 
 
-class EMA:
+class EMA(RowsBeside):
     """Exponential moving averages of a sharded model's parameters.
 
     The values equal those of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)`` on one
@@ -63,19 +65,15 @@ class EMA:
     divides. ``averages`` has them by parameter name.
     """
 
+    root, what = "ema", "an EMA"
+    counts: Counts
+
     def __init__(self, model: nn.Module, decay: float = 0.999, *, every: int = 1) -> None:
         if not is_count(every) or every == 0:
             raise ValueError(f"every is {every!r}; give a number of updates, 1 or more")
         self.decay, self.every = decay, every
-        sharded = sharded_model(model)
-        self.counts, self.state = Counts(), sharded.state
-        self.state.require_own_values("make an EMA")
-        self._params = {name: param for name, param in sharded.named_parameters() if param.is_floating_point()}
-        self.averages = {name: _copy(param) for name, param in self._params.items() if param.requires_grad}
-        if not self.averages:
-            raise ValueError(
-                f"no parameter of {self.state.name} requires gradients; make an EMA of a model that trains"
-            )
+        super().__init__(model)
+        self.counts, self.averages = Counts(), self.copies()
 
     def __repr__(self) -> str:
         return (
@@ -97,12 +95,7 @@ class EMA:
     def update(self) -> None:
         """Update the averages with the current parameters. Call it on every rank after each step of the optimizer."""
         self.state.require_own_values("update an EMA")
-        for name, param in self._params.items():
-            if param.requires_grad and name not in self.averages:
-                raise RuntimeError(
-                    f"parameter {name!r} of {self.state.name} required no gradients when the EMA was made, and does "
-                    f"now, so it has no average; make a new EMA"
-                )
+        self.require_all()
         self.counts.calls += 1
         if self.counts.calls % self.every:
             return
@@ -147,6 +140,9 @@ class EMA:
             self.state.averaged = frozenset()
             self._swap(originals)
 
+    def saved(self) -> dict[str, dict[str, Tensor]]:
+        return {MODEL: self.averages}
+
     def claim(self, name: str) -> Claim:
         value = f"decay {self.decay}, every {self.every}, {self.counts.calls} updates"
         return Claim(f"{name} of {self.state.name}", value, "make the same EMA and update it on every rank")
@@ -162,8 +158,3 @@ class EMA:
                 average.copy_(old_value)
             else:
                 originals[name] = old_value
-
-
-def _copy(param: Tensor) -> Tensor:
-    is_small = param.dtype.itemsize < torch.float32.itemsize
-    return param.detach().to(torch.float32 if is_small else param.dtype, copy=True)

@@ -41,3 +41,10 @@ def padded(full: Tensor, param: Param, plan: Plan) -> Tensor:
     buffer = full.new_zeros(plan.geometry(param).gathered)
     buffer[: len(full)] = full
     return buffer
+
+
+def in_equal_parts(mean: Tensor, count: int) -> Tensor:
+    """Split a mean into ``count`` flat float32 parts, padded with zeros. Return a view if possible."""
+    flat = mean.reshape(-1).float()
+    missing = -len(flat) % count
+    return (torch.cat([flat, flat.new_zeros(missing)]) if missing else flat).view(count, -1)

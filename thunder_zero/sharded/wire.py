@@ -32,7 +32,7 @@ from thunder_zero.encodings.encoding import Encoding, piece_on
 from thunder_zero.encodings.int8 import Int8
 from thunder_zero.plan.mesh import OF_MEANS, SHARD, TENSOR, Axis
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.plan.rows import padded, real_rows, rows_in
+from thunder_zero.plan.rows import in_equal_parts, padded, real_rows, rows_in
 
 
 class HostCopies:
@@ -199,7 +199,7 @@ class Wire:
             is_even = grad.shape == self._plan.geometry(param).gathered
             parts = (grad.contiguous() if is_even else padded(grad, param, self._plan)).view(axis.size, -1)
         else:
-            parts = _in_equal_parts(grad, axis.size)
+            parts = in_equal_parts(grad, axis.size)
         self._reduced[param.path] += 1
         sender = f"{self._plan.mesh.shard.place} {axis.place}"
         key = f"{torch.initial_seed()} {param.path} {self._reduced[param.path]} {sender}"
@@ -329,13 +329,6 @@ def _average_parts(parts: GradientParts, param: Param, axis: Axis, piece: int) -
         else:
             reduce_format_of(param).decode(next(arrived), total, add=True, piece=piece)
     return total.div_(axis.size)
-
-
-def _in_equal_parts(mean: Tensor, count: int) -> Tensor:
-    """Split a mean into ``count`` flat float32 parts, padded with zeros. Return a view if possible."""
-    flat = mean.reshape(-1).float()
-    missing = -len(flat) % count
-    return (torch.cat([flat, flat.new_zeros(missing)]) if missing else flat).view(count, -1)
 
 
 def _with_padding(mean: Tensor, rows: Tensor) -> Tensor:

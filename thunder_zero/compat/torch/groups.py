@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ProcessGroupGloo, Store
 
 from thunder_zero.compat.private import c10d_world, coalescing_manager
 
@@ -83,3 +83,16 @@ def let_gloo_wait_for_a_core() -> None:
 def at_exit(function: Callable[..., None], *args: Any) -> None:
     """Call a function when the interpreter exits. Functions are called in reverse order of registration."""
     atexit.register(function, *args)
+
+
+# needed while: torch has no public way to make a group of processes that share no default group.
+# ``init_process_group`` makes one default group a process. Sites have a group each, and meet in further ones.
+
+
+def lone_group(store: Store, rank: int, size: int, timeout: float, address: str) -> ProcessGroup:
+    """Return a gloo group that no other group knows of, on the network interface with this address."""
+    options = ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout)
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    group: ProcessGroup = ProcessGroupGloo(store, rank, size, options)
+    return group

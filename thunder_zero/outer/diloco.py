@@ -1,0 +1,360 @@
+"""``tz.DiLoCo``: the outer step, on rows.
+
+::
+
+    agreed    parameters after the last exchange          this rank's rows, beside those of the model
+    launch    change = agreed - parameter                 of a fragment; averaged over sites in a thread
+    apply     outer optimizer: agreed, with the mean as its gradient
+              parameter = alpha * parameter + (1 - alpha) * agreed      alpha is 0 without a delay
+
+A site that has missed exchanges takes the others' agreed parameters and states of the outer optimizer, and its own
+change since its last exchange stays in its parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from thunder_zero.comm.agree import Claim, all_or_none
+from thunder_zero.comm.collective_tags import doing
+from thunder_zero.comm.small_collectives import all_gather_object, all_gather_tensor, broadcast_object_from_rank_0
+from thunder_zero.compat.torch.groups import at_exit
+from thunder_zero.encodings.encoding import Encoding
+from thunder_zero.outer.exchange import Exchanged
+from thunder_zero.outer.meeting import Announcement, NotReached, Sites, tell
+from thunder_zero.outer.rounds import Flight, Link
+from thunder_zero.plan.outer import WIRE, Outer, copies_of
+from thunder_zero.plan.policy import STAGES
+from thunder_zero.plan.rows import in_equal_parts
+from thunder_zero.sharded.beside import RowsBeside
+from thunder_zero.sharded.digests import digests_of
+from thunder_zero.sharded.dtensors import dtensor_like, local
+
+REMEDY = "give all ranks of a site the same arguments"
+MakeOuter = Callable[[Sequence[Tensor]], Optimizer]
+SGD: MakeOuter = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)  # as in the papers
+
+
+@dataclass
+class OuterCounts:
+    """Numbers of an outer step, which a checkpoint saves and restores."""
+
+    steps: int = 0  # the number of calls of ``step``
+    version: int = 0  # the number of exchanges whose results the agreed parameters have
+    meets: bool = True  # False after the first exchange, or the first after a load
+    met: bool = False  # True if that exchange succeeded: what the parameters have changed since is a contribution
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps, "version": self.version}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.steps, self.version, self.meets, self.met = state["steps"], state["version"], True, False
+
+
+class DiLoCo(RowsBeside):
+    """The outer step of a sharded model that several sites train (DiLoCo, arXiv 2311.08105).
+
+    Each site is a ``torchrun`` job of its own. It trains ``sync_every`` steps alone. Then ranks of equal place exchange
+    what their rows have changed, and ``outer_optimizer`` takes the mean over sites as the gradient of the parameters
+    that all had agreed on.
+
+    >>> sites = tz.sites("10.0.0.1:29400", name="attic")
+    >>> outer = tz.DiLoCo(model, sites, sync_every=32, wire=tz.Int8(block=64))
+    >>> for x, y in batches:
+    ...     optimizer.zero_grad()
+    ...     loss(model(x), y).backward()
+    ...     optimizer.step()
+    ...     outer.step()
+    >>> tz.save("runs/step-100", model, optimizer, extra={"outer": outer})
+
+    The first ``step`` meets the other sites: all take the parameters of the first by name, or of the site with most
+    exchanges, if their own differ. A site that dies, hangs or loses its link is left out of the next exchange, and the
+    others train on. When it is back, it takes rows from a peer, at its first ``step``.
+
+    Args:
+        sync_every: steps of the inner optimizer between two exchanges of a parameter, H in the papers. More steps send
+            fewer bytes, and cost quality: docs/two-sites.md has a table.
+        outer_optimizer: a function from parameters to an elementwise optimizer, by default SGD with learning rate 0.7
+            and Nesterov momentum 0.9. The optimizer is ``outer.optimizer``.
+        wire: the encoding of changes: ``torch.float32``, ``torch.bfloat16`` or :class:`Int8`. The outer step adds its
+            error once in an exchange.
+        fragments: number of groups of units that are exchanged in turn, which spreads the bytes (Streaming DiLoCo).
+        delay: steps that an exchange may take beside compute. Its result is applied after them.
+        alpha: with a ``delay``, the weight of the local parameters when the result is applied.
+        cpu_offload: keep the agreed parameters and the states of the outer optimizer in host memory.
+    """
+
+    root, what = "outer", "a DiLoCo"
+    counts: OuterCounts
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sites,
+        *,
+        sync_every: int = 32,
+        outer_optimizer: MakeOuter = SGD,
+        wire: Encoding | torch.dtype = WIRE,
+        fragments: int = 1,
+        delay: int = 0,
+        alpha: float = 0.5,
+        cpu_offload: bool = False,
+    ) -> None:
+        if not isinstance(sites, Sites):
+            raise TypeError(f"sites is {sites!r}; give the result of thunder_zero.sites('host:port', name=...)")
+        self.outer = Outer(
+            sync_every, fragments, delay, alpha, Encoding(wire) if isinstance(wire, torch.dtype) else wire
+        )
+        super().__init__(model)
+        self.counts, plan, group = OuterCounts(), self.state.plan, self.state.group
+        self._is_sharded = STAGES[plan.policy.stage].sharded
+        with all_or_none(group, "its outer step") as claims:
+            rows = {name: _on_host(row) if cpu_offload else row for name, row in self.copies().items()}
+            self.agreed: dict[str, Tensor] = {name: nn.Parameter(row) for name, row in rows.items()}
+            self.optimizer = _with_states(outer_optimizer, list(self.agreed.values()))
+            self._fragments = [list(paths) for paths in self.outer.paths_of(plan)]
+            self._fragments[0] += [name for name in self.agreed if name not in plan.by_name]  # ignored by the policy
+            claims += [
+                Claim("the site", repr(sites), REMEDY),
+                Claim("the outer step", "\n".join(self._claims()), REMEDY),
+            ]
+        self._sites = replace(sites, life=broadcast_object_from_rank_0(sites.life, group))
+        self._link = Link(self._sites, group.rank(), group.size(), self._claims(), self.outer.wire)
+        self._flight: Flight | None = None
+        self._lands_at, self._others = 0, tuple[str, ...]()
+        at_exit(self.leave)
+
+    def __repr__(self) -> str:
+        return (
+            f"DiLoCo({self.outer}) of {self.state.name}, site {self._sites.name!r}: {self.counts.steps} steps, "
+            f"{self.counts.version} exchanges"
+        )
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Count a step of the inner optimizer; exchange after every ``sync_every`` of them. Call it on every rank.
+
+        Only ranks of this site wait for each other. Other sites have ``timeout`` seconds to answer.
+        """
+        self.state.require_own_values("take an outer step")
+        self.require_all()
+        self.counts.steps += 1
+        with doing("DiLoCo.step", self.state.name):
+            if self._flight is not None and self.counts.meets:  # a checkpoint was loaded since its launch
+                with suppress(NotReached):
+                    self._flight.land()
+                self._flight = None
+            if self._flight is not None and self.counts.steps >= self._lands_at:
+                self._land(self._flight)
+            if self.counts.meets or self.outer.is_due(self.counts.steps):
+                self._launch()
+
+    def leave(self) -> None:
+        """Tell the other sites that this one ends. A site also leaves when its script ends without an error."""
+        self._link.leave()
+
+    def saved(self) -> dict[str, dict[str, Tensor]]:
+        kinds: dict[str, dict[str, Tensor]] = {"agreed": self.agreed}
+        for name, param in self.agreed.items():
+            for kind, value in self.optimizer.state[param].items():
+                kinds.setdefault(kind, {})[name] = value
+        return kinds
+
+    def claim(self, name: str) -> Claim:
+        value = f"{self.counts.steps} steps, {self.counts.version} exchanges"
+        return Claim(f"{name} of {self.state.name}", value, "call step on every rank")
+
+    def _claims(self) -> list[str]:
+        """Return what must be equal at all sites, in sentences."""
+        plan = self.state.plan
+        return [
+            f"stage {plan.policy.stage} on {' x '.join(f'{axis.size} ({axis.name})' for axis in plan.mesh.axes)} ranks",
+            f"an outer step {self.outer}",
+            f"the outer optimizer {' '.join(repr(self.optimizer).split())}",
+            *(f"parameter {name!r} of shape {tuple(param.shape)}" for name, param in self.agreed.items()),
+        ]
+
+    @property
+    def _fragment(self) -> int:
+        return self.counts.version % self.outer.fragments
+
+    def _launch(self) -> None:
+        names, counts = self._fragments[self._fragment], self.counts
+        changes = [
+            (local(self.agreed[name]) - _like(self._trained[name], self.agreed[name])).view(-1) for name in names
+        ]
+        digest = "" if counts.met else self._digest()
+        me = Announcement(self._sites.name, self._sites.life, counts.version, digest, counts.met, self._fragment)
+        copies, share = self._copies()
+        change = in_equal_parts(torch.cat(changes), copies)[share].cpu()
+        self._flight, self._lands_at = self._link.fly(me, change, self._rows()), counts.steps + self.outer.delay
+        if counts.meets or not self.outer.delay:
+            self._land(self._flight)
+
+    def _land(self, flight: Flight) -> None:
+        """Wait for an exchange. Apply its result if all ranks of this site have it."""
+        exchanged, failure, self._flight = None, "", None
+        with all_or_none(self.state.group, "the outer step"):
+            try:
+                exchanged = flight.land()
+            except NotReached as error:
+                failure = str(error)
+        failures = [reason for reason in all_gather_object(failure, self.state.group) if reason]
+        self.counts.meets = False
+        if exchanged is None or failures:
+            tell(f"site {self._sites.name!r} trains on alone after step {self.counts.steps}: {failures[0]}")
+            return
+        self._tell_changes(exchanged)
+        self._apply(exchanged)
+        self.counts.version, self.counts.met = exchanged.members.next_version, True
+
+    def _tell_changes(self, exchanged: Exchanged) -> None:
+        """Print a line if other sites take part than in the last exchange, or if this one takes rows."""
+        members, own = exchanged.members, self._sites.name
+        others = tuple(name for name in members.names if name != own)
+        lost = sorted({*self._others} - {*others})
+        if others != self._others or not self.counts.met:
+            left = f"; {', '.join(map(repr, lost))} did not answer" if lost else ""
+            tell(f"site {own!r} meets {', '.join(map(repr, others)) or 'nobody'} after step {self.counts.steps}{left}")
+        if exchanged.rows:
+            peer = members.reference
+            tell(f"site {own!r} takes the parameters of site {peer.name!r} after {peer.version} exchanges")
+        self._others = others
+
+    def _apply(self, exchanged: Exchanged) -> None:
+        """Take the reference's rows, step the outer optimizer, and give the model's parameters new values."""
+        members, counts = exchanged.members, self.counts
+        if exchanged.rows:
+            self._take(exchanged.rows)
+        if exchanged.mean is None:
+            return
+        names = self._fragments[members.fragment]
+        contributes = self._sites.name in members.contributors
+        old = {name: local(self.agreed[name]).clone() for name in names if counts.met and not contributes}
+        self._step_outer(names, exchanged.mean)
+        weight = self.outer.alpha if contributes and self.outer.delay else 0.0
+        for name in names:
+            agreed = local(self.agreed[name])
+            if name in old:  # its own change was not averaged, so it stays
+                self._write(name, _like(self._trained[name], agreed) - old[name] + agreed)
+            elif weight:
+                self._write(name, torch.lerp(agreed, _like(self._trained[name], agreed), weight))
+            else:
+                self._write(name, agreed)
+
+    def _take(self, rows: Sequence[Tensor]) -> None:
+        """Replace the agreed parameters and the states. What the model's parameters have changed since stays."""
+        for (name, param), row in zip(self.agreed.items(), rows, strict=False):
+            agreed = local(param)
+            change = _like(self._trained[name], agreed) - agreed
+            agreed.copy_(row)
+            self._write(name, agreed + change if self.counts.met else agreed)
+        for state, row in zip(self._rows()[len(self.agreed) :], rows[len(self.agreed) :], strict=True):
+            state.copy_(row)
+
+    def _step_outer(self, names: Sequence[str], mean: Tensor) -> None:
+        """Step the outer optimizer with this rank's part of the mean as gradients, which replicas first complete."""
+        copies, _ = self._copies()
+        if copies > 1:
+            mean = torch.cat(all_gather_tensor(mean.to(self.state.device), self._group_of_copies()))
+        params = [self.agreed[name] for name in names]
+        sizes = [local(param).numel() for param in params]
+        for param, piece in zip(params, mean[: sum(sizes)].split(sizes), strict=True):
+            rows = piece.view(local(param).shape).to(local(param))
+            param.grad = dtensor_like(rows, param, param.shape) if isinstance(param, DTensor) else rows
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _write(self, name: str, rows: Tensor) -> None:
+        """Give a parameter of the model new values; this bumps its version, so that ZeRO-1 sees it."""
+        param = self._trained[name]
+        rows = rows.detach().to(local(param))
+        param.copy_(dtensor_like(rows, param, param.shape) if isinstance(param, DTensor) else rows)
+
+    def _rows(self) -> list[Tensor]:
+        """Return this rank's rows of all tensors: those that a site takes that has missed exchanges."""
+        return [local(tensor) for tensors in self.saved().values() for tensor in tensors.values()]
+
+    def _digest(self) -> str:
+        """Return a digest of the agreed parameters of all ranks of this site."""
+        digests = [int(digest) for digest in digests_of(local(param) for param in self.agreed.values())]
+        return hashlib.sha256(repr(all_gather_object(digests, self.state.group)).encode()).hexdigest()
+
+    def _copies(self) -> tuple[int, int]:
+        """Return the number of ranks of this site with equal rows, which share the exchange, and this rank's index."""
+        copies = copies_of(self.state.plan)
+        return copies, self._group_of_copies().rank() if copies > 1 else 0
+
+    def _group_of_copies(self) -> dist.ProcessGroup:
+        ranks = self.state.ranks
+        return ranks.data if ranks.replicate_group is None or not self._is_sharded else ranks.replicate_group
+
+
+def _like(param: Tensor, agreed: Tensor) -> Tensor:
+    """Return the rows of a parameter in the dtype and on the device of its agreed values."""
+    return local(param).detach().to(agreed)
+
+
+def _on_host(row: Tensor) -> Tensor:
+    rows = local(row).cpu()
+    return dtensor_like(rows, row, row.shape) if isinstance(row, DTensor) else rows
+
+
+def _with_states(make: MakeOuter, params: Sequence[Tensor]) -> Optimizer:
+    """Return an outer optimizer with all of its states, which other sites may send before its first step.
+
+    Raise ValueError if it is not elementwise, or has states other than tensors.
+    """
+    whole = torch.linspace(-1, 1, 32).view(8, 4)
+    halves = torch.cat(_stepped(make, [whole[:3], whole[3:]]))
+    if not torch.equal(halves, _stepped(make, [whole])[0]):
+        raise ValueError(
+            "outer_optimizer steps parts of a matrix otherwise than the whole, and ranks have parts; give an "
+            "elementwise optimizer, such as torch.optim.SGD"
+        )
+    optimizer = make(params)
+    before = [local(param).detach().clone() for param in params]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for param, values in zip(params, before, strict=True):
+            local(param).copy_(values)
+            for name, state in optimizer.state[param].items():
+                if not isinstance(state, Tensor):
+                    raise ValueError(
+                        f"the state {name!r} of outer_optimizer is a {type(state).__name__}, and sites exchange "
+                        f"tensors; give another optimizer, such as torch.optim.SGD"
+                    )
+                if name == "step":
+                    state.zero_()
+    return optimizer
+
+
+def _stepped(make: MakeOuter, values: Sequence[Tensor]) -> list[Tensor]:
+    """Return parameters after two steps of a new optimizer."""
+    params = [nn.Parameter(value.clone()) for value in values]
+    try:
+        optimizer = make(params)
+        for _ in range(2):
+            for param in params:
+                param.grad = param.detach().cos()
+            optimizer.step()
+    except Exception as error:
+        raise ValueError(
+            f"outer_optimizer failed on a small matrix: {type(error).__name__}: {error}; give a function from "
+            f"parameters to an optimizer that steps without a closure, such as functools.partial(torch.optim.SGD, "
+            f"lr=0.7)"
+        ) from error
+    return [param.detach() for param in params]

@@ -1,0 +1,127 @@
+"""One exchange of a rank with other sites, in a thread: it meets, exchanges, and tries again with who is left.
+
+::
+
+    Flight(link, me, change, rows)     members -> exchange -> settle: "" ?  -> Exchanged
+                                                                 else the next attempt, without the silent sites
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+from torch import Tensor
+from torch.distributed import DistError, TCPStore
+
+from thunder_zero.compat.torch.groups import wait_for_a_core
+from thunder_zero.encodings.encoding import Encoding
+from thunder_zero.outer.exchange import Exchange, Exchanged
+from thunder_zero.outer.meeting import (
+    Announcement,
+    Meeting,
+    NotReached,
+    Presence,
+    Sites,
+    connect,
+    host_store,
+    reaching,
+    unlike,
+)
+
+ATTEMPTS = 4  # of one exchange; each loses at least one site, or takes a time-out
+CLAIMS = "claims"
+
+
+class Link:
+    """This rank's way to the other sites: connections that outlive an exchange."""
+
+    def __init__(self, address: Sites, rank: int, ranks: int, claims: Sequence[str], wire: Encoding) -> None:
+        self.address, self.ranks = address, ranks
+        self._claims, self._rank = "\n".join(claims), rank
+        self._hosted = host_store(address) if rank == 0 else None
+        self._presence: Presence | None = None
+        self._exchange = Exchange(address, rank, wire)
+        self._flights = 0  # equal on all ranks of a site
+
+    def fly(self, me: Announcement, change: Tensor, rows: Sequence[Tensor]) -> Flight:
+        """Launch an exchange."""
+        self._flights += 1
+        number = self._flights
+        return Flight(lambda sign: self._run(number, me, change, rows, sign), 3 * self.address.timeout)
+
+    def _run(
+        self, number: int, me: Announcement, change: Tensor, rows: Sequence[Tensor], sign: Callable[[], None]
+    ) -> Exchanged:
+        store = connect(self.address)
+        with reaching(self.address):
+            self._introduce(store)
+        meeting, failure = Meeting(self.address, store, self._presence, sign), ""
+        for attempt in range(ATTEMPTS):
+            members = meeting.members(f"{me.life}/{number}/{attempt}", me)
+            failure = ""
+            try:
+                exchanged = self._exchange.run(members, store, change, rows, sign)
+            except (RuntimeError, OSError) as error:
+                failure = f"site {me.name!r}: {str(error).partition(chr(10))[0]}"
+            failure = meeting.settle(members, self.ranks, failure)
+            if not failure:
+                return exchanged
+            self._exchange.drop()
+        raise NotReached(f"{ATTEMPTS} attempts failed, the last one with {failure}")
+
+    def _introduce(self, store: TCPStore) -> None:
+        """Refuse another model, and take this site's name, once."""
+        others = store.compare_set(CLAIMS, "", self._claims).decode()
+        if others != self._claims:
+            raise ValueError(
+                f"site {self.address.name!r} differs from the sites at {self.address.address}: it has "
+                f"{unlike(self._claims.splitlines(), others.splitlines())}; train the same on all sites, or start the "
+                f"store anew"
+            )
+        if self._rank == 0 and self._presence is None:
+            presence = Presence(self.address)
+            presence.start(store)
+            self._presence = presence
+
+    def leave(self) -> None:
+        """Tell the others that this site ends, and close the connections."""
+        if self._presence is not None:
+            self._presence.end()
+            self._presence = None
+        self._exchange.drop()
+
+
+class Flight(threading.Thread):
+    """An exchange that runs beside compute."""
+
+    def __init__(self, call: Callable[[Callable[[], None]], Exchanged], patience: float) -> None:
+        super().__init__(name="thunder_zero sites", daemon=True)
+        self._call, self._patience, self._last_sign = call, patience, monotonic()
+        self._result: Exchanged | None = None
+        self._error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        wait_for_a_core(threading.get_native_id())
+        try:
+            self._result = self._call(self._sign)
+        except DistError as error:
+            self._error = NotReached(str(error).partition("\n")[0])
+        except Exception as error:
+            self._error = error
+
+    def land(self) -> Exchanged:
+        """Wait for the result. Raise :class:`NotReached` if the thread gives no sign of life for long."""
+        while self.is_alive():
+            self.join(self._patience / 10)
+            if self.is_alive() and monotonic() - self._last_sign > self._patience:
+                raise NotReached("a message to another site hangs")
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None, "the thread has ended"
+        return self._result
+
+    def _sign(self) -> None:
+        self._last_sign = monotonic()

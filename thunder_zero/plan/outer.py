@@ -1,0 +1,116 @@
+"""The outer step between sites: which units sites exchange when, and the bytes. Frozen data.
+
+Each site trains alone. Sites average what they changed, and an outer optimizer takes the average as its gradient
+(DiLoCo, arXiv 2311.08105). The units form ``fragments``, which are exchanged in turn (Streaming DiLoCo, 2501.18512)::
+
+    Outer(sync_every=8, fragments=2, delay=1)
+
+    step       1   2   3   4   5   6   7   8   9  10  11  12
+    launch                 0               1               0     units 0, 2, 4 ...; units 1, 3, 5 ...
+    apply                      0               1                 beside one step of compute
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from thunder_zero.encodings.encoding import Encoding
+from thunder_zero.plan.amounts import size
+from thunder_zero.plan.params import Plan
+from thunder_zero.plan.policy import STAGES, is_count
+
+WIRE = Encoding(torch.float32)
+LEAST = {"sync_every": 1, "fragments": 1, "delay": 0}  # of each count
+ACCUMULATED = torch.float32  # the least precision of agreed parameters, since 16 bits would lose small changes
+
+
+@dataclass(frozen=True)
+class Outer:
+    """When sites exchange which units, and how. ``tz.DiLoCo`` has the meaning of each field."""
+
+    sync_every: int = 32
+    fragments: int = 1
+    delay: int = 0
+    alpha: float = 0.5
+    wire: Encoding = field(default=WIRE)
+
+    def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            if not is_count(value := getattr(self, name)) or value < least:
+                raise ValueError(f"{name} is {value!r}; give a whole number, {least} or more")
+        if self.sync_every % self.fragments:
+            raise ValueError(
+                f"sync_every is {self.sync_every}, and {self.fragments} fragments do not divide it; give a multiple, "
+                f"such as {-(-self.sync_every // self.fragments) * self.fragments}"
+            )
+        if self.delay >= self.interval:
+            raise ValueError(
+                f"delay is {self.delay}, and a fragment is exchanged every {self.interval} steps; give a smaller delay"
+            )
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 <= self.alpha < 1:
+            raise ValueError(f"alpha is {self.alpha!r}; give a weight, 0 or more and less than 1")
+        if not isinstance(self.wire, Encoding) or not (self.wire.block or self.wire.dtype.is_floating_point):
+            raise ValueError(
+                f"wire is {self.wire!r}; give torch.float32, torch.bfloat16, or an encoding such as tz.Int8()"
+            )
+
+    @property
+    def interval(self) -> int:
+        """The number of steps between two exchanges."""
+        return self.sync_every // self.fragments
+
+    def is_due(self, step: int) -> bool:
+        """Return whether an exchange is launched after this step, counted from 1."""
+        return step % self.interval == 0
+
+    def paths_of(self, plan: Plan) -> tuple[tuple[str, ...], ...]:
+        """Return the paths of the trained parameters of each fragment. Fragment f has units f, f + ``fragments`` ..."""
+        trained = [param for param in plan.params if param.requires_grad]
+        units = list(dict.fromkeys(param.unit for param in trained))
+        if self.fragments > len(units):
+            raise ValueError(
+                f"fragments is {self.fragments}, and the model trains {len(units)} units; give at most {len(units)}"
+            )
+        turn = {unit: index % self.fragments for index, unit in enumerate(units)}
+        return tuple(
+            tuple(param.path for param in trained if turn[param.unit] == fragment) for fragment in range(self.fragments)
+        )
+
+    def part(self, elements: int, sites: int) -> int:
+        """Return the number of elements of the part that each site averages."""
+        return -(-elements // sites)
+
+    def sent(self, elements: int, sites: int) -> int:
+        """Return the bytes that a rank sends to average ``elements`` over sites: its parts, then the mean of one."""
+        return 2 * (sites - 1) * self.wire.nbytes(self.part(elements, sites)) if sites > 1 else 0
+
+    def elements(self, plan: Plan, paths: Sequence[str]) -> int:
+        """Return the number of elements that a rank exchanges, with padding: its share of the rows that it has."""
+        numel = sum(plan.geometry(plan.by_name[path]).numel for path in paths)
+        return -(-numel // copies_of(plan))
+
+    def rows(self, plan: Plan) -> int:
+        """Return the bytes of the agreed parameters, or of one state of the outer optimizer, on a rank."""
+        return sum(
+            plan.geometry(param).numel * max(param.dtype.itemsize, ACCUMULATED.itemsize)
+            for param in plan.params
+            if param.requires_grad
+        )
+
+    def __str__(self) -> str:
+        streamed = f", {self.fragments} fragments" * (self.fragments > 1) + f", delay {self.delay}" * (self.delay > 0)
+        return f"every {self.sync_every} steps in {self.wire}{streamed}"
+
+
+def copies_of(plan: Plan) -> int:
+    """Return the number of ranks of a site that have equal rows, and share the exchange: replicas, or DDP's ranks."""
+    return plan.mesh.replicate.size * (1 if STAGES[plan.policy.stage].sharded else plan.mesh.shard.size)
+
+
+def described(outer: Outer, plan: Plan, sites: int) -> str:
+    """Return one line about the bytes of each exchange."""
+    each = [outer.sent(outer.elements(plan, paths), sites) for paths in outer.paths_of(plan)]
+    return f"{sites} sites, {outer}: each rank sends {size(max(each))} in an exchange"

@@ -1,0 +1,59 @@
+"""Tensors beside a sharded model's parameters: a rank has the same rows of each as of its parameter."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+
+from thunder_zero.comm.agree import Claim
+from thunder_zero.sharded.sharded_model import sharded_model
+
+
+class RowsBeside(ABC):
+    """Tensors beside each parameter that trains, with its placements; a checkpoint holds them by rows, as an extra."""
+
+    root: ClassVar[str]  # of their keys in a checkpoint
+    what: ClassVar[str]  # a noun for errors
+    counts: Stateful  # numbers beside the tensors
+
+    def __init__(self, model: nn.Module) -> None:
+        sharded = sharded_model(model)
+        self.state = sharded.state
+        self.state.require_own_values(f"make {self.what}")
+        self._params = {name: param for name, param in sharded.named_parameters() if param.is_floating_point()}
+        self._trained = {name: param for name, param in self._params.items() if param.requires_grad}
+        if not self._trained:
+            raise ValueError(
+                f"no parameter of {self.state.name} requires gradients; make {self.what} of a model that trains"
+            )
+
+    @abstractmethod
+    def saved(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return the tensors by kind, and by the name of their parameter."""
+
+    @abstractmethod
+    def claim(self, name: str) -> Claim:
+        """Return what must be equal on all ranks, for an extra with this name."""
+
+    def copies(self) -> dict[str, Tensor]:
+        """Return a copy of each trained parameter, by name: in float32 for 16 bits, which would lose small changes."""
+        return {name: _copy(param) for name, param in self._trained.items()}
+
+    def require_all(self) -> None:
+        """Raise RuntimeError if a parameter trains now that did not at the start, since nothing is beside it."""
+        for name, param in self._params.items():
+            if param.requires_grad and name not in self._trained:
+                raise RuntimeError(
+                    f"parameter {name!r} of {self.state.name} required no gradients when {self.what} was made, and "
+                    f"does now; make {self.what} anew"
+                )
+
+
+def _copy(param: Tensor) -> Tensor:
+    is_small = param.dtype.itemsize < torch.float32.itemsize
+    return param.detach().to(torch.float32 if is_small else param.dtype, copy=True)
