@@ -14,7 +14,8 @@ change since its last exchange stays in its parameters.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,10 +31,10 @@ from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.small_collectives import all_gather_object, all_gather_tensor, broadcast_object_from_rank_0
 from thunder_zero.compat.torch.groups import at_exit
 from thunder_zero.encodings.encoding import Encoding
-from thunder_zero.outer.exchange import Exchanged
-from thunder_zero.outer.meeting import Announcement, NotReached, Sites, tell
+from thunder_zero.outer.exchange import Change, Exchanged
+from thunder_zero.outer.meeting import Announcement, NotReached, Sites
 from thunder_zero.outer.rounds import Flight, Link
-from thunder_zero.plan.outer import WIRE, Outer, copies_of
+from thunder_zero.plan.outer import WIRE, Outer, Vector, copies_of
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.plan.rows import in_equal_parts
 from thunder_zero.sharded.beside import RowsBeside
@@ -122,14 +123,14 @@ class DiLoCo(RowsBeside):
             rows = {name: _on_host(row) if cpu_offload else row for name, row in self.copies().items()}
             self.agreed: dict[str, Tensor] = {name: nn.Parameter(row) for name, row in rows.items()}
             self.optimizer = _with_states(outer_optimizer, list(self.agreed.values()))
-            self._fragments = [list(paths) for paths in self.outer.paths_of(plan)]
-            self._fragments[0] += [name for name in self.agreed if name not in plan.by_name]  # ignored by the policy
+            self._require_planned()
+            self._fragments = self.outer.vectors_of(plan)
             claims += [
                 Claim("the site", repr(sites), REMEDY),
                 Claim("the outer step", "\n".join(self._claims()), REMEDY),
             ]
         self._sites = replace(sites, life=broadcast_object_from_rank_0(sites.life, group))
-        self._link = Link(self._sites, group.rank(), group.size(), self._claims(), self.outer.wire)
+        self._link = Link(self._sites, group.rank(), group.size(), self.outer.wire, self._fragments)
         self._flight: Flight | None = None
         self._lands_at, self._others = 0, tuple[str, ...]()
         at_exit(self.leave)
@@ -174,32 +175,50 @@ class DiLoCo(RowsBeside):
         value = f"{self.counts.steps} steps, {self.counts.version} exchanges"
         return Claim(f"{name} of {self.state.name}", value, "call step on every rank")
 
-    def _claims(self) -> list[str]:
-        """Return what must be equal at all sites, in sentences."""
-        plan = self.state.plan
-        return [
+    def _claims(self) -> str:
+        """Return what must be equal at all sites, a sentence each line."""
+        plan, frozen = self.state.plan, {name: param for name, param in self._params.items() if name not in self.agreed}
+        lines = [
             f"stage {plan.policy.stage} on {' x '.join(f'{axis.size} ({axis.name})' for axis in plan.mesh.axes)} ranks",
             f"an outer step {self.outer}",
             f"the outer optimizer {' '.join(repr(self.optimizer).split())}",
             *(f"parameter {name!r} of shape {tuple(param.shape)}" for name, param in self.agreed.items()),
+            *(f"the frozen parameter {name!r} with digest {self._digest([param])}" for name, param in frozen.items()),
         ]
+        return "\n".join(lines)
 
-    @property
-    def _fragment(self) -> int:
-        return self.counts.version % self.outer.fragments
+    def _require_planned(self) -> None:
+        for name in self.agreed:
+            if name not in self.state.plan.by_name:
+                raise ValueError(
+                    f"the policy ignores parameter {name!r}, so its values may differ between ranks, and sites cannot "
+                    f"average it; freeze it, or let the policy shard it"
+                )
 
     def _launch(self) -> None:
-        names, counts = self._fragments[self._fragment], self.counts
-        changes = [
-            (local(self.agreed[name]) - _like(self._trained[name], self.agreed[name])).view(-1) for name in names
-        ]
-        digest = "" if counts.met else self._digest()
-        me = Announcement(self._sites.name, self._sites.life, counts.version, digest, counts.met, self._fragment)
-        copies, share = self._copies()
-        change = in_equal_parts(torch.cat(changes), copies)[share].cpu()
-        self._flight, self._lands_at = self._link.fly(me, change, self._rows()), counts.steps + self.outer.delay
+        fragment, counts = self.counts.version % self.outer.fragments, self.counts
+        me = Announcement(
+            name=self._sites.name,
+            life=self._sites.life,
+            version=counts.version,
+            digest="" if counts.met else self._digest(self.agreed.values()),
+            met=counts.met,
+            fragment=fragment,
+        )
+        changes = [self._change(vector) for vector in self._fragments[fragment]]
+        claims = "" if counts.met else self._claims()
+        self._flight, self._lands_at = (
+            self._link.fly(me, claims, changes, self._rows()),
+            counts.steps + self.outer.delay,
+        )
         if counts.meets or not self.outer.delay:
             self._land(self._flight)
+
+    def _change(self, vector: Vector) -> Change:
+        pairs = [(local(self.agreed[path]), self._trained[path]) for path in vector.paths]
+        flat = torch.cat([(agreed - _like(param, agreed)).view(-1) for agreed, param in pairs])
+        copies, share = self._copies()
+        return Change(in_equal_parts(flat, copies)[share].cpu(), f"{vector.place} {share}")
 
     def _land(self, flight: Flight) -> None:
         """Wait for an exchange. Apply its result if all ranks of this site have it."""
@@ -212,11 +231,15 @@ class DiLoCo(RowsBeside):
         failures = [reason for reason in all_gather_object(failure, self.state.group) if reason]
         self.counts.meets = False
         if exchanged is None or failures:
-            tell(f"site {self._sites.name!r} trains on alone after step {self.counts.steps}: {failures[0]}")
+            self._tell(f"site {self._sites.name!r} trains on alone after step {self.counts.steps}: {failures[0]}")
             return
         self._tell_changes(exchanged)
         self._apply(exchanged)
         self.counts.version, self.counts.met = exchanged.members.next_version, True
+
+    def _tell(self, sentence: str) -> None:
+        if self.state.group.rank() == 0:
+            print(f"thunder_zero: {sentence}", file=sys.stderr, flush=True)
 
     def _tell_changes(self, exchanged: Exchanged) -> None:
         """Print a line if other sites take part than in the last exchange, or if this one takes rows."""
@@ -225,10 +248,11 @@ class DiLoCo(RowsBeside):
         lost = sorted({*self._others} - {*others})
         if others != self._others or not self.counts.met:
             left = f"; {', '.join(map(repr, lost))} did not answer" if lost else ""
-            tell(f"site {own!r} meets {', '.join(map(repr, others)) or 'nobody'} after step {self.counts.steps}{left}")
+            met = ", ".join(map(repr, others)) or "nobody"
+            self._tell(f"site {own!r} meets {met} after step {self.counts.steps}{left}")
         if exchanged.rows:
             peer = members.reference
-            tell(f"site {own!r} takes the parameters of site {peer.name!r} after {peer.version} exchanges")
+            self._tell(f"site {own!r} takes the parameters of site {peer.name!r} after {peer.version} exchanges")
         self._others = others
 
     def _apply(self, exchanged: Exchanged) -> None:
@@ -236,12 +260,13 @@ class DiLoCo(RowsBeside):
         members, counts = exchanged.members, self.counts
         if exchanged.rows:
             self._take(exchanged.rows)
-        if exchanged.mean is None:
+        if not exchanged.means:
             return
-        names = self._fragments[members.fragment]
+        vectors = self._fragments[members.fragment]
+        names = [path for vector in vectors for path in vector.paths]
         contributes = self._sites.name in members.contributors
         old = {name: local(self.agreed[name]).clone() for name in names if counts.met and not contributes}
-        self._step_outer(names, exchanged.mean)
+        self._step_outer(vectors, exchanged.means)
         weight = self.outer.alpha if contributes and self.outer.delay else 0.0
         for name in names:
             agreed = local(self.agreed[name])
@@ -262,16 +287,16 @@ class DiLoCo(RowsBeside):
         for state, row in zip(self._rows()[len(self.agreed) :], rows[len(self.agreed) :], strict=True):
             state.copy_(row)
 
-    def _step_outer(self, names: Sequence[str], mean: Tensor) -> None:
-        """Step the outer optimizer with this rank's part of the mean as gradients, which replicas first complete."""
-        copies, _ = self._copies()
-        if copies > 1:
-            mean = torch.cat(all_gather_tensor(mean.to(self.state.device), self._group_of_copies()))
-        params = [self.agreed[name] for name in names]
-        sizes = [local(param).numel() for param in params]
-        for param, piece in zip(params, mean[: sum(sizes)].split(sizes), strict=True):
-            rows = piece.view(local(param).shape).to(local(param))
-            param.grad = dtensor_like(rows, param, param.shape) if isinstance(param, DTensor) else rows
+    def _step_outer(self, vectors: Sequence[Vector], means: Sequence[Tensor]) -> None:
+        """Step the outer optimizer with means as gradients. Ranks with equal rows first complete them."""
+        for vector, mean in zip(vectors, means, strict=True):
+            if self._copies()[0] > 1:
+                mean = torch.cat(all_gather_tensor(mean.to(self.state.device), self._group_of_copies()))
+            params = [self.agreed[path] for path in vector.paths]
+            sizes = [local(param).numel() for param in params]
+            for param, piece in zip(params, mean[: sum(sizes)].split(sizes), strict=True):
+                rows = piece.view(local(param).shape).to(local(param))
+                param.grad = dtensor_like(rows, param, param.shape) if isinstance(param, DTensor) else rows
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -285,10 +310,10 @@ class DiLoCo(RowsBeside):
         """Return this rank's rows of all tensors: those that a site takes that has missed exchanges."""
         return [local(tensor) for tensors in self.saved().values() for tensor in tensors.values()]
 
-    def _digest(self) -> str:
-        """Return a digest of the agreed parameters of all ranks of this site."""
-        digests = [int(digest) for digest in digests_of(local(param) for param in self.agreed.values())]
-        return hashlib.sha256(repr(all_gather_object(digests, self.state.group)).encode()).hexdigest()
+    def _digest(self, tensors: Iterable[Tensor]) -> str:
+        """Return a digest of tensors on all ranks of this site; a collective."""
+        digests = [int(digest) for digest in digests_of(map(local, tensors))]
+        return hashlib.sha256(repr(all_gather_object(digests, self.state.group)).encode()).hexdigest()[:16]
 
     def _copies(self) -> tuple[int, int]:
         """Return the number of ranks of this site with equal rows, which share the exchange, and this rank's index."""

@@ -20,6 +20,7 @@ from thunder_zero.compat.torch.groups import lone_group
 from thunder_zero.encodings.encoding import Encoding
 from thunder_zero.encodings.int8 import Int8
 from thunder_zero.outer.meeting import Members, Sites, own_address
+from thunder_zero.plan.outer import Vector
 from thunder_zero.plan.rows import in_equal_parts
 
 MESSAGE = 4 << 20  # bytes of the largest message: the time-out holds for each
@@ -31,14 +32,22 @@ class Exchanged:
 
     members: Members
     rows: tuple[Tensor, ...]  # those of the reference, if this site takes them
-    mean: Tensor | None  # of the changes, float32; None if no site has a change
+    means: tuple[Tensor, ...]  # of the changes, float32; empty if no site has a change
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What a vector of parameters has changed since the last exchange: (n,) float32, this rank's share."""
+
+    elements: Tensor
+    key: str  # seeds the rounding, equal on the ranks of a site that have equal elements
 
 
 class Exchange:
     """One rank's connections to the ranks of its place at other sites, kept while the sites and their lives do."""
 
-    def __init__(self, address: Sites, place: int, wire: Encoding) -> None:
-        self._address, self._place, self._wire = address, place, wire
+    def __init__(self, address: Sites, place: int, wire: Encoding, fragments: Sequence[Sequence[Vector]]) -> None:
+        self._address, self._place, self._wire, self._fragments = address, place, wire, fragments
         self._group: ProcessGroup | None = None
         self._of: tuple[str, ...] = ()
 
@@ -46,7 +55,7 @@ class Exchange:
         self,
         members: Members,
         store: TCPStore,
-        change: Tensor,
+        changes: Sequence[Change],
         rows: Sequence[Tensor],
         sign: Callable[[], None],
     ) -> Exchanged:
@@ -55,7 +64,8 @@ class Exchange:
         index, reference = names.index(self._address.name), names.index(members.reference.name)
         receivers = [names.index(name) for name in members.receivers]
         if len(names) == 1:
-            return Exchanged(members, (), change if members.contributors else None)
+            own = tuple(change.elements for change in changes)
+            return Exchanged(members, (), own if members.contributors else ())
         messages = Messages(self._connected(members, store), sign)
         taken: tuple[Tensor, ...] = ()
         if index == reference and receivers:
@@ -64,9 +74,10 @@ class Exchange:
             taken = tuple(torch.empty_like(row, device="cpu") for row in rows)
             messages.trade({}, {reference: taken})
         senders = [names.index(name) for name in members.contributors]
-        key = f"{members.turn} {self._address.name} {self._place}"
-        mean = messages.average(change, index, senders, self._wire, key) if senders else None
-        return Exchanged(members, taken, mean)
+        if index not in senders:  # it adds the others' changes, perhaps of another fragment than its own
+            changes = [Change(torch.zeros(vector.elements), "") for vector in self._fragments[members.fragment]]
+        means = [messages.average(change, index, senders, self._wire, members.turn) for change in changes if senders]
+        return Exchanged(members, taken, tuple(means))
 
     def _connected(self, members: Members, store: TCPStore) -> ProcessGroup:
         """Return the group of this turn's members. A collective of the ranks of this place."""
@@ -100,15 +111,15 @@ class Messages:
             work.wait()
             self._sign()
 
-    def average(self, change: Tensor, index: int, senders: Sequence[int], wire: Encoding, key: str) -> Tensor:
+    def average(self, change: Change, index: int, senders: Sequence[int], wire: Encoding, turn: str) -> Tensor:
         """Return the mean of the senders' changes, (n,) float32, equal at all sites to the bit.
 
         Each site adds the changes of one part in the order of the sites. Int8 rounds changes at random, which is
         unbiased, and the mean to nearest.
         """
         sites = self._group.size()
-        parts = in_equal_parts(change, sites)
-        payloads = [_encoded(part, wire, f"{key} {site}") for site, part in enumerate(parts)]
+        parts = in_equal_parts(change.elements, sites)
+        payloads = [_encoded(part, wire, f"{turn} {change.key} {index} {site}") for site, part in enumerate(parts)]
         others = [site for site in range(sites) if site != index]
         arriving = {site: torch.empty_like(payloads[0]) for site in senders if site != index}
         outgoing = {site: [payloads[site]] for site in others} if index in senders else {}
@@ -122,7 +133,7 @@ class Messages:
         averaged = torch.empty_like(parts)
         for part, payload in zip(averaged, means, strict=True):
             wire.decode(payload, part)
-        return averaged.view(-1)[: len(change)]
+        return averaged.view(-1)[: len(change.elements)]
 
 
 def _encoded(part: Tensor, wire: Encoding, key: str) -> Tensor:

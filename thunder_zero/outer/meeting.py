@@ -18,9 +18,7 @@ an exchange does not close a turn while a site that has not is alive: it waits f
 from __future__ import annotations
 
 import json
-import os
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -331,12 +329,6 @@ class Meeting:
 
 def _members(turn: str, announcements: Sequence[Mapping[str, Any]]) -> Members:
     return Members(turn, tuple(Announcement(**site) for site in announcements))
-
-
-def tell(sentence: str) -> None:
-    """Print a line about the sites; on rank 0 only."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"thunder_zero: {sentence}", file=sys.stderr, flush=True)
 
 
 def unlike(claims: Sequence[str], others: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 ::
 
-    Flight(link, me, change, rows)     members -> exchange -> settle: "" ?  -> Exchanged
+    Flight(link, me, changes, rows)     members -> exchange -> settle: "" ?  -> Exchanged
                                                                  else the next attempt, without the silent sites
 """
 
@@ -17,7 +17,7 @@ from torch.distributed import DistError, TCPStore
 
 from thunder_zero.compat.torch.groups import wait_for_a_core
 from thunder_zero.encodings.encoding import Encoding
-from thunder_zero.outer.exchange import Exchange, Exchanged
+from thunder_zero.outer.exchange import Change, Exchange, Exchanged
 from thunder_zero.outer.meeting import (
     Announcement,
     Meeting,
@@ -29,6 +29,7 @@ from thunder_zero.outer.meeting import (
     reaching,
     unlike,
 )
+from thunder_zero.plan.outer import Vector
 
 ATTEMPTS = 4  # of one exchange; each loses at least one site, or takes a time-out
 CLAIMS = "claims"
@@ -37,32 +38,45 @@ CLAIMS = "claims"
 class Link:
     """This rank's way to the other sites: connections that outlive an exchange."""
 
-    def __init__(self, address: Sites, rank: int, ranks: int, claims: Sequence[str], wire: Encoding) -> None:
+    def __init__(
+        self,
+        address: Sites,
+        rank: int,
+        ranks: int,
+        wire: Encoding,
+        fragments: Sequence[Sequence[Vector]],
+    ) -> None:
         self.address, self.ranks = address, ranks
-        self._claims, self._rank = "\n".join(claims), rank
+        self._rank = rank
         self._hosted = host_store(address) if rank == 0 else None
         self._presence: Presence | None = None
-        self._exchange = Exchange(address, rank, wire)
+        self._exchange = Exchange(address, rank, wire, fragments)
         self._flights = 0  # equal on all ranks of a site
 
-    def fly(self, me: Announcement, change: Tensor, rows: Sequence[Tensor]) -> Flight:
-        """Launch an exchange."""
+    def fly(self, me: Announcement, claims: str, changes: Sequence[Change], rows: Sequence[Tensor]) -> Flight:
+        """Launch an exchange. The first has ``claims``, which must be equal at all sites."""
         self._flights += 1
         number = self._flights
-        return Flight(lambda sign: self._run(number, me, change, rows, sign), 3 * self.address.timeout)
+        return Flight(lambda sign: self._run(number, me, claims, changes, rows, sign), 3 * self.address.timeout)
 
     def _run(
-        self, number: int, me: Announcement, change: Tensor, rows: Sequence[Tensor], sign: Callable[[], None]
+        self,
+        number: int,
+        me: Announcement,
+        claims: str,
+        changes: Sequence[Change],
+        rows: Sequence[Tensor],
+        sign: Callable[[], None],
     ) -> Exchanged:
         store = connect(self.address)
         with reaching(self.address):
-            self._introduce(store)
+            self._introduce(store, claims)
         meeting, failure = Meeting(self.address, store, self._presence, sign), ""
         for attempt in range(ATTEMPTS):
             members = meeting.members(f"{me.life}/{number}/{attempt}", me)
             failure = ""
             try:
-                exchanged = self._exchange.run(members, store, change, rows, sign)
+                exchanged = self._exchange.run(members, store, changes, rows, sign)
             except (RuntimeError, OSError) as error:
                 failure = f"site {me.name!r}: {str(error).partition(chr(10))[0]}"
             failure = meeting.settle(members, self.ranks, failure)
@@ -71,13 +85,13 @@ class Link:
             self._exchange.drop()
         raise NotReached(f"{ATTEMPTS} attempts failed, the last one with {failure}")
 
-    def _introduce(self, store: TCPStore) -> None:
+    def _introduce(self, store: TCPStore, claims: str) -> None:
         """Refuse another model, and take this site's name, once."""
-        others = store.compare_set(CLAIMS, "", self._claims).decode()
-        if others != self._claims:
+        others = store.compare_set(CLAIMS, "", claims).decode() if claims else ""
+        if others != claims:
             raise ValueError(
                 f"site {self.address.name!r} differs from the sites at {self.address.address}: it has "
-                f"{unlike(self._claims.splitlines(), others.splitlines())}; train the same on all sites, or start the "
+                f"{unlike(claims.splitlines(), others.splitlines())}; train the same on all sites, or start the "
                 f"store anew"
             )
         if self._rank == 0 and self._presence is None:

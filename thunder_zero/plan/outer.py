@@ -19,12 +19,25 @@ import torch
 
 from thunder_zero.encodings.encoding import Encoding
 from thunder_zero.plan.amounts import size
-from thunder_zero.plan.params import Plan
+from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import STAGES, is_count
 
 WIRE = Encoding(torch.float32)
 LEAST = {"sync_every": 1, "fragments": 1, "delay": 0}  # of each count
 ACCUMULATED = torch.float32  # the least precision of agreed parameters, since 16 bits would lose small changes
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """Parameters that a rank encodes together.
+
+    Ranks of a site that have equal rows, such as of a scalar, get equal means, since they encode equal vectors and
+    round them alike.
+    """
+
+    paths: tuple[str, ...]
+    elements: int  # that this rank exchanges: its share, with padding, if other ranks have equal rows
+    place: str  # equal on the ranks that have equal rows
 
 
 @dataclass(frozen=True)
@@ -79,18 +92,13 @@ class Outer:
             tuple(param.path for param in trained if turn[param.unit] == fragment) for fragment in range(self.fragments)
         )
 
-    def part(self, elements: int, sites: int) -> int:
-        """Return the number of elements of the part that each site averages."""
-        return -(-elements // sites)
+    def vectors_of(self, plan: Plan) -> tuple[tuple[Vector, ...], ...]:
+        """Return what a rank exchanges of each fragment."""
+        return tuple(_vectors(plan, paths) for paths in self.paths_of(plan))
 
-    def sent(self, elements: int, sites: int) -> int:
-        """Return the bytes that a rank sends to average ``elements`` over sites: its parts, then the mean of one."""
-        return 2 * (sites - 1) * self.wire.nbytes(self.part(elements, sites)) if sites > 1 else 0
-
-    def elements(self, plan: Plan, paths: Sequence[str]) -> int:
-        """Return the number of elements that a rank exchanges, with padding: its share of the rows that it has."""
-        numel = sum(plan.geometry(plan.by_name[path]).numel for path in paths)
-        return -(-numel // copies_of(plan))
+    def sent(self, vectors: Sequence[Vector], sites: int) -> int:
+        """Return the bytes that a rank sends to average vectors over sites: parts of its own, then the mean of one."""
+        return 2 * (sites - 1) * sum(self.wire.nbytes(-(-vector.elements // sites)) for vector in vectors)
 
     def rows(self, plan: Plan) -> int:
         """Return the bytes of the agreed parameters, or of one state of the outer optimizer, on a rank."""
@@ -110,7 +118,22 @@ def copies_of(plan: Plan) -> int:
     return plan.mesh.replicate.size * (1 if STAGES[plan.policy.stage].sharded else plan.mesh.shard.size)
 
 
+def _vectors(plan: Plan, paths: Sequence[str]) -> tuple[Vector, ...]:
+    mesh, copies = plan.mesh, copies_of(plan)
+    kinds = dict[tuple[bool, bool], list[Param]]()
+    for param in map(plan.by_name.__getitem__, paths):
+        kinds.setdefault((param.sharded, param.sliced is not None), []).append(param)
+    return tuple(
+        Vector(
+            tuple(param.path for param in params),
+            -(-sum(plan.geometry(param).numel for param in params) // copies),
+            f"{mesh.shard.place if is_cut else ''}/{mesh.tensor.place if is_sliced else ''}",
+        )
+        for (is_cut, is_sliced), params in kinds.items()
+    )
+
+
 def described(outer: Outer, plan: Plan, sites: int) -> str:
     """Return one line about the bytes of each exchange."""
-    each = [outer.sent(outer.elements(plan, paths), sites) for paths in outer.paths_of(plan)]
-    return f"{sites} sites, {outer}: each rank sends {size(max(each))} in an exchange"
+    most = max(outer.sent(vectors, sites) for vectors in outer.vectors_of(plan))
+    return f"{sites} sites, {outer}: each rank sends {size(most)} in an exchange"

@@ -1,0 +1,191 @@
+"""``tz.DiLoCo``: sites of two ranks, which are process groups of one job, against sites that one process simulates."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import thunder_zero as tz
+from tests.harness.errors import error_of
+from tests.harness.models import Small, fresh, sharded
+from tests.harness.ranks import RanksPool
+from tests.harness.tiers import slow
+from thunder_zero.outer.exchange import Messages
+from thunder_zero.sharded.dtensors import local
+
+NAMES = "attic", "lab"
+EVERY, STEPS = 3, 7
+INPUTS = torch.arange(24).view(8, 3) % 9
+OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+Update = Callable[[int, Sequence[nn.Module]], object]
+
+
+def batch(step: int, site: int, rank: int) -> Tensor:
+    return ((INPUTS + 5 * site + step) % 9).chunk(2)[rank]
+
+
+def loss_of(model: Any, step: int, site: int, rank: int) -> Tensor:
+    return model(batch(step, site, rank)).square().mean()
+
+
+def simulate(make: Callable[[], nn.Module], inner: Any, steps: int = STEPS) -> list[nn.Module]:
+    """Train sites of two ranks in one process: the outer step as in the paper."""
+    agreed, sites = fresh(make), [fresh(make) for _ in NAMES]
+    outer, optimizers = OUTER(agreed.parameters()), [inner(site.parameters()) for site in sites]
+    for step in range(1, steps + 1):
+        for number, (site, optimizer) in enumerate(zip(sites, optimizers, strict=True)):
+            grads = []
+            for rank in range(2):
+                site.zero_grad()
+                loss_of(site, step, number, rank).backward()
+                grads.append([None if param.grad is None else param.grad.clone() for param in site.parameters()])
+            for param, *both in zip(site.parameters(), *grads, strict=True):
+                param.grad = None if both[0] is None else both[0].add(both[1]).div(2)
+            optimizer.step()
+        if step % EVERY == 0:
+            with torch.no_grad():
+                for param, *each in zip(agreed.parameters(), *(site.parameters() for site in sites), strict=True):
+                    if param.requires_grad:
+                        param.grad = sum(param - own for own in each).div(len(sites))
+            outer.step()
+            for site in sites:
+                site.load_state_dict(agreed.state_dict())
+    return sites
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Collect the bytes that this rank sends to other sites."""
+    sent, trade = list[int](), Messages.trade
+
+    def count(self: Messages, outgoing: Any, incoming: Any) -> None:
+        sent.append(sum(tensor.nbytes for tensors in outgoing.values() for tensor in tensors))
+        trade(self, outgoing, incoming)
+
+    with mock.patch.object(Messages, "trade", count):
+        yield sent
+
+
+def sites_of_two(rank: int) -> tuple[int, Any]:
+    """Return this rank's site, 0 or 1, and its group."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return rank // 2, groups[rank // 2]
+
+
+def address() -> str:
+    """Return a free address, equal on all ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        values = [f"127.0.0.1:{probe.getsockname()[1]}"]
+    dist.broadcast_object_list(values, 0)
+    return values[0]
+
+
+def train(model: Any, optimizer: Any, outer: tz.DiLoCo, site: int, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step, site, rank).backward()
+        optimizer.step()
+        outer.step()
+
+
+def weights(model: Any) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in tz.full_state_dict(model).items()}
+
+
+def equals_simulation(rank: int, world_size: int, stage: int) -> None:
+    site, group = sites_of_two(rank)
+    where = tz.sites(address(), name=NAMES[site], timeout=20)
+    inner = partial(torch.optim.SGD, lr=0.3, momentum=0.5)
+    expected = simulate(Small, inner)[site]
+    model = sharded(fresh(Small), stage, process_group=group)
+    outer = tz.DiLoCo(model, where, sync_every=EVERY, outer_optimizer=OUTER)
+    with counted() as sent:
+        train(model, inner(model.parameters()), outer, site, rank % 2, range(1, STEPS + 1))
+    planned = outer.outer.sent(outer.outer.vectors_of(model.state.plan)[0], 2)
+    assert sum(sent) == STEPS // EVERY * planned, (sent, planned)
+    for name, value in weights(model).items():
+        assert torch.equal(value, expected.state_dict()[name]), name
+    outer.leave()
+
+
+@pytest.mark.parametrize("stage", [3, *slow(0, 1, 2)])
+def test_equals_a_simulation_bit_for_bit(ranks_pool: RanksPool, stage: int) -> None:
+    ranks_pool.run(4, equals_simulation, stage)
+
+
+def agree(outer: tz.DiLoCo, model: Any, world_size: int = 4) -> None:
+    """Check that all ranks of the job have equal parameters, agreed parameters and momentum."""
+    states = {kind: {name: local(row) for name, row in rows.items()} for kind, rows in outer.saved().items()}
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, (weights(model), states, outer.counts.version))
+    for place in range(2):
+        (full, mine, version), (other, theirs, others_version) = everyone[place], everyone[place + 2]
+        assert version == others_version, (version, others_version)
+        assert all(torch.equal(full[name], other[name]) for name in full), "parameters differ"
+        for kind, rows in mine.items():
+            assert all(torch.equal(row, theirs[kind][name]) for name, row in rows.items()), kind
+
+
+def await_name(where: str, name: str) -> None:
+    """Wait until a site has come to the store."""
+    host, _, port = where.partition(":")
+    store = dist.TCPStore(host, int(port), wait_for_workers=False)
+    while name not in store.get("names").decode().split():
+        time.sleep(0.05)
+
+
+def come_and_go(rank: int, world_size: int, folder: Path) -> None:
+    """A site joins late with other values, another checkpoint is loaded on one rank, both start from old rounds."""
+    site, group = sites_of_two(rank)
+    where, options = address(), {"sync_every": EVERY, "wire": tz.Int8(block=16), "fragments": 3}
+    own = tz.sites(where, name=NAMES[site], timeout=20, expected=1)
+    module = fresh(Small)
+    module.head.weight.data.add_(site)
+    model = sharded(module, 3, process_group=group)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    outer = tz.DiLoCo(model, own, **options)
+    if site == 0:
+        train(model, optimizer, outer, site, rank % 2, range(5))
+        tz.save(folder / "first", model, optimizer, extra={"outer": outer})
+        assert outer.counts.version == 5, "alone it exchanges with itself, and met once"
+    dist.barrier()
+    if site == 0:
+        await_name(where, "lab")
+    train(model, optimizer, outer, site, rank % 2, range(5, 8))  # the other's first step takes the rows
+    assert outer.counts.version == 8, outer
+    tz.save(folder / f"last{site}", model, optimizer, extra={"outer": outer})
+    outer.leave()
+
+    alone = dist.new_subgroups(1)[0]
+    lone = sharded(fresh(Small), 1, process_group=alone)
+    again = tz.DiLoCo(lone, tz.sites(f"{where}0"[:14], name="x"), **options)
+    tz.load(folder / f"last{site}", lone, extra={"outer": again})
+    assert again.counts.version == 8 and not again.counts.met
+    for kind, rows in outer.saved().items():
+        for name, row in rows.items():
+            whole = row.full_tensor() if hasattr(row, "full_tensor") else row
+            assert torch.equal(whole, local(again.saved()[kind][name])), (kind, name)
+
+    model = sharded(module, 3, process_group=group)  # both sites restart: one of them from an old checkpoint
+    outer = tz.DiLoCo(model, tz.sites(where, name=NAMES[site], timeout=20), **options)
+    tz.load(folder / ("first", "last1")[site], model, extra={"outer": outer})
+    train(model, torch.optim.SGD(model.parameters(), 0.0), outer, site, rank % 2, range(4))
+    assert outer.counts.version == 12, outer  # they met after 8, and exchanged each fragment once
+    agree(outer, model)
+    outer.leave()
+
+
+def test_sites_come_and_go(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    ranks_pool.run(4, come_and_go, tmp_path)
