@@ -19,7 +19,7 @@ BEGIN, END = "<!-- listing: python docs/listing.py -->\n", "<!-- end of the list
 NEEDED = "needed while: "
 ORDER = (  # bottom up, as the table of imports has it
     *("lazy.py", "safetensors_files.py", "encodings", "plan", "schedule", "compat", "comm", "traces"),
-    *("sharded", "optim", "spmd", "capture", "checkpoint", "hugging_face.py", "lightning", "tools"),
+    *("sharded", "optim", "outer", "spmd", "capture", "checkpoint", "hugging_face.py", "lightning", "tools"),
     *("__main__.py", "__init__.py"),
 )
 NAME = 22  # columns

@@ -17,7 +17,7 @@ def loaded(*names):
 
 steps = {"import": loaded("thunder", "rich")}
 from thunder_zero.tools import cli
-for command in ("inspect", "consolidate", "shard", "trace", "report", "check", "plan", "calibrate"):
+for command in ("inspect", "consolidate", "shard", "trace", "report", "check", "plan", "sites", "calibrate"):
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
         cli.main([command, "--help"])
 steps["help"] = loaded("thunder.", "rich")

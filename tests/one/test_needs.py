@@ -227,6 +227,17 @@ def no_public_name_makes_groups_of_threads() -> bool:
     return not [name for name in dir(dist) if "thread" in name.lower() and not name.startswith("_")]
 
 
+def only_one_default_group_in_a_process() -> bool:
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    except ValueError as error:
+        return "twice" in str(error)
+    finally:
+        dist.destroy_process_group()
+    return False
+
+
 AOT = ("export", "joint", "nodes", "rewrites", "runtime")
 NEEDS = (
     Need("jitted.py", no_public_name_gives_a_jitted_module),
@@ -240,6 +251,7 @@ NEEDS = (
     Need("torch/groups.py: restarts_on_one_store", attempts_of_torchrun_have_one_store, TORCH),
     Need("torch/groups.py: at_exit", gloo_has_threads_after_its_group, TORCH),
     Need("torch/groups.py: wait_for_a_core", gloo_takes_a_core_when_woken, TORCH),
+    Need("torch/groups.py: lone_group", only_one_default_group_in_a_process, TORCH),
     Need("torch/recording.py: fakes", no_public_name_tells_of_fake_operators, TORCH),
     Need("torch/recording.py: is_backward", no_public_name_numbers_operators_of_autograd, TORCH),
     Need("torch/recording.py: with_arrived_works", works_of_a_fake_group_have_no_values, TORCH),

@@ -68,6 +68,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("plan/make_plan.py", TYPES,  NOT,     NOT,     rooms("plan/amounts plan/formats plan/geometry plan/layout "
                                                               "plan/mesh plan/params plan/policy plan/precision")),
     Room("plan/rows.py",      IMPORT, NOT,     NOT,     rooms("plan/params")),
+    Room("plan/outer.py",     IMPORT, NOT,     NOT,     rooms("encodings plan/params plan/policy")),
     Room("plan/",             NOT,    NOT,     NOT,     NOTHING),
     Room("schedule/",         TYPES,  NOT,     NOT,     rooms("encodings plan")),
     Room("compat/private.py", TYPES,  TYPES,   NOT,     NOTHING),
@@ -85,6 +86,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("encodings plan schedule comm traces "
                                                               "compat/private compat/torch compat/accelerate")),
     Room("optim/",            IMPORT, NOT,     NOT,     rooms("plan compat/torch comm sharded")),
+    Room("outer/",            IMPORT, IMPORT,  NOT,     rooms("encodings plan comm compat/torch sharded")),
     Room("spmd/of_trace.py",  IMPORT, NOT,     IMPORT,  rooms("plan schedule compat traces")),
     Room("spmd/",             IMPORT, IMPORT,  NOT,     rooms("plan/amounts compat/private compat/torch")),
     Room("capture/arguments.py",IMPORT,TYPES,NOT,     rooms("safetensors_files plan sharded")),
@@ -133,7 +135,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
                                                               "tools/devices tools/time tools/forecast tools/table "
                                                               "tools/views/print_rows")),
     Room("tools/convert.py",  IMPORT, IMPORT,  NOT,     rooms("safetensors_files plan checkpoint tools/printing")),
-    Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint spmd tools/convert tools/devices "
+    Room("tools/cli.py",      NOT,    NOT,     NOT,     rooms("checkpoint spmd outer tools/convert tools/devices "
                                                               "tools/dry_run tools/from_file tools/models "
                                                               "tools/plan tools/table/rows tools/views")),
     Room("tools/__init__.py", NOT,    NOT,     NOT,     ALL),

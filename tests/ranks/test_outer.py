@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from tests.harness.errors import error_of
+from tests.harness.errors import fails
 from tests.harness.models import Small, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
@@ -149,7 +149,8 @@ def await_name(where: str, name: str) -> None:
 def come_and_go(rank: int, world_size: int, folder: Path) -> None:
     """A site joins late with other values, another checkpoint is loaded on one rank, both start from old rounds."""
     site, group = sites_of_two(rank)
-    where, options = address(), {"sync_every": EVERY, "wire": tz.Int8(block=16), "fragments": 3}
+    where = address()
+    options: dict[str, Any] = {"sync_every": EVERY, "wire": tz.Int8(block=16), "fragments": 3}
     own = tz.sites(where, name=NAMES[site], timeout=20, expected=1)
     module = fresh(Small)
     module.head.weight.data.add_(site)
@@ -172,7 +173,8 @@ def come_and_go(rank: int, world_size: int, folder: Path) -> None:
     lone = sharded(fresh(Small), 1, process_group=alone)
     again = tz.DiLoCo(lone, tz.sites(f"{where}0"[:14], name="x"), **options)
     tz.load(folder / f"last{site}", lone, extra={"outer": again})
-    assert again.counts.version == 8 and not again.counts.met
+    assert again.counts.version == 8, again
+    assert not again.counts.met, again
     for kind, rows in outer.saved().items():
         for name, row in rows.items():
             whole = row.full_tensor() if hasattr(row, "full_tensor") else row
@@ -189,3 +191,44 @@ def come_and_go(rank: int, world_size: int, folder: Path) -> None:
 
 def test_sites_come_and_go(ranks_pool: RanksPool, tmp_path: Path) -> None:
     ranks_pool.run(4, come_and_go, tmp_path)
+
+
+def refuse(rank: int, world_size: int) -> None:
+    """Refuse other models, a second job with a name, and outer optimizers that are not elementwise."""
+    site, group = sites_of_two(rank)
+    where = address()
+
+    def outer_of(module: nn.Module, name: str, **options: Any) -> tuple[Any, tz.DiLoCo]:
+        model = sharded(module, 2, process_group=group)
+        return model, tz.DiLoCo(model, tz.sites(where, name=name, timeout=3, expected=1), sync_every=2, **options)
+
+    def first_step(module: nn.Module, name: str, **options: Any) -> None:
+        model, outer = outer_of(module, name, **options)
+        train(model, torch.optim.SGD(model.parameters(), 0.1), outer, site, rank % 2, range(1))
+
+    class Other(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Parameter(torch.randn(6))
+
+    small = fresh(Small)
+    fails(lambda: outer_of(small, "lab", outer_optimizer=torch.optim.LBFGS), "outer_optimizer failed on a small matrix")
+    fails(lambda: outer_of(small, "lab", outer_optimizer=torch.optim.Muon), "steps parts of a matrix otherwise")
+    fails(lambda: outer_of(small, "lab", fragments=2, delay=1), "delay is 1, and a fragment is exchanged every 1 steps")
+    fails(lambda: outer_of(small, "lab", wire=torch.int32), "wire is Encoding(dtype=torch.int32")
+    model, outer = None, None
+    if site == 0:
+        model, outer = outer_of(small, "attic")
+        train(model, torch.optim.SGD(model.parameters(), 0.1), outer, site, rank % 2, range(1))
+    dist.barrier()
+    if site == 1:
+        fails(lambda: first_step(fresh(Other), "lab"), "differs from the sites at", "'unused' of shape (6,)", "(5,)")
+        fails(lambda: first_step(small, "lab", wire=torch.bfloat16), "every 2 steps in bfloat16, and the others have")
+        fails(lambda: first_step(small, "attic"), "another job is site 'attic' at", "give this one another name")
+    dist.barrier()
+    if outer is not None:
+        outer.leave()
+
+
+def test_wrong_sites_are_refused(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(4, refuse)

@@ -1,4 +1,4 @@
-"""Several sites train one model: each site alone, with an outer step between them. ``tz.sites``, ``tz.DiLoCo``.
+"""Several sites train one model, each alone, with an outer step between them.
 
 ::
 
@@ -7,6 +7,6 @@
     rank 1 [rows 1]                                                                 rank 1 [rows 1]
        '---------- rows 1 of the change since the last exchange, encoded ------------'
 
-``meeting.py`` decides who takes part in an exchange, ``exchange.py`` sends rows between ranks of equal place,
-``rounds.py`` runs both in a thread until all agree that it succeeded, and ``diloco.py`` steps.
+``store.py`` reaches the store, ``meeting.py`` decides who takes part in an exchange, ``exchange.py`` sends rows between
+ranks of equal place, ``rounds.py`` runs all in a thread until sites agree that it succeeded, ``diloco.py`` steps.
 """

@@ -32,8 +32,9 @@ from thunder_zero.comm.small_collectives import all_gather_object, all_gather_te
 from thunder_zero.compat.torch.groups import at_exit
 from thunder_zero.encodings.encoding import Encoding
 from thunder_zero.outer.exchange import Change, Exchanged
-from thunder_zero.outer.meeting import Announcement, NotReached, Sites
-from thunder_zero.outer.rounds import Flight, Link
+from thunder_zero.outer.meeting import Announcement
+from thunder_zero.outer.rounds import Flight, SiteLink
+from thunder_zero.outer.store import NotReached, Sites
 from thunder_zero.plan.outer import WIRE, Outer, Vector, copies_of
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.plan.rows import in_equal_parts
@@ -130,10 +131,10 @@ class DiLoCo(RowsBeside):
                 Claim("the outer step", "\n".join(self._claims()), REMEDY),
             ]
         self._sites = replace(sites, life=broadcast_object_from_rank_0(sites.life, group))
-        self._link = Link(self._sites, group.rank(), group.size(), self.outer.wire, self._fragments)
+        self._link = SiteLink(self._sites, group.rank(), group.size(), self.outer.wire, self._fragments)
         self._flight: Flight | None = None
         self._lands_at, self._others = 0, tuple[str, ...]()
-        at_exit(self.leave)
+        at_exit(self._link.leave)
 
     def __repr__(self) -> str:
         return (
@@ -159,6 +160,10 @@ class DiLoCo(RowsBeside):
                 self._land(self._flight)
             if self.counts.meets or self.outer.is_due(self.counts.steps):
                 self._launch()
+
+    def digest(self) -> str:
+        """Return a digest of the agreed parameters: after an exchange, that of all sites. Call it on all ranks."""
+        return self._digest(self.agreed.values())
 
     def leave(self) -> None:
         """Tell the other sites that this one ends. A site also leaves when its script ends without an error."""
@@ -201,7 +206,7 @@ class DiLoCo(RowsBeside):
             name=self._sites.name,
             life=self._sites.life,
             version=counts.version,
-            digest="" if counts.met else self._digest(self.agreed.values()),
+            digest="" if counts.met else self.digest(),
             met=counts.met,
             fragment=fragment,
         )

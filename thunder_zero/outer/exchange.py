@@ -1,4 +1,4 @@
-"""The messages of an exchange between the ranks of equal place of several sites, one at each site.
+"""The messages of an exchange: between ranks of equal place, one at each site.
 
 ::
 
@@ -19,7 +19,8 @@ from torch.distributed import PrefixStore, ProcessGroup, TCPStore
 from thunder_zero.compat.torch.groups import lone_group
 from thunder_zero.encodings.encoding import Encoding
 from thunder_zero.encodings.int8 import Int8
-from thunder_zero.outer.meeting import Members, Sites, own_address
+from thunder_zero.outer.meeting import Members
+from thunder_zero.outer.store import Sites, own_address
 from thunder_zero.plan.outer import Vector
 from thunder_zero.plan.rows import in_equal_parts
 
@@ -43,7 +44,7 @@ class Change:
     key: str  # seeds the rounding, equal on the ranks of a site that have equal elements
 
 
-class Exchange:
+class Peers:
     """One rank's connections to the ranks of its place at other sites, kept while the sites and their lives do."""
 
     def __init__(self, address: Sites, place: int, wire: Encoding, fragments: Sequence[Sequence[Vector]]) -> None:
@@ -51,7 +52,7 @@ class Exchange:
         self._group: ProcessGroup | None = None
         self._of: tuple[str, ...] = ()
 
-    def run(
+    def exchange(
         self,
         members: Members,
         store: TCPStore,

@@ -1,4 +1,4 @@
-"""``tz.sites``: where the sites of one training meet, and who takes part in an exchange.
+"""Who takes part in an exchange: signs of life, announcements, and turns that close.
 
 Sites share a store. Its turn "15.0" is exchange 15, first attempt. In each turn, the leader (rank 0) of each site
 announces itself, and one of them closes the turn with a compare-and-set, so that all sites agree on its members::
@@ -18,25 +18,19 @@ an exchange does not close a turn while a site that has not is alive: it waits f
 from __future__ import annotations
 
 import json
-import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from time import monotonic, sleep
 from typing import Any
-from uuid import uuid4
 
 from torch.distributed import DistError, TCPStore
 
+from thunder_zero.outer.store import NotReached, Sites, connect, host_store
+
 POLL_SECONDS = 0.02  # between two looks at a key
 BEATS = 8  # signs of life of a site within the time-out
-FIRST_TURN = "0.0"
-
-
-class NotReached(RuntimeError):
-    """The other sites, or the store, do not answer. The site trains on."""
 
 
 @dataclass(frozen=True)
@@ -90,94 +84,6 @@ class Members:
         return max(int(self.turn.partition(".")[0]), self.reference.version) + 1
 
 
-@dataclass(frozen=True)
-class Sites:
-    """Where sites meet, and the name of this one. :func:`sites` makes it."""
-
-    address: str
-    name: str
-    timeout: float
-    expected: int
-    life: str = field(default_factory=lambda: uuid4().hex[:12], compare=False, repr=False)
-
-    @property
-    def host(self) -> str:
-        return self.address.rpartition(":")[0]
-
-    @property
-    def port(self) -> int:
-        return int(self.address.rpartition(":")[2])
-
-
-def sites(address: str, *, name: str, timeout: float = 60.0, expected: int = 2) -> Sites:
-    """Return where the sites of one training meet: all give the same address, and each its own name.
-
-    >>> sites = tz.sites("10.0.0.1:29400", name="attic")
-    >>> outer = tz.DiLoCo(model, sites, sync_every=32)
-
-    A store answers at ``address``, "host:port". The command ``thunder-zero sites HOST:PORT`` runs it, so that it
-    outlives every site. Otherwise rank 0 of the first site on that host does; if that site ends, the others train on
-    alone until a store answers there again. Ranks connect to each other on the interface that leads to the host.
-    Nothing is encrypted, and whoever reaches the port can change the training: use a VPN or a firewall.
-
-    Args:
-        timeout: seconds that an exchange waits for a site, and after which a site without a sign of life is dead. It
-            should exceed the difference between the times that sites need for ``sync_every`` steps.
-        expected: number of sites that the first exchange waits for, up to the time-out.
-    """
-    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"address is {address!r}; give 'host:port' of the store, such as '10.0.0.1:29400'")
-    if not isinstance(name, str) or not name or "/" in name or not name.isprintable():
-        raise ValueError(f"name is {name!r}; give this site a name without slashes, such as 'attic'")
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
-        raise ValueError(f"timeout is {timeout!r}; give a number of seconds, such as 60")
-    if isinstance(expected, bool) or not isinstance(expected, int) or expected < 1:
-        raise ValueError(f"expected is {expected!r}; give the number of sites that the first exchange waits for")
-    return Sites(address, name, float(timeout), expected)
-
-
-def host_store(address: Sites) -> TCPStore | None:
-    """Start a store, if the host is this machine and no other process has the port."""
-    with suppress(OSError, RuntimeError), socket.socket() as probe:
-        probe.bind((address.host, 0))  # raises if the address is another machine's
-        return TCPStore(address.host, address.port, is_master=True, wait_for_workers=False)
-    return None
-
-
-def connect(address: Sites) -> TCPStore:
-    """Return a connection to the store. Raise :class:`NotReached`."""
-    try:
-        return TCPStore(
-            address.host,
-            address.port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=address.timeout),
-        )
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise NotReached(f"no store answers at {address.address} ({reason})") from error
-
-
-def own_address(address: Sites) -> str:
-    """Return this machine's address on the interface that leads to the store."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((socket.gethostbyname(address.host), address.port))  # sends nothing
-        return str(probe.getsockname()[0])
-
-
-@contextmanager
-def reaching(address: Sites) -> Iterator[None]:
-    """Raise :class:`NotReached` in place of the store's errors."""
-    try:
-        yield
-    except DistError as error:
-        raise NotReached(
-            f"the store at {address.address} does not answer: {str(error).partition(chr(10))[0]}"
-        ) from None
-
-
 class Presence:
     """Signs of life of all sites, in a thread of each site's leader.
 
@@ -186,11 +92,13 @@ class Presence:
 
     def __init__(self, address: Sites) -> None:
         self._address, self._seen = address, dict[str, tuple[int, float]]()
-        self._ended = threading.Event()
+        self._ended, self._is_started = threading.Event(), False
         self.refusal = ""  # why this site may not take part: another job has its name
 
     def start(self, store: TCPStore) -> None:
         """Take the name of this site, or raise ValueError if another living job has it. Then give signs of life."""
+        if self._is_started:
+            return
         owner, own = f"owner/{self._address.name}", self._address.life
         end, other = monotonic() + self._address.timeout, store.compare_set(owner, "", own).decode()
         if other != own:
@@ -204,15 +112,24 @@ class Presence:
                 sleep(POLL_SECONDS)
                 self.look(store)
             store.set(owner, own)
-        store.append("names", f"{self._address.name}\n")
+        self._register(store)
         self._beat(store)
+        self._is_started = True
         threading.Thread(target=self._give_signs, name="thunder_zero presence", daemon=True).start()
+
+    def _register(self, store: TCPStore) -> None:
+        names = store.compare_set("names", "", self._address.name).decode()
+        while self._address.name not in names.split():  # another site may register at the same time
+            names = store.compare_set("names", names, f"{names} {self._address.name}").decode()
 
     def end(self) -> None:
         """Leave, so that the others do not wait for this site."""
         self._ended.set()
+        owner = f"owner/{self._address.name}"
         with suppress(NotReached, DistError):
-            connect(self._address).delete_key(f"owner/{self._address.name}")
+            store = connect(self._address)
+            if self._is_started and not store.compare_set(owner, self._address.life, ""):
+                store.delete_key(owner)
 
     def alive(self) -> list[str]:
         """Return the names of the sites that are alive, this one included, in order."""
@@ -257,14 +174,21 @@ class Meeting:
 
     def members(self, key: str, me: Announcement) -> Members:
         """Return the members of the next turn in which this site takes part. Other ranks follow their leader."""
-        with reaching(self._address):
-            if self._presence is not None:
-                members = self._lead(me, self._presence)
-                self.store.set(key, json.dumps([members.turn, [asdict(site) for site in members.all]]))
-                return members
-            return _members(*json.loads(self._from_leader(key)))
+        if self._presence is None:
+            members, failure = json.loads(self._from_leader(key))
+            if failure:
+                raise NotReached(failure)
+            return _members(*members)
+        try:
+            members = self._lead(me, self._presence)
+        except Exception as error:
+            self.store.set(key, json.dumps([None, f"{error}"]))
+            raise
+        self.store.set(key, json.dumps([[members.turn, [asdict(site) for site in members.all]], ""]))
+        return members
 
     def _lead(self, me: Announcement, presence: Presence) -> Members:
+        presence.start(self.store)
         while True:
             if presence.refusal:
                 raise ValueError(presence.refusal)
@@ -295,20 +219,19 @@ class Meeting:
     def settle(self, members: Members, ranks: int, failure: str) -> str:
         """Tell the others how the exchange went on this rank. Return what all agree on: "", or why it failed."""
         turn, number = members.turn, int(members.turn.partition(".")[2])
-        with reaching(self._address):
-            if failure:
-                self.store.compare_set(f"{turn}/outcome", "", failure)
-            elif self.store.add(f"{turn}/arrived", 1) == ranks * len(members.all):
-                self.store.compare_set(f"{turn}/outcome", "", "arrived")
-            end = monotonic() + self._address.timeout
-            while not self.store.check([f"{turn}/outcome"]):
-                if monotonic() > end:
-                    self.store.compare_set(f"{turn}/outcome", "", "a rank does not say whether it has all rows")
-                self._pause()
-            outcome = self.store.get(f"{turn}/outcome").decode()
-            version, _, _ = turn.partition(".")
-            following = f"{members.next_version}.0" if outcome == "arrived" else f"{version}.{number + 1}"
-            self.store.compare_set("turn", turn, following)
+        if failure:
+            self.store.compare_set(f"{turn}/outcome", "", failure)
+        elif self.store.add(f"{turn}/arrived", 1) == ranks * len(members.all):
+            self.store.compare_set(f"{turn}/outcome", "", "arrived")
+        end = monotonic() + self._address.timeout
+        while not self.store.check([f"{turn}/outcome"]):
+            if monotonic() > end:
+                self.store.compare_set(f"{turn}/outcome", "", "a rank does not say whether it has all rows")
+            self._pause()
+        outcome = self.store.get(f"{turn}/outcome").decode()
+        version, _, _ = turn.partition(".")
+        following = f"{members.next_version}.0" if outcome == "arrived" else f"{version}.{number + 1}"
+        self.store.compare_set("turn", turn, following)
         return "" if outcome == "arrived" else outcome
 
     def _from_leader(self, key: str) -> str:
@@ -331,8 +254,17 @@ def _members(turn: str, announcements: Sequence[Mapping[str, Any]]) -> Members:
     return Members(turn, tuple(Announcement(**site) for site in announcements))
 
 
-def unlike(claims: Sequence[str], others: Sequence[str]) -> str:
-    """Return the first claims in which two sites differ, as "this, the others have that"."""
-    pairs = zip(claims, others, strict=False)
-    mine, theirs = next(((a, b) for a, b in pairs if a != b), (f"{len(claims)} claims", f"{len(others)}"))
-    return f"{mine}, and the others have {theirs}"
+def serve(address: str) -> None:
+    """Run a store, and print which sites are alive, and how many exchanges they have made, until it is interrupted."""
+    own = Sites(address, "store", BEATS, 1)
+    if (store := host_store(own)) is None:
+        raise ValueError(f"cannot run a store at {address}: give an address of this machine, and a free port")
+    presence, last = Presence(own), ""
+    while True:
+        presence.look(store)
+        exchanges = store.get("turn").decode().partition(".")[0] if store.check(["turn"]) else "0"
+        line = f"{', '.join(presence.alive()) or 'no site'}: {exchanges} exchanges"
+        if line != last:
+            print(line, flush=True)
+        last = line
+        sleep(1)

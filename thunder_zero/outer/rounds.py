@@ -1,4 +1,4 @@
-"""One exchange of a rank with other sites, in a thread: it meets, exchanges, and tries again with who is left.
+"""Runs an exchange in a thread: meets, exchanges, and tries again with who is left.
 
 ::
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from time import monotonic
 
 from torch import Tensor
@@ -17,25 +18,16 @@ from torch.distributed import DistError, TCPStore
 
 from thunder_zero.compat.torch.groups import wait_for_a_core
 from thunder_zero.encodings.encoding import Encoding
-from thunder_zero.outer.exchange import Change, Exchange, Exchanged
-from thunder_zero.outer.meeting import (
-    Announcement,
-    Meeting,
-    NotReached,
-    Presence,
-    Sites,
-    connect,
-    host_store,
-    reaching,
-    unlike,
-)
+from thunder_zero.outer.exchange import Change, Exchanged, Peers
+from thunder_zero.outer.meeting import Announcement, Meeting, Presence
+from thunder_zero.outer.store import NotReached, Sites, connect, host_store, reaching
 from thunder_zero.plan.outer import Vector
 
 ATTEMPTS = 4  # of one exchange; each loses at least one site, or takes a time-out
 CLAIMS = "claims"
 
 
-class Link:
+class SiteLink:
     """This rank's way to the other sites: connections that outlive an exchange."""
 
     def __init__(
@@ -48,9 +40,9 @@ class Link:
     ) -> None:
         self.address, self.ranks = address, ranks
         self._rank = rank
-        self._hosted = host_store(address) if rank == 0 else None
-        self._presence: Presence | None = None
-        self._exchange = Exchange(address, rank, wire, fragments)
+        self._hosted: TCPStore | None = None  # the store, if this process runs it
+        self._presence = Presence(address) if rank == 0 else None
+        self._peers = Peers(address, rank, wire, fragments)
         self._flights = 0  # equal on all ranks of a site
 
     def fly(self, me: Announcement, claims: str, changes: Sequence[Change], rows: Sequence[Tensor]) -> Flight:
@@ -68,43 +60,40 @@ class Link:
         rows: Sequence[Tensor],
         sign: Callable[[], None],
     ) -> Exchanged:
-        store = connect(self.address)
-        with reaching(self.address):
-            self._introduce(store, claims)
+        if self._rank == 0:
+            self._hosted = host_store(self.address) or self._hosted
+        store = connect(self.address, 0.0 if me.met else self.address.timeout)
         meeting, failure = Meeting(self.address, store, self._presence, sign), ""
-        for attempt in range(ATTEMPTS):
-            members = meeting.members(f"{me.life}/{number}/{attempt}", me)
-            failure = ""
-            try:
-                exchanged = self._exchange.run(members, store, changes, rows, sign)
-            except (RuntimeError, OSError) as error:
-                failure = f"site {me.name!r}: {str(error).partition(chr(10))[0]}"
-            failure = meeting.settle(members, self.ranks, failure)
-            if not failure:
-                return exchanged
-            self._exchange.drop()
+        with reaching(self.address):
+            self._compare(store, claims)
+            for attempt in range(ATTEMPTS):
+                members = meeting.members(f"{me.life}/{number}/{attempt}", me)
+                failure = ""
+                try:
+                    exchanged = self._peers.exchange(members, store, changes, rows, sign)
+                except (RuntimeError, OSError) as error:
+                    failure = f"site {me.name!r}: {str(error).partition(chr(10))[0]}"
+                failure = meeting.settle(members, self.ranks, failure)
+                if not failure:
+                    return exchanged
+                self._peers.drop()
         raise NotReached(f"{ATTEMPTS} attempts failed, the last one with {failure}")
 
-    def _introduce(self, store: TCPStore, claims: str) -> None:
-        """Refuse another model, and take this site's name, once."""
+    def _compare(self, store: TCPStore, claims: str) -> None:
+        """Raise ValueError if another model meets at the store."""
         others = store.compare_set(CLAIMS, "", claims).decode() if claims else ""
         if others != claims:
             raise ValueError(
                 f"site {self.address.name!r} differs from the sites at {self.address.address}: it has "
-                f"{unlike(claims.splitlines(), others.splitlines())}; train the same on all sites, or start the "
+                f"{_unlike(claims.splitlines(), others.splitlines())}; train the same on all sites, or start the "
                 f"store anew"
             )
-        if self._rank == 0 and self._presence is None:
-            presence = Presence(self.address)
-            presence.start(store)
-            self._presence = presence
 
     def leave(self) -> None:
         """Tell the others that this site ends, and close the connections."""
         if self._presence is not None:
             self._presence.end()
-            self._presence = None
-        self._exchange.drop()
+        self._peers.drop()
 
 
 class Flight(threading.Thread):
@@ -139,3 +128,9 @@ class Flight(threading.Thread):
 
     def _sign(self) -> None:
         self._last_sign = monotonic()
+
+
+def _unlike(claims: Sequence[str], others: Sequence[str]) -> str:
+    """Return the first claims in which two sites differ, as "this, and the others have that"."""
+    pairs = zip_longest(claims, others, fillvalue="nothing more")
+    return next(f"{mine}, and the others have {theirs}" for mine, theirs in pairs if mine != theirs)

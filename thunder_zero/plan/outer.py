@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 import torch
 
 from thunder_zero.encodings.encoding import Encoding
-from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import STAGES, is_count
 
@@ -131,9 +130,3 @@ def _vectors(plan: Plan, paths: Sequence[str]) -> tuple[Vector, ...]:
         )
         for (is_cut, is_sliced), params in kinds.items()
     )
-
-
-def described(outer: Outer, plan: Plan, sites: int) -> str:
-    """Return one line about the bytes of each exchange."""
-    most = max(outer.sent(vectors, sites) for vectors in outer.vectors_of(plan))
-    return f"{sites} sites, {outer}: each rank sends {size(most)} in an exchange"

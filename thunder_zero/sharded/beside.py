@@ -1,4 +1,4 @@
-"""Tensors beside a sharded model's parameters: a rank has the same rows of each as of its parameter."""
+"""Tensors beside parameters, with their rows: averages, or what sites agreed on."""
 
 from __future__ import annotations
 

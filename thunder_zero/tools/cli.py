@@ -237,6 +237,16 @@ def _calibrate(add: Add) -> Command:
     return run
 
 
+def _sites(add: Add) -> Command:
+    def run(address: str) -> None:
+        from thunder_zero.outer.meeting import serve
+
+        serve(address)
+
+    add("address", help="HOST:PORT of this machine, as in tz.sites")
+    return run
+
+
 # what adds the arguments of a command and returns its function, the help, the description (default: the help)
 COMMANDS: dict[str, tuple[Callable[[Add], Command], str, str]] = {
     "inspect": (_inspect, "print the contents of a checkpoint; find missing or cut files", ""),
@@ -247,5 +257,6 @@ COMMANDS: dict[str, tuple[Callable[[Add], Command], str, str]] = {
     "check": (_check, "check a training step on a mesh: what is wrong on which axis", CHECK),
     "plan": (_plan, "compare stages and meshes for a model, and recommend one", ""),
     "why": (_why, "run a training script; print its measured step beside the forecast", WHY),
+    "sites": (_sites, "run the store where the sites of one training meet, until it is interrupted", ""),
     "calibrate": (_calibrate, "measure CPU and gloo, no GPU", CALIBRATE),
 }
