@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import thunder_zero as tz
 from tests.harness.errors import fails
@@ -159,20 +161,20 @@ def come_and_go(rank: int, world_size: int, folder: Path) -> None:
     outer = tz.DiLoCo(model, own, **options)
     if site == 0:
         train(model, optimizer, outer, site, rank % 2, range(5))
-        tz.save(folder / "first", model, optimizer, extra={"outer": outer})
+        tz.save(folder / "0/first", model, optimizer, extra={"outer": outer})
         assert outer.counts.version == 5, "alone it exchanges with itself, and met once"
     dist.barrier()
     if site == 0:
         await_name(where, "lab")
     train(model, optimizer, outer, site, rank % 2, range(5, 8))  # the other's first step takes the rows
     assert outer.counts.version == 8, outer
-    tz.save(folder / f"last{site}", model, optimizer, extra={"outer": outer})
+    tz.save(folder / f"{site}/last", model, optimizer, extra={"outer": outer})
     outer.leave()
 
     alone = dist.new_subgroups(1)[0]
     lone = sharded(fresh(Small), 1, process_group=alone)
     again = tz.DiLoCo(lone, tz.sites(f"{where}0"[:14], name="x"), **options)
-    tz.load(folder / f"last{site}", lone, extra={"outer": again})
+    tz.load(folder / f"{site}/last", lone, extra={"outer": again})
     assert again.counts.version == 8, again
     assert not again.counts.met, again
     for kind, rows in outer.saved().items():
@@ -182,7 +184,7 @@ def come_and_go(rank: int, world_size: int, folder: Path) -> None:
 
     model = sharded(module, 3, process_group=group)  # both sites restart: one of them from an old checkpoint
     outer = tz.DiLoCo(model, tz.sites(where, name=NAMES[site], timeout=20), **options)
-    tz.load(folder / ("first", "last1")[site], model, extra={"outer": outer})
+    tz.load(folder / ("0/first", "1/last")[site], model, extra={"outer": outer})
     train(model, torch.optim.SGD(model.parameters(), 0.0), outer, site, rank % 2, range(4))
     assert outer.counts.version == 12, outer  # they met after 8, and exchanged each fragment once
     agree(outer, model)
@@ -232,3 +234,54 @@ def refuse(rank: int, world_size: int) -> None:
 
 def test_wrong_sites_are_refused(ranks_pool: RanksPool) -> None:
     ranks_pool.run(4, refuse)
+
+
+class Sliced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm, up, down = self.layers
+        return down(up(norm(x)).relu())
+
+
+def stream(rank: int, world_size: int, kind: str) -> None:
+    """Train with fragments, a delay and int8: DDP, in slices, in bfloat16 with an offloaded outer step."""
+    site, group = sites_of_two(rank)
+    where = tz.sites(address(), name=NAMES[site], timeout=20)
+    x = torch.arange(24.0).view(4, 6).sin() + site
+    module: nn.Module = fresh(Sliced)
+    if kind == "slices":
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("site", "dp", "tp"))["dp", "tp"]
+        parallelize_module(module, mesh["tp"], {"layers.1": ColwiseParallel(), "layers.2": RowwiseParallel()})
+        model = tz.compile(module, stage=3, mesh=mesh)
+    else:
+        model = tz.compile(module.bfloat16() if kind == "bfloat16" else module, stage=0, process_group=group)
+        x = x.to(next(model.parameters()).dtype)
+    options: dict[str, Any] = {"cpu_offload": kind == "bfloat16", "fragments": 3, "delay": 1}
+    outer = tz.DiLoCo(model, where, sync_every=6, wire=tz.Int8(block=16), alpha=0.25, **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    before = [local(param).clone() for param in model.parameters()]
+    for _ in range(9):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        outer.step()
+    assert outer.counts.version == 5, outer  # met after step 1, launched after steps 2, 4, 6 and 8
+    assert not any(torch.equal(a, local(b)) for a, b in zip(before, model.parameters(), strict=True))
+    digests: list[Any] = [None] * world_size
+    dist.all_gather_object(digests, outer.digest())
+    assert len(set(digests)) == 1, "the sites differ"
+    for name, row in outer.agreed.items():  # equal rows of a site stay equal, though each rank rounds at random
+        assert local(row).dtype is torch.float32, name
+        if kind != "slices" or name.startswith("layers.0"):
+            everyone: list[Any] = [None] * world_size
+            dist.all_gather_object(everyone, local(row).clone())
+            assert all(torch.equal(everyone[0], other) for other in everyone), name
+    outer.leave()
+
+
+@pytest.mark.parametrize("kind", ["slices", *slow("replicas", "bfloat16")])
+def test_fragments_are_exchanged_beside_compute(ranks_pool: RanksPool, kind: str) -> None:
+    ranks_pool.run(4, stream, kind)

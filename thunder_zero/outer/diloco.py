@@ -128,7 +128,7 @@ class DiLoCo(RowsBeside):
             self._fragments = self.outer.vectors_of(plan)
             claims += [
                 Claim("the site", repr(sites), REMEDY),
-                Claim("the outer step", "\n".join(self._claims()), REMEDY),
+                Claim("the site", "; ".join(self._options()), REMEDY),
             ]
         self._sites = replace(sites, life=broadcast_object_from_rank_0(sites.life, group))
         self._link = SiteLink(self._sites, group.rank(), group.size(), self.outer.wire, self._fragments)
@@ -180,13 +180,15 @@ class DiLoCo(RowsBeside):
         value = f"{self.counts.steps} steps, {self.counts.version} exchanges"
         return Claim(f"{name} of {self.state.name}", value, "call step on every rank")
 
+    def _options(self) -> list[str]:
+        return [f"an outer step {self.outer}", f"the outer optimizer {' '.join(repr(self.optimizer).split())}"]
+
     def _claims(self) -> str:
         """Return what must be equal at all sites, a sentence each line."""
         plan, frozen = self.state.plan, {name: param for name, param in self._params.items() if name not in self.agreed}
         lines = [
             f"stage {plan.policy.stage} on {' x '.join(f'{axis.size} ({axis.name})' for axis in plan.mesh.axes)} ranks",
-            f"an outer step {self.outer}",
-            f"the outer optimizer {' '.join(repr(self.optimizer).split())}",
+            *self._options(),
             *(f"parameter {name!r} of shape {tuple(param.shape)}" for name, param in self.agreed.items()),
             *(f"the frozen parameter {name!r} with digest {self._digest([param])}" for name, param in frozen.items()),
         ]
