@@ -139,7 +139,18 @@ def speeds(names: Sequence[str], links: Sequence[str]) -> Iterator[str]:
 def faults(kills: int, seed: int) -> Iterator[str]:
     """Kill or stop a random site, or one rank of it, again and again, and start it again."""
     chance, address = random.Random(seed), f"127.0.0.1:{free_port()}"
-    options = ("--every", "8", "--wire", "int8", "--fragments", "2", "--steps", "1000000", "--store", address)
+    options: tuple[str, ...] = (
+        "--every",
+        "8",
+        "--wire",
+        "int8",
+        "--fragments",
+        "2",
+        "--steps",
+        "1000000",
+        "--store",
+        address,
+    )
     options += ("--width", "32", "--rows", "8", "--timeout", "10", "--digests")
     with tempfile.TemporaryDirectory() as folder, seats(len(SITES), LOOPBACK) as places:
         store = subprocess.Popen([sys.executable, "-m", "thunder_zero", "sites", address], cwd=ROOT)
@@ -154,7 +165,7 @@ def faults(kills: int, seed: int) -> Iterator[str]:
         ended = list[float]()
         try:
             for _ in range(kills):
-                await_exchanges(logs.values(), 2)
+                await_exchanges(list(logs.values()), 2)
                 time.sleep(chance.uniform(0, 5))
                 site, what = chance.choice(SITES), chance.choice(("all ranks", "rank 0", "rank 1", "stop"))
                 ranks = running[site] if what in ("all ranks", "stop") else [running[site][int(what[-1])]]
@@ -170,7 +181,7 @@ def faults(kills: int, seed: int) -> Iterator[str]:
                     rank.wait(SECONDS)
                 ended.append(time.monotonic() - begun)
                 running[site] = begin(site)
-            await_exchanges(logs.values(), 4)
+            await_exchanges(list(logs.values()), 4)
         finally:
             for process in (store, *(rank for ranks in running.values() for rank in ranks)):
                 process.kill()

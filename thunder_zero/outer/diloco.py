@@ -121,7 +121,9 @@ class DiLoCo(RowsBeside):
         self.counts, plan, group = OuterCounts(), self.state.plan, self.state.group
         self._is_sharded = STAGES[plan.policy.stage].sharded
         with all_or_none(group, "its outer step") as claims:
-            rows = {name: _on_host(row) if cpu_offload else row for name, row in self.copies().items()}
+            rows = self.copies()
+            if cpu_offload:
+                rows = {name: _with_rows(local(row).cpu(), row) for name, row in rows.items()}
             self.agreed: dict[str, Tensor] = {name: nn.Parameter(row) for name, row in rows.items()}
             self.optimizer = _with_states(outer_optimizer, list(self.agreed.values()))
             self._require_planned()
@@ -163,10 +165,10 @@ class DiLoCo(RowsBeside):
 
     def digest(self) -> str:
         """Return a digest of the agreed parameters: after an exchange, that of all sites. Call it on all ranks."""
-        return self._digest(self.agreed.values())
+        return _hash(self._digests(self.agreed.values()))
 
     def leave(self) -> None:
-        """Tell the other sites that this one ends. A site also leaves when its script ends without an error."""
+        """Tell the other sites that this one ends. A script that ends does so, too."""
         self._link.leave()
 
     def saved(self) -> dict[str, dict[str, Tensor]]:
@@ -186,11 +188,12 @@ class DiLoCo(RowsBeside):
     def _claims(self) -> str:
         """Return what must be equal at all sites, a sentence each line."""
         plan, frozen = self.state.plan, {name: param for name, param in self._params.items() if name not in self.agreed}
+        digests = self._digests(frozen.values())
         lines = [
             f"stage {plan.policy.stage} on {' x '.join(f'{axis.size} ({axis.name})' for axis in plan.mesh.axes)} ranks",
             *self._options(),
             *(f"parameter {name!r} of shape {tuple(param.shape)}" for name, param in self.agreed.items()),
-            *(f"the frozen parameter {name!r} with digest {self._digest([param])}" for name, param in frozen.items()),
+            *(f"frozen parameter {name!r} of digest {digest}" for name, digest in zip(frozen, digests, strict=True)),
         ]
         return "\n".join(lines)
 
@@ -214,10 +217,8 @@ class DiLoCo(RowsBeside):
         )
         changes = [self._change(vector) for vector in self._fragments[fragment]]
         claims = "" if counts.met else self._claims()
-        self._flight, self._lands_at = (
-            self._link.fly(me, claims, changes, self._rows()),
-            counts.steps + self.outer.delay,
-        )
+        self._flight = self._link.fly(me, claims, changes, self._rows())
+        self._lands_at = counts.steps + self.outer.delay
         if counts.meets or not self.outer.delay:
             self._land(self._flight)
 
@@ -272,17 +273,14 @@ class DiLoCo(RowsBeside):
         vectors = self._fragments[members.fragment]
         names = [path for vector in vectors for path in vector.paths]
         contributes = self._sites.name in members.contributors
-        old = {name: local(self.agreed[name]).clone() for name in names if counts.met and not contributes}
+        stays = counts.met and not contributes  # its own change was not averaged
+        old = {name: local(self.agreed[name]).clone() for name in names if stays}
         self._step_outer(vectors, exchanged.means)
-        weight = self.outer.alpha if contributes and self.outer.delay else 0.0
+        alpha = self.outer.alpha if contributes and self.outer.delay else 0.0
         for name in names:
             agreed = local(self.agreed[name])
-            if name in old:  # its own change was not averaged, so it stays
-                self._write(name, _like(self._trained[name], agreed) - old[name] + agreed)
-            elif weight:
-                self._write(name, torch.lerp(agreed, _like(self._trained[name], agreed), weight))
-            else:
-                self._write(name, agreed)
+            param = _like(self._trained[name], agreed)
+            self._write(name, param - old[name] + agreed if stays else torch.lerp(agreed, param, alpha))
 
     def _take(self, rows: Sequence[Tensor]) -> None:
         """Replace the agreed parameters and the states. What the model's parameters have changed since stays."""
@@ -302,25 +300,23 @@ class DiLoCo(RowsBeside):
             params = [self.agreed[path] for path in vector.paths]
             sizes = [local(param).numel() for param in params]
             for param, piece in zip(params, mean[: sum(sizes)].split(sizes), strict=True):
-                rows = piece.view(local(param).shape).to(local(param))
-                param.grad = dtensor_like(rows, param, param.shape) if isinstance(param, DTensor) else rows
+                param.grad = _with_rows(piece.view(local(param).shape).to(local(param)), param)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _write(self, name: str, rows: Tensor) -> None:
         """Give a parameter of the model new values; this bumps its version, so that ZeRO-1 sees it."""
         param = self._trained[name]
-        rows = rows.detach().to(local(param))
-        param.copy_(dtensor_like(rows, param, param.shape) if isinstance(param, DTensor) else rows)
+        param.copy_(_with_rows(rows.detach().to(local(param)), param))
 
     def _rows(self) -> list[Tensor]:
         """Return this rank's rows of all tensors: those that a site takes that has missed exchanges."""
         return [local(tensor) for tensors in self.saved().values() for tensor in tensors.values()]
 
-    def _digest(self, tensors: Iterable[Tensor]) -> str:
-        """Return a digest of tensors on all ranks of this site; a collective."""
+    def _digests(self, tensors: Iterable[Tensor]) -> list[str]:
+        """Return a digest of each tensor, of its rows on all ranks of this site; a collective."""
         digests = [int(digest) for digest in digests_of(map(local, tensors))]
-        return hashlib.sha256(repr(all_gather_object(digests, self.state.group)).encode()).hexdigest()[:16]
+        return [_hash(ranks) for ranks in zip(*all_gather_object(digests, self.state.group), strict=True)]
 
     def _copies(self) -> tuple[int, int]:
         """Return the number of ranks of this site with equal rows, which share the exchange, and this rank's index."""
@@ -332,14 +328,18 @@ class DiLoCo(RowsBeside):
         return ranks.data if ranks.replicate_group is None or not self._is_sharded else ranks.replicate_group
 
 
+def _hash(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def _with_rows(rows: Tensor, tensor: Tensor) -> Tensor:
+    """Return these rows, as a DTensor if ``tensor`` is one."""
+    return dtensor_like(rows, tensor, tensor.shape) if isinstance(tensor, DTensor) else rows
+
+
 def _like(param: Tensor, agreed: Tensor) -> Tensor:
     """Return the rows of a parameter in the dtype and on the device of its agreed values."""
     return local(param).detach().to(agreed)
-
-
-def _on_host(row: Tensor) -> Tensor:
-    rows = local(row).cpu()
-    return dtensor_like(rows, row, row.shape) if isinstance(row, DTensor) else rows
 
 
 def _with_states(make: MakeOuter, params: Sequence[Tensor]) -> Optimizer:

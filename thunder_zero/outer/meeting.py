@@ -255,16 +255,15 @@ def _members(turn: str, announcements: Sequence[Mapping[str, Any]]) -> Members:
 
 
 def serve(address: str) -> None:
-    """Run a store, and print which sites are alive, and how many exchanges they have made, until it is interrupted."""
+    """Run a store until it is interrupted. Print the sites that are alive, and the number of exchanges."""
     own = Sites(address, "store", BEATS, 1)
     if (store := host_store(own)) is None:
         raise ValueError(f"cannot run a store at {address}: give an address of this machine, and a free port")
-    presence, last = Presence(own), ""
+    presence, last = Presence(own), tuple[str, ...]()
     while True:
         presence.look(store)
-        exchanges = store.get("turn").decode().partition(".")[0] if store.check(["turn"]) else "0"
-        line = f"{', '.join(presence.alive()) or 'no site'}: {exchanges} exchanges"
-        if line != last:
-            print(line, flush=True)
-        last = line
+        exchanges = store.get("turn").decode().partition(".")[0] if store.check(["turn"]) else 0
+        if (alive := tuple(presence.alive())) != last:
+            print(f"{', '.join(alive) or 'no site'}, after {exchanges} exchanges", flush=True)
+        last = alive
         sleep(1)

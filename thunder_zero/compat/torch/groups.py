@@ -91,8 +91,8 @@ def at_exit(function: Callable[..., None], *args: Any) -> None:
 
 def lone_group(store: Store, rank: int, size: int, timeout: float, address: str) -> ProcessGroup:
     """Return a gloo group that no other group knows of, on the network interface with this address."""
-    options = ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=timeout)
-    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    group: ProcessGroup = ProcessGroupGloo(store, rank, size, options)
+    gloo: Any = ProcessGroupGloo  # torch's stubs lack its options
+    options = gloo._Options()
+    options._timeout, options._devices = timedelta(seconds=timeout), [gloo.create_device(hostname=address)]
+    group: ProcessGroup = gloo(store, rank, size, options)
     return group
