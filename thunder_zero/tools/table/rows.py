@@ -61,11 +61,12 @@ class Row:
     work: str = ""  # the class of its computation, such as "matmul"
     # FLOPs of its products, attention and convolutions. Of a loss and an optimizer's step, a forecast of time has them
     flops: int = 0
+    moved: int = 0  # bytes that it reads and writes in memory, if there is a forecast of time
     repeats: tuple[int, ...] = ()  # the FLOPs of each operation of forward that it computes again
     over: str = ""  # the axis of the mesh over which it launches a collective
     sent: int | None = None  # bytes that this rank sends; None if the line launches no collective
     deferred: int = 0  # bytes of full gradients that it keeps for the reduction in a later backward
-    gathered: int = 0  # bytes of gathered parameters alive after it, from the launches of their gathers
+    unsharded: int = 0  # bytes of gathered parameters alive after it, from the launches of their gathers
     # allocated, freed: bytes that it allocates and frees, keyed by kind of data, as in
     # :class:`thunder_zero.tools.Holds`: a gathered parameter is a buffer of a collective until the wait
     allocated: Mapping[str, int] = field(default_factory=dict)
@@ -121,9 +122,9 @@ def explained(
         for position in of_op
         if op.backward is backward
     }
-    gathered = alive[timeline.backward_start - 1] if backward else 0
+    unsharded = alive[timeline.backward_start - 1] if backward else 0
     for line in lines:
-        row, index = replace(line, unit=unit, gathered=gathered), index_of.pop(line.position, None)
+        row, index = replace(line, unit=unit, unsharded=unsharded), index_of.pop(line.position, None)
         if index is None:
             yield row
             continue
@@ -131,14 +132,14 @@ def explained(
         if line.position != positions[index][0]:
             yield replace(row, **_code_of(op, timeline))
             continue
-        gathered = alive[index]
+        unsharded = alive[index]
         reads = op.returned if isinstance(op, Return) else op.reads
         paths = look_up(reads, read) or look_up(op.writes, made) if isinstance(op, Compute | Return) else op.params
         is_made = isinstance(op, Compute) and not look_up(op.reads, read) and bool(paths)
         is_of_gradients = is_made or isinstance(op, Reduce | Defer) or ends(op, Reduce)
         own = timeline.plan.by_name[paths[0]].unit if paths else unit
         unit = own if isinstance(op, Compute) else unit
-        row = replace(line, op=index, params=paths, gradients=is_of_gradients, gathered=gathered, unit=own)
+        row = replace(line, op=index, params=paths, gradients=is_of_gradients, unsharded=unsharded, unit=own)
         yield row if _is_plain_free(op) else replace(row, **_meaning(op, timeline))
     if missing := [index for index in index_of.values() if not _is_plain_free(timeline.ops[index])]:
         raise ValueError(f"the trace has no lines of the operations at {sorted(missing)} of the timeline")
