@@ -23,7 +23,7 @@ from thunder_zero.schedule.ops import Compute, Gather, Launch, Op, Reduce, Wait,
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Timeline, Value
 from thunder_zero.tools.devices.device import A100, DEVICES, H100, TPU_V2, Cost, Device, Lane, Link
-from thunder_zero.tools.time.estimate import compute_dtype, costs_of, ring, simulate, step_time, traffic_bytes
+from thunder_zero.tools.time.estimate import compute_dtype, ring, simulate, step_time, traffic_bytes
 from thunder_zero.tools.time.lanes import Lanes
 
 PAGE = (Path(__file__).parents[2] / "docs/cost-model.md").read_text()
@@ -221,7 +221,7 @@ def test_the_page_has_the_packages_devices() -> None:
 def test_devices_have_names_and_the_costs_of_their_numbers() -> None:
     assert len({device.name for device in DEVICES.values()}) == len(DEVICES)
     op, timeline = launch_of((800, 3), Gather, 8, 1)
-    (cost,) = costs_of(timeline, H100)
+    (cost,) = step_time(timeline, H100).costs
     assert (cost.lane, cost.wire_seconds) == (Lane.SHARD, H100.intra_node.seconds(7 * 100 * 3 * 2, steps=7))
     assert cost.sent_bytes == timeline.traffic(op).busiest
 
@@ -244,7 +244,7 @@ def test_a_launch_has_the_traffic_of_both_ends(
     # Encoding reads and writes before the launch, decoding after the wait.
     launch = kind(("given",), "handle", ("w",))
     plan = Plan(Policy(3), Mesh.of(2), (make_param("w", (8,), "", Policy(3), **fields),))
-    (cost,) = costs_of(Timeline((launch,), {"given": Value(32, "float32")}, plan), SECOND)
+    (cost,) = step_time(Timeline((launch,), {"given": Value(32, "float32")}, plan), SECOND).costs
     assert (cost.launch_seconds, cost.finish_seconds, cost.traffic_bytes) == (before, after, before + after)
 
 
@@ -253,5 +253,5 @@ def test_a_copy_on_several_nodes_shares_its_wire_with_other_copies() -> None:
     op, timeline = launch_of((5, 3), Reduce, 4, 2)
     timeline = timeline.with_ops((op, Reduce(("g",), "fut", ("w",), REPLICATE)))
     for devices, lanes in {4: [Lane.SHARD, Lane.REPLICATE], 2: [Lane.SHARD, Lane.SHARD]}.items():
-        costs = costs_of(timeline, replace(SECOND, devices_per_node=devices))
+        costs = step_time(timeline, replace(SECOND, devices_per_node=devices)).costs
         assert [cost.lane for cost in costs] == lanes

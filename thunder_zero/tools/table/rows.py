@@ -71,6 +71,9 @@ class Row:
     # :class:`thunder_zero.tools.Holds`: a gathered parameter is a buffer of a collective until the wait
     allocated: Mapping[str, int] = field(default_factory=dict)
     freed: Mapping[str, int] = field(default_factory=dict)
+    # the tensors that it writes, keyed by name: "shape", "dtype" and "storage", the index in ``Memory.storages``. A
+    # view has a storage that an earlier line allocated
+    written: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     alive: int | None = None  # bytes of all tensors alive after it; None without a forecast of memory
     highest: int | None = None  # the most bytes alive while it runs
     is_peak: bool = False  # True if the step's peak is in this line
@@ -94,9 +97,9 @@ class Row:
 
     @property
     def statement(self) -> str:
-        """The code on one line, with short names of operators and without comments."""
+        """The code on one line, with short names of operators and without comments; a comment alone, as text."""
         lines = (line.partition("  #")[0].strip() for line in self.code.splitlines())
-        return short(" ".join(line for line in lines if not line.startswith("#")))
+        return short(" ".join(line for line in lines if not line.startswith("#"))) or self.code.removeprefix("# ")
 
 
 # the rows that ``only=`` selects when a trace is printed
@@ -140,13 +143,9 @@ def explained(
         own = timeline.plan.by_name[paths[0]].unit if paths else unit
         unit = own if isinstance(op, Compute) else unit
         row = replace(line, op=index, params=paths, gradients=is_of_gradients, unsharded=unsharded, unit=own)
-        yield row if _is_plain_free(op) else replace(row, **_meaning(op, timeline))
-    if missing := [index for index in index_of.values() if not _is_plain_free(timeline.ops[index])]:
+        yield replace(row, **_meaning(op, timeline)) if op.params or not isinstance(op, Free) else row
+    if missing := [index for index in index_of.values() if (op := timeline.ops[index]).params or op.kind != "free"]:
         raise ValueError(f"the trace has no lines of the operations at {sorted(missing)} of the timeline")
-
-
-def _is_plain_free(op: Op) -> bool:
-    return isinstance(op, Free) and not op.params
 
 
 def _meaning(op: Op, timeline: Timeline) -> dict[str, Any]:
