@@ -117,6 +117,8 @@ def test_the_figures_agree_with_each_other(stage: int) -> None:
             storage = memory.storages[value["storage"]]
             line_and_work.add((storage.line < index, line.work == "view"))
             assert prod(value["shape"]) * itemsize(value["dtype"]) == storage.nbytes
+        if line.kind == "wait":
+            assert [memory.storages[value["storage"]].name for value in line.written.values()] == list(line.params)
     assert line_and_work == {(True, True), (False, False)}
     full = stage < 2  # DDP and ZeRO-1 hold the model in full
     assert memory.at_rest == (3 * WEIGHT if full else 3 * WEIGHT // 2) + 4 * WIDTH

@@ -209,6 +209,7 @@ def sizes_in(cell: str) -> list[float]:
 def test_the_page_has_the_packages_devices() -> None:
     rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|", PAGE, re.MULTILINE)
     assert [row[0] for row in rows] == list(DEVICES)
+    assert len({device.name for device in DEVICES.values()}) == len(DEVICES)
     for name, peaks, memory, inside, across in rows:
         device, dtypes = DEVICES[name], re.findall(r"(\w+): ([\de.]+)", peaks)
         assert {dtype: float(flops) for dtype, flops in dtypes}.items() <= device.flops_per_second.items()
@@ -216,14 +217,6 @@ def test_the_page_has_the_packages_devices() -> None:
         assert sizes_in(inside) == [device.intra_node.bytes_per_second]
         assert inside.replace(",", "").startswith(f"{device.devices_per_node} ")
         assert sizes_in(across) == ([] if device.inter_node is None else [device.inter_node.bytes_per_second])
-
-
-def test_devices_have_names_and_the_costs_of_their_numbers() -> None:
-    assert len({device.name for device in DEVICES.values()}) == len(DEVICES)
-    op, timeline = launch_of((800, 3), Gather, 8, 1)
-    (cost,) = step_time(timeline, H100).costs
-    assert (cost.lane, cost.wire_seconds) == (Lane.SHARD, H100.intra_node.seconds(7 * 100 * 3 * 2, steps=7))
-    assert cost.sent_bytes == timeline.traffic(op).busiest
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,9 @@ def in_order(rows: Iterable[Row], around: Mapping[str, str]) -> list[Row]:
     added = (Row(phase, -1, code) for phase, code in around.items())
     ordered, unsharded = sorted((*rows, *added), key=lambda row: ORDER.index(row.phase)), 0
     for index, row in enumerate(ordered):
-        unsharded = row.unsharded if row.position >= 0 else unsharded
-        ordered[index] = replace(row, unsharded=unsharded)  # what is gathered stays so around a trace
+        if row.position < 0:
+            ordered[index] = replace(row, unsharded=unsharded)  # what is gathered stays so around a trace
+        unsharded = ordered[index].unsharded
     return ordered
 
 

@@ -132,8 +132,7 @@ def _print(table: Table, parts: Mapping[str, Sequence[Row | int] | None], notes:
     plan, types = table.traces.plan, table.types
     if table.no_memory:
         write(console, f"# {table.no_memory}\n")
-    legend = HOW_TO_READ + HOW_TO_READ_SLICES * plan.mesh.is_sliced + HOW_TO_READ_TYPES * (types is not None)
-    write(console, legend, QUIET)
+    write(console, HOW_TO_READ + HOW_TO_READ_SLICES * plan.mesh.is_sliced + HOW_TO_READ_TYPES * bool(types), QUIET)
     if types and types.not_checked:
         write(console, f"# types: not checked: {types.not_checked}\n")
     for name, rows in parts.items():

@@ -230,8 +230,7 @@ def _memory(followed: Followed, tables: Sequence[Table], peak: int, resident_bef
     kept = (item for states in followed.optimizer.state.values() for item in states.values())
     states = sum(local(item).nbytes for item in kept if isinstance(item, Tensor))
     forecast = tables[0].memory if len(tables) == 1 else None
-    unknown = "several graphs" if tables[1:] else "unknown"
-    words = size(forecast.peak + states) if forecast else unknown
+    words = size(forecast.peak + states) if forecast else "several graphs" if tables[1:] else "unknown"
     return words, f"{size(peak)}{', the process' * on_cpu}" if peak else "unknown"
 
 

@@ -1,8 +1,8 @@
 """Turns the table of a step into JSON data, which ``--json`` prints and ``page.js`` draws.
 
-Lines, bars and tensors are tables with a list for each column. Units, parameters and origins are list indices. Times
-are seconds since the step began, and a line begins when the line before it ends. Numbers place what the page draws; it
-prints them as the words beside them. The page numbers the rows of the table from 0: these are its lines.
+Lines, bars and tensors are tables with a list for each column. Units, parameters and origins are list indices. Numbers
+place what is drawn: times are seconds since the step began, and a line begins when the line before it ends. What is
+printed are words. The page numbers the rows of the table from 0: these are its lines.
 """
 
 from __future__ import annotations
