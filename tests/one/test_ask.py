@@ -234,7 +234,6 @@ def test_wrong_arguments_are_refused_in_a_sentence() -> None:
         (lambda: tz.explain(program, "layer.3.weight"), unknown),
         (lambda: tz.explain(program, "shift"), "'shift' is a buffer, or a parameter that Policy.ignored names"),
         (lambda: tz.explain(program, weight(0), device="h9"), "there is no device 'h9'; give one of a100, h100"),
-        (lambda: tz.tools.save_timeline("no.json", program, device="h9"), "there is no device 'h9'; give one of a100"),
         (lambda: diff(three, two), "the first has 'layers.2.weight' (4, 4) float32 where the second has no"),
         (lambda: diff(rooted, two), "'layers.0.weight' is of unit '' in the first and of 'layers.0' in"),
         (lambda: diff(program, traces(3, synced=False)), no_sync),

@@ -156,7 +156,6 @@ def test_wrong_traces_and_devices_are_refused() -> None:
     of_timeline, on = partial(tz.tools.estimate, cast(Any, traces.timeline), H100), partial(tz.tools.estimate, traces)
     all_refused(
         (of_timeline, TypeError, ("estimate takes Traces, got Timeline", "what trace or traces_of returns")),
-        (partial(on, "h9"), ValueError, ("there is no device 'h9'", "give one of a100, h100")),
         (partial(on, "tpu-v2"), ValueError, ("TPU v2 has FLOP/s for bfloat16, but the step", "'float32'")),
     )
 

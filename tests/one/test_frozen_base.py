@@ -21,7 +21,7 @@ from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.traffic import gather_traffic
 from thunder_zero.schedule import Gather
-from thunder_zero.tools.time.estimate import costs_of
+from thunder_zero.tools.time.estimate import step_time
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = max(high - low for low, high in pairwise(LEVELS)) / 2
@@ -172,7 +172,7 @@ def test_traces_and_reports_have_the_format() -> None:
     timeline, exact = traces.timeline, traced(Frozen, (2, 128), replace(policy, frozen_format=None), world_size=4)
     gathers = {op.params: timeline.traffic(op).sent for op in timeline.ops if isinstance(op, Gather)}
     assert gathers == {("0.weight",): 3 * 32 * 72, ("1.weight",): 3 * 32 * 512}
-    costs = costs_of(timeline, tz.tools.DEVICES["h100"])
+    costs = step_time(timeline, tz.tools.DEVICES["h100"]).costs
     (cost,) = [cost for op, cost in zip(timeline.ops, costs, strict=True) if op.reads == ("t_0_weight",)]
     assert (cost.sent_bytes, cost.traffic_bytes) == (3 * 32 * 72, 128 * (72 + 512)), (
         "reads encoded bytes, writes decoded values"

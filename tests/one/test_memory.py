@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache, partial
 from io import StringIO
 from itertools import combinations
+from math import prod
 from typing import Any
 from unittest import mock
 
@@ -25,6 +26,7 @@ from examples.llama import Llama, LlamaConfig
 from tests.harness.errors import all_refused, error_of
 from tests.harness.tiers import slow
 from tests.harness.traced import mean_square, traced
+from thunder_zero.plan.amounts import itemsize
 from thunder_zero.schedule.lifetimes import bytes_alive, lifetimes
 from thunder_zero.schedule.ops import Compute
 from thunder_zero.tools import Holds
@@ -109,6 +111,15 @@ def test_the_figures_agree_with_each_other(stage: int) -> None:
     assert [item.nbytes for item in memory.at_peak] == sorted((item.nbytes for item in memory.at_peak), reverse=True)
     sums = [(sum(kinds.values()), line) for kinds, line in zip(memory.alive, memory.lines, strict=True)]
     assert all(nbytes == line.alive <= (line.highest or 0) for nbytes, line in sums)
+    line_and_work = set()
+    for index, line in enumerate(memory.lines):
+        for value in line.written.values() if line.kind == "compute" else ():
+            storage = memory.storages[value["storage"]]
+            line_and_work.add((storage.line < index, line.work == "view"))
+            assert prod(value["shape"]) * itemsize(value["dtype"]) == storage.nbytes
+        if line.kind == "wait":
+            assert [memory.storages[value["storage"]].name for value in line.written.values()] == list(line.params)
+    assert line_and_work == {(True, True), (False, False)}
     full = stage < 2  # DDP and ZeRO-1 hold the model in full
     assert memory.at_rest == (3 * WEIGHT if full else 3 * WEIGHT // 2) + 4 * WIDTH
     held = [(item.kind, item.name) for item in memory.storages if item.freed is None]

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +20,7 @@ from tests.harness.commands import output_of, refusal_of
 from tests.harness.errors import fails
 from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, mean_square, traced
+from thunder_zero.plan.amounts import duration, size
 from thunder_zero.schedule.ops import Gather, Launch, ends
 from thunder_zero.tools import Device, Link
 from thunder_zero.tools.forecast.rehearsal import Rehearsal
@@ -168,14 +169,17 @@ def test_the_memory_curve_is_the_forecast_of_each_line(stage: int) -> None:
     levels = [[memory["reserve"]] * len(lines), *memory["levels"]]
     assert levels[-1][0] == lines[0].alive
     tensors, peak = rows_of(memory["tensors"]), memory["peak"]
+    nbytes = sorted((storage.nbytes for storage in table.memory.storages), reverse=True)
+    assert [row["size"] for row in tensors] == [*map(size, nbytes)]
     for index, kinds in enumerate(table.memory.alive):
         alive = zip(memory["kinds"], (above[index] - below[index] for below, above in pairwise(levels)), strict=True)
         expected = table.memory.by_kind if index == peak["line"] else kinds
         assert {kind: nbytes for kind, nbytes in alive if nbytes} == dict(expected)
-        live = [row for row in tensors if row["made"] <= index and (row["freed"] is None or row["freed"] > index)]
-        assert sum(row["bytes"] for row in live) == lines[index].alive
+        live = [row["made"] <= index and (row["freed"] is None or row["freed"] > index) for row in tensors]
+        assert sum(compress(nbytes, live)) == lines[index].alive
     assert sum(peak["by_kind"].values()) == peak["bytes"] == table.memory.peak
-    assert sum(tensors[index]["bytes"] for index in peak["tensors"]) == table.memory.peak
+    assert sum(nbytes[index] for index in peak["tensors"]) == table.memory.peak
+    assert peak["sizes"] == [*map(size, peak["by_kind"].values())]
     assert lines[peak["line"]].code.splitlines()[0] == table.memory.peak_line.code.splitlines()[0]
 
 
@@ -187,14 +191,15 @@ def test_collectives_and_parameters_are_described_as_in_the_trace_and_in_explain
     explained = [(path, str(tz.explain(table.traces, path, device=DEVICE))) for path in paths]
     assert [(param["path"], param["explained"]) for param in data["parameters"]] == explained
     launches = [op for op in table.traces.timeline.ops if isinstance(op, Launch)]
-    assert [item["params"] for item in data["collectives"]] == [len(op.params) for op in launches]
+    assert len(data["collectives"]) == len(launches)
     for item in data["collectives"]:
         launch, wait = (table.lines[item[name]] for name in ("launch", "wait"))
         op = table.traces.timeline.ops[item["op"]]
         assert (launch.kind, wait.kind, launch.params) == (item["kind"], "wait", op.params)
         assert item["sent_bytes"] == launch.sent
-        assert item["waited"] >= item["launched"]
-        assert (item["why_exposed"] == "") == (item["exposed_seconds"] == 0) == (item["hidden_share"] == 1)
+        assert item["words"][:2] == [size(launch.sent), duration(item["wire_seconds"])]
+        assert (launch.end or 0.0) <= (wait.start or 0.0)
+        assert (item["why_exposed"] == "") == (item["exposed_seconds"] == 0) == (item["hidden"] == 1)
     exposed = [item for item in data["collectives"] if item["exposed_seconds"]]
     assert sum(item["exposed_seconds"] for item in exposed) == pytest.approx(time_of(table).exposed_seconds)
     assert any("on the wire; " in item["why_exposed"] for item in exposed)

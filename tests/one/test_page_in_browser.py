@@ -15,6 +15,7 @@ import torch
 
 import thunder_zero as tz
 from tests.harness.traced import Chain, ResidualBlock, traced
+from thunder_zero.plan.amounts import duration
 from thunder_zero.tools import Device, Link
 
 MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
@@ -194,7 +195,7 @@ def test_the_table_filters_sorts_and_finds(browser: Any, shown: Ask) -> None:
     header = browser.find_element("xpath", "//th/button[text()='compute waits']")
     header.click()
     order = "[...document.querySelectorAll('#table tbody tr')].map((row) => row.cells[7].textContent)"
-    longest = shown("duration(Math.max(...page.programs[0].collectives.map((one) => one.exposed_seconds)))")
+    longest = duration(shown("Math.max(...page.programs[0].collectives.map((one) => one.exposed_seconds))"))
     assert shown(order)[0] == longest
     header.click()
     assert shown(order)[-1] == longest

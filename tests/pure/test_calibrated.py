@@ -22,7 +22,7 @@ from thunder_zero.schedule.ops import Compute, Reduce, Wait, Work
 from thunder_zero.schedule.timeline import Timeline, Value
 from thunder_zero.tools.devices.calibrate import wire_seconds
 from thunder_zero.tools.devices.device import Cost, Device, Lane, Link, load_device, rising, save_device, seconds_at
-from thunder_zero.tools.time.estimate import costs_of, step_time
+from thunder_zero.tools.time.estimate import step_time
 from thunder_zero.tools.time.lanes import Lanes, Span
 
 LINE = ((0.0, 0.0), (100.0, 1.0))
@@ -105,14 +105,14 @@ def reduce_of(*, sharded: bool) -> Timeline:
 def test_a_launch_and_a_wait_delay_compute() -> None:
     # The busiest rank sends 200 of 400 B, in 2 s of wire that take 1 s of the core: half of it.
     timeline = reduce_of(sharded=True)
-    cost = costs_of(timeline, DEVICE)[0]
+    cost = step_time(timeline, DEVICE).costs[0]
     assert cost == Cost(0, 0, 200, 0.0, Lane.SHARD, 2.0, load=0.5, launch_seconds=2.5, finish_seconds=0.25)
     step = step_time(timeline, DEVICE)
     # beside the wire compute has half of the core for 2 s; then it has 0.5 s to go
     spans = "compute 0 2.5; shard 2.5 4.5; compute 2.5 5; compute 5 5.25; compute 5.25 5.25"
     assert spans_in_words(step.spans) == split(spans)
     assert (step.seconds, step.compute_seconds, step.exposed_seconds) == (5.25, 5.25, 0)
-    assert costs_of(reduce_of(sharded=False), DEVICE)[0].wire_seconds == 4.0
+    assert step_time(reduce_of(sharded=False), DEVICE).costs[0].wire_seconds == 4.0
 
 
 def simulate(load: float, *compute: float, wires: int = 1) -> list[Span]:

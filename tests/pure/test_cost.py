@@ -23,7 +23,7 @@ from thunder_zero.schedule.ops import Compute, Gather, Launch, Op, Reduce, Wait,
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Timeline, Value
 from thunder_zero.tools.devices.device import A100, DEVICES, H100, TPU_V2, Cost, Device, Lane, Link
-from thunder_zero.tools.time.estimate import compute_dtype, costs_of, ring, simulate, step_time, traffic_bytes
+from thunder_zero.tools.time.estimate import compute_dtype, ring, simulate, step_time, traffic_bytes
 from thunder_zero.tools.time.lanes import Lanes
 
 PAGE = (Path(__file__).parents[2] / "docs/cost-model.md").read_text()
@@ -209,6 +209,7 @@ def sizes_in(cell: str) -> list[float]:
 def test_the_page_has_the_packages_devices() -> None:
     rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|", PAGE, re.MULTILINE)
     assert [row[0] for row in rows] == list(DEVICES)
+    assert len({device.name for device in DEVICES.values()}) == len(DEVICES)
     for name, peaks, memory, inside, across in rows:
         device, dtypes = DEVICES[name], re.findall(r"(\w+): ([\de.]+)", peaks)
         assert {dtype: float(flops) for dtype, flops in dtypes}.items() <= device.flops_per_second.items()
@@ -216,14 +217,6 @@ def test_the_page_has_the_packages_devices() -> None:
         assert sizes_in(inside) == [device.intra_node.bytes_per_second]
         assert inside.replace(",", "").startswith(f"{device.devices_per_node} ")
         assert sizes_in(across) == ([] if device.inter_node is None else [device.inter_node.bytes_per_second])
-
-
-def test_devices_have_names_and_the_costs_of_their_numbers() -> None:
-    assert len({device.name for device in DEVICES.values()}) == len(DEVICES)
-    op, timeline = launch_of((800, 3), Gather, 8, 1)
-    (cost,) = costs_of(timeline, H100)
-    assert (cost.lane, cost.wire_seconds) == (Lane.SHARD, H100.intra_node.seconds(7 * 100 * 3 * 2, steps=7))
-    assert cost.sent_bytes == timeline.traffic(op).busiest
 
 
 @pytest.mark.parametrize(
@@ -244,7 +237,7 @@ def test_a_launch_has_the_traffic_of_both_ends(
     # Encoding reads and writes before the launch, decoding after the wait.
     launch = kind(("given",), "handle", ("w",))
     plan = Plan(Policy(3), Mesh.of(2), (make_param("w", (8,), "", Policy(3), **fields),))
-    (cost,) = costs_of(Timeline((launch,), {"given": Value(32, "float32")}, plan), SECOND)
+    (cost,) = step_time(Timeline((launch,), {"given": Value(32, "float32")}, plan), SECOND).costs
     assert (cost.launch_seconds, cost.finish_seconds, cost.traffic_bytes) == (before, after, before + after)
 
 
@@ -253,5 +246,5 @@ def test_a_copy_on_several_nodes_shares_its_wire_with_other_copies() -> None:
     op, timeline = launch_of((5, 3), Reduce, 4, 2)
     timeline = timeline.with_ops((op, Reduce(("g",), "fut", ("w",), REPLICATE)))
     for devices, lanes in {4: [Lane.SHARD, Lane.REPLICATE], 2: [Lane.SHARD, Lane.SHARD]}.items():
-        costs = costs_of(timeline, replace(SECOND, devices_per_node=devices))
+        costs = step_time(timeline, replace(SECOND, devices_per_node=devices)).costs
         assert [cost.lane for cost in costs] == lanes

@@ -134,9 +134,9 @@ def rows_of(*texts: str, backward: bool = False) -> tuple[Row, ...]:
 
 def test_a_row_has_several_parameters() -> None:
     (begins,) = rows_of("compute gy <- gz", backward=True)
-    assert begins.gathered == 288, "backward begins with the bytes that forward left"
+    assert begins.unsharded == 288, "backward begins with the bytes that forward left"
     freed = rows_of("gather f <- t_w t_b: h.0.w h.0.b", "free <- w b: h.0.w h.0.b")[1]
-    assert (freed.kind, freed.params, freed.gathered) == ("free", ("h.0.w", "h.0.b"), 0)
+    assert (freed.kind, freed.params, freed.unsharded) == ("free", ("h.0.w", "h.0.b"), 0)
 
 
 def positions_of(shown: tuple[Row | int, ...]) -> list[int | str]:

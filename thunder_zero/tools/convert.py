@@ -149,14 +149,9 @@ def consolidate(
         )
     most_bytes = None if max_file_bytes is None else bytes_of("max_file_bytes", max_file_bytes)
     source = open_checkpoint(Path(checkpoint), verify_files=verify_files)
-    model = source.tensors_to_write(f"{MODEL}.", float_dtype("dtype", dtype))
-    if not model:
-        raise ValueError(f"{source.path} has no model; pass a checkpoint that thunder_zero.save wrote")
-    model = model if ema is None else _averaged(source, model, ema)
-    extra_states = source.values(f"{MODEL}.")  # results of get_extra_state
+    model = _model_in(source, float_dtype("dtype", dtype), ema)
     states, notes = _read_optim(source) if optimizer else ([], {})
-    prefixes = (f"{MODEL}.", f"{OPTIM}.") if optimizer else (f"{MODEL}.",)
-    _warn_of_omissions(out, extra_states, [name for name in source.keys_of_single_ranks() if name.startswith(prefixes)])
+    _warn_of_omissions(out, source, (f"{MODEL}.", f"{OPTIM}.")[: 1 + optimizer])
     total = sum(tensor.nbytes for tensor in (*model, *states))
     with show_progress(f"write {out.name}", total) as advance, folder.create_together() as create:
 
@@ -173,8 +168,13 @@ def consolidate(
     return tuple(written)
 
 
-def _averaged(source: OpenCheckpoint, model: list[TensorToWrite], ema: str) -> list[TensorToWrite]:
-    """Return the tensors of a model. The averages of an EMA replace the parameters that it tracks."""
+def _model_in(source: OpenCheckpoint, dtype: torch.dtype | None, ema: str | None) -> list[TensorToWrite]:
+    """Return the tensors of a model. The averages of an EMA, if any, replace the parameters that it tracks."""
+    model = source.tensors_to_write(f"{MODEL}.", dtype)
+    if not model:
+        raise ValueError(f"{source.path} has no model; pass a checkpoint that thunder_zero.save wrote")
+    if ema is None:
+        return model
     prefix = f"{EMAS}.{ema}.{MODEL}."
     averages = source.tensors(prefix)
     if not averages:
@@ -202,14 +202,14 @@ def _read_optim(source: OpenCheckpoint) -> tuple[list[TensorToWrite], dict[str, 
     return source.tensors_to_write(f"{OPTIM}.{STATE}."), notes
 
 
-def _warn_of_omissions(out: Path, extra_states: dict[str, Any], left_out: list[str]) -> None:
-    if left_out:
+def _warn_of_omissions(out: Path, source: OpenCheckpoint, prefixes: tuple[str, ...]) -> None:
+    if left_out := [name for name in source.keys_of_single_ranks() if name.startswith(prefixes)]:
         warnings.warn(
             f"{out.name} does not contain the ranks' own values of ignored parameters: {', '.join(left_out)}; "
             f"tz.load restores them on the same number of ranks",
             stacklevel=3,
         )
-    if extra_states:
+    if extra_states := source.values(f"{MODEL}."):  # results of get_extra_state
         warnings.warn(
             f"{out.name} does not contain {', '.join(extra_states)}: safetensors files cannot hold extra "
             f"states; torch's dcp_to_torch_save writes them",

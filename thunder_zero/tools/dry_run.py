@@ -306,13 +306,8 @@ def export(
     captures: list[tuple[aot.Joint, Sequence[Any], Sequence[str | None], Sequence[Any]]] = []
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # Here dynamo captures a number that is read from a tensor. In training dynamo breaks the graph there.
-        values = ((node, node.meta.get("example_value")) for node in graph.graph.nodes)
-        numbers = [node for node, value in values if isinstance(value, py_sym_types) and aot.hint(value) is None]
-        if numbers:
-            return partial(_refuse, _number_message(name, numbers[0]))
-        if (path := replaced_parameter(graph, inputs)) is not None:
-            return partial(_refuse, written_message(path))
+        if message := _refusal(name, graph, inputs):
+            return partial(_refuse, message)
         if for_gpu:
             for node in graph.graph.find_nodes(op="call_function", target=scaled_dot_product_attention):
                 node.target = _attention
@@ -360,8 +355,15 @@ def _refuse(message: str, *inputs: Any) -> NoReturn:
     raise RuntimeError(message)
 
 
-def _number_message(name: str, number: fx.Node) -> str:
-    file, positions = source_of(number)
+def _refusal(name: str, graph: fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """Return why a graph has no trace, or ""."""
+    # Here dynamo captures a number that is read from a tensor. In training dynamo breaks the graph there.
+    values = ((node, node.meta.get("example_value")) for node in graph.graph.nodes)
+    numbers = [node for node, value in values if isinstance(value, py_sym_types) and aot.hint(value) is None]
+    if not numbers:
+        path = replaced_parameter(graph, inputs)
+        return "" if path is None else written_message(path)
+    file, positions = source_of(numbers[0])
     where = f" at {file}:{positions.lineno}" if positions else ""
     return (
         f"forward of {name} reads a number from a tensor{where}, where dynamo ends a graph, and a trace shows one "

@@ -225,14 +225,10 @@ def _decoder(name: str, kind: Callable[..., nn.Module], styles: Styles, sizes: D
 
 
 # Llama 3: Dubey et al., The Llama 3 Herd of Models, 2024, table 3; its vocabulary has 128,256 entries.
-MODELS: Mapping[str, NamedModel] = MappingProxyType(
-    ByName(
-        (model.name, model)
-        for model in (
-            _decoder("llama3-8b", Llama, LLAMA_STYLES, DecoderSizes(32, 4096, 32, 8, 14336, 128256, 8192)),
-            _decoder("llama3-70b", Llama, LLAMA_STYLES, DecoderSizes(80, 8192, 64, 8, 28672, 128256, 8192)),
-            _decoder("llama3-405b", Llama, LLAMA_STYLES, DecoderSizes(126, 16384, 128, 8, 53248, 128256, 8192)),
-            _decoder("gpt-1.3b", Gpt2, GPT2_STYLES, DecoderSizes(24, 2048, 16, 16, 8192, 50304, 1024)),
-        )
-    )
+DECODERS = (
+    _decoder("llama3-8b", Llama, LLAMA_STYLES, DecoderSizes(32, 4096, 32, 8, 14336, 128256, 8192)),
+    _decoder("llama3-70b", Llama, LLAMA_STYLES, DecoderSizes(80, 8192, 64, 8, 28672, 128256, 8192)),
+    _decoder("llama3-405b", Llama, LLAMA_STYLES, DecoderSizes(126, 16384, 128, 8, 53248, 128256, 8192)),
+    _decoder("gpt-1.3b", Gpt2, GPT2_STYLES, DecoderSizes(24, 2048, 16, 16, 8192, 50304, 1024)),
 )
+MODELS: Mapping[str, NamedModel] = MappingProxyType(ByName((model.name, model) for model in DECODERS))

@@ -90,7 +90,7 @@ class Memory:
     def table(self, tensors: int | None = None) -> str:
         """Return the text of ``str(self)``, but with all tensors alive at the peak, or with the ``tensors`` largest."""
         line = self.peak_line
-        lines = [clip(f"peak {size(self.peak)} in {line.phase}, at {_statement(line)}", WIDTH)]
+        lines = [clip(f"peak {size(self.peak)} in {line.phase}, at {line.statement}", WIDTH)]
         lines += [f"{size(nbytes):>10}  {kind}" for kind, nbytes in self.by_kind.items()]
         lines += [f"{size(self.reserve):>10}  reserve"] if self.reserve else []
         lines.append(f"the largest of {len(self.at_peak)} tensors")
@@ -155,10 +155,5 @@ def _tensor(storage: Storage, memory: Memory) -> str:
     if storage.kind in COMPUTED:
         line = memory.lines[storage.line]
         place = place if storage.kind is Holds.FULL_GRADIENT else storage.module or line.phase
-        place += f": {_statement(line)}" if storage.line >= 0 else ""
+        place += f": {line.statement}" if storage.line >= 0 else ""
     return f"{size(storage.nbytes):>10}  {storage.kind:22} {place}"
-
-
-def _statement(row: Row) -> str:
-    """Return the statement of a row, or its comment as text."""
-    return row.statement or row.code.removeprefix("# ")

@@ -10,7 +10,7 @@ schedule of a program's lines takes milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ class FoldedLine(NamedTuple):
     op: Op | None  # its operation, or None outside of the phases and at the beginning of backward
     highest: int  # the most bytes alive while the line ran
     alive: int  # the bytes alive after it
+    written: Mapping[str, tuple[Allocation, Any]]  # the storages and the layouts of the values that it writes
 
 
 class Fold:
@@ -108,7 +109,7 @@ class Fold:
         else:
             for name in op.writes:
                 self._names[name].name = self._names[name].name or name
-        self._end_line(op)
+        self._end_line(op, op.writes)
 
     def _launch(self, op: Launch, following: Op) -> Op | None:
         """Fold the lines of a launch. Return the FREE that runs between them, after what it frees is encoded."""
@@ -149,7 +150,7 @@ class Fold:
                 self._relabel(name, Holds.IN_FLIGHT, kind, path)
                 if kind is Holds.REDUCED_GRADIENT and plan.rests_on_host(plan.by_name[path]):
                     self._free(self._names[name])
-        self._end_line(op)
+        self._end_line(op, op.writes)
         self._play(after, frame, Holds.IN_FLIGHT, op)
         for slot in record.lasting:
             self._release(frame[slot])
@@ -178,7 +179,7 @@ class Fold:
                 allocation.kind = Holds.LOSS
         self._play(record.lines[0], frame, Holds.LOSS)
         self._bind(self.recorder.tangents, record.outputs, frame)
-        self._end_line(None)
+        self._end_line(None, self.recorder.tangents)
 
     def _step(self) -> None:
         """Fold the optimizer's step, before which the caller drops the inputs."""
@@ -240,6 +241,7 @@ class Fold:
         if self._alive > self.peak and self._phase != OPTIMIZER_STEP:
             self.peak, self.until_peak = self._alive, len(self.events)
 
-    def _end_line(self, op: Op | None) -> None:
-        self.lines.append(FoldedLine(self._phase, op, self._highest, self._alive))
+    def _end_line(self, op: Op | None, writes: Sequence[str] = ()) -> None:
+        written = {name: (self._names[name], self.values[name]) for name in writes}
+        self.lines.append(FoldedLine(self._phase, op, self._highest, self._alive, written))
         self._highest = self._alive

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import groupby, zip_longest
 
 from thunder_zero.capture.zero_module import as_traces
+from thunder_zero.plan.amounts import name_of
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import is_count
 from thunder_zero.schedule.ops import Reduce, ends
@@ -101,7 +102,7 @@ def memory_of(fold: Fold, reserve: int = 0) -> Memory:
     rows = in_order(traced_rows(traces), {phase: code for phase, code in codes.items() if phase in phases})
     places = list(_places(fold, rows))
     storages = tuple(_storages(fold, places, list(_modules(rows))))
-    lines = tuple(_lines(rows, storages, dict(zip(places, fold.lines, strict=True)), reserve))
+    lines = tuple(_lines(fold, rows, storages, dict(zip(places, fold.lines, strict=True)), reserve))
     events = Counter(map(id, fold.events[: fold.until_peak]))  # 1 for what is allocated and not freed
     pairs = zip(storages, fold.allocations, strict=True)
     at_peak = (storage for storage, allocation in pairs if events[id(allocation)] == 1)
@@ -142,9 +143,10 @@ def _storages(fold: Fold, places: Sequence[int], modules: Sequence[str]) -> Iter
 
 
 def _lines(
-    rows: Sequence[Row], storages: Sequence[Storage], folded: Mapping[int, FoldedLine], reserve: int
+    fold: Fold, rows: Sequence[Row], storages: Sequence[Storage], folded: Mapping[int, FoldedLine], reserve: int
 ) -> Iterator[Row]:
     """Yield the rows with their bytes. ``folded`` has the rows that can allocate or free, by index."""
+    numbers = {id(allocation): number for number, allocation in enumerate(fold.allocations)}
     allocated, freed = ([Counter[str]() for _ in rows] for _ in range(2))
     for storage in storages:
         if storage.line >= 0:
@@ -156,6 +158,7 @@ def _lines(
     peak = max(in_passes, key=lambda index: folded[index].highest)
     for index, row in enumerate(rows):
         highest, alive = (folded[index].highest, folded[index].alive) if index in folded else (alive, alive)
+        written = folded[index].written.items() if index in folded else ()
         yield replace(
             row,
             allocated=dict(allocated[index]),
@@ -163,6 +166,11 @@ def _lines(
             alive=alive + reserve,
             highest=highest + reserve,
             is_peak=index == peak,
+            written={
+                name: {"storage": numbers[id(held)], "dtype": name_of(layout.dtype), "shape": layout.shape}
+                for name, (held, layout) in written
+                if id(held) in numbers
+            },
         )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -93,17 +93,8 @@ class Recorder:
         elif operator_of(line) is None or self._copies(line):
             key = id(line)
         else:
-            key = _key_of_operator(line, values)
-            if key not in OPERATORS:
-                OPERATORS[key] = self._record(op, line, values)
-            return OPERATORS[key]
-        return self._once(key, lambda: (line, self._record(op, line, values)))[1]
-
-    def _once(self, key: object, make: Callable[[], T]) -> T:
-        if key not in self._records:
-            self._records[key] = make()
-        result: T = self._records[key]
-        return result
+            return _once(OPERATORS, _key_of_operator(line, values), lambda: self._record(op, line, values))
+        return _once(self._records, key, lambda: (line, self._record(op, line, values)))[1]
 
     def _record(self, op: Compute | Defer, line: Any, values: Sequence[Any]) -> Record:
         read = [value.fresh() if isinstance(value, Layout) else value for value in values]
@@ -137,8 +128,13 @@ class Recorder:
 
     def collective(self, launch: Launch, values: Sequence[Layout]) -> Record:
         """Return the record of a launch and its wait. ``values`` are the layouts of what the launch reads."""
-        key = type(launch), launch.over, launch.params
-        return self._once(key, lambda: self._record_collective(launch, values))
+        params = [replace(self.plan.by_name[path], path="", aliases=(), unit="") for path in launch.params]
+        alike = type(launch), launch.over, *params, *values, len(self.deferred_for(launch))
+        make = partial(self._record_collective, launch, values)
+        record = _once(self._records, alike, make)
+        if any((slot or 0) < 0 for slot, _ in record.outputs):  # it names storages at rest, of one bucket
+            record = _once(self._records, (*alike, launch.params), make)
+        return record
 
     def _record_collective(self, launch: Launch, values: Sequence[Layout]) -> Record:
         runtime, paths, bucket = self._runtime, launch.params, [self.plan.by_name[path] for path in launch.params]
@@ -198,7 +194,7 @@ class Recorder:
     def loss(self, layouts: Mapping[str, Any]) -> Record:
         """Return the record of the loss and its gradient. It reads the outputs of forward, whose layouts are keyed by
         name, and writes the tangents that backward takes."""
-        return self._once("loss", lambda: self._record_loss(layouts))
+        return _once(self._records, "loss", lambda: self._record_loss(layouts))
 
     def _record_loss(self, layouts: Mapping[str, Any]) -> Record:
         outputs = {name: item.fresh() if isinstance(item, Layout) else item for name, item in layouts.items()}
@@ -213,7 +209,7 @@ class Recorder:
 
     def optimizer_step(self) -> tuple[Event, ...]:
         """Return the events of the optimizer's step, without those of gradients."""
-        return self._once(OPTIMIZER_STEP, self._record_optimizer)
+        return _once(self._records, OPTIMIZER_STEP, self._record_optimizer)
 
     def _record_optimizer(self) -> tuple[Event, ...]:
         optimizer, shards, params = self.rehearsal.optimizer, self.rehearsal.shards, self.rehearsal.params
@@ -262,6 +258,13 @@ class Recorder:
         ops, border = timeline.ops, timeline.backward_start
         all_ops = (*digests.ops, *ops[:border], *self._in_loss.ops, *ops[border:-1], *self._in_step.ops, ops[-1])
         return timeline.with_ops(all_ops, {name: value for item in added for name, value in item.values.items()})
+
+
+def _once(records: dict[object, Any], key: object, make: Callable[[], T]) -> T:
+    if key not in records:
+        records[key] = make()
+    result: T = records[key]
+    return result
 
 
 def _key_of_operator(line: BoundSymbol, values: Sequence[Any]) -> object:

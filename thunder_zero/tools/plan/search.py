@@ -238,17 +238,15 @@ class Search:
         smaller = [(min(sizes.bucket_bytes, in_flight // 2), in_flight) for in_flight in (2 * largest, largest, 0)]
         pairs = [(sizes.bucket_bytes, sizes.in_flight_bytes)]
         pairs += [(bucket, in_flight) for bucket, in_flight in smaller if in_flight < sizes.in_flight_bytes]
-        asked = self.asked if self._keeps_all else replace(self.asked, reshard_after_forward=True)
+        keeps_all = STAGES[self.asked.stage].kept_unsharded
+        asked = self.asked if keeps_all else replace(self.asked, reshard_after_forward=True)
         return tuple(replace(asked, bucket_bytes=bucket, in_flight_bytes=size) for bucket, size in pairs)
-
-    @property
-    def _keeps_all(self) -> bool:
-        return STAGES[self.asked.stage].kept_unsharded
 
     @property
     def options(self) -> tuple[UnitChoice, ...]:
         """The choices for a unit, in order of preference. None names KEPT if the stage keeps all units gathered."""
-        return tuple(choice for choice in CHOICES if not (self._keeps_all and UnitChoice.KEPT in choice))
+        keeps_all = STAGES[self.asked.stage].kept_unsharded
+        return tuple(choice for choice in CHOICES if not (keeps_all and UnitChoice.KEPT in choice))
 
     def _best_sized(self, sized: Policy, most: int) -> Candidate | None:
         """Return the cheapest candidate within ``most`` bytes, judged by the parts of the step; None if none fits.

@@ -37,10 +37,11 @@ def traced_rows(traces: Traces) -> Iterator[Row]:
 def in_order(rows: Iterable[Row], around: Mapping[str, str]) -> list[Row]:
     """Return rows with a row for each phase without a trace, whose code is a value of ``around``."""
     added = (Row(phase, -1, code) for phase, code in around.items())
-    ordered, gathered = sorted((*rows, *added), key=lambda row: ORDER.index(row.phase)), 0
+    ordered, unsharded = sorted((*rows, *added), key=lambda row: ORDER.index(row.phase)), 0
     for index, row in enumerate(ordered):
-        gathered = row.gathered if row.position >= 0 else gathered
-        ordered[index] = replace(row, gathered=gathered)  # what is gathered stays so around a trace
+        if row.position < 0:
+            ordered[index] = replace(row, unsharded=unsharded)  # what is gathered stays so around a trace
+        unsharded = ordered[index].unsharded
     return ordered
 
 

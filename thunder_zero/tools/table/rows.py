@@ -61,15 +61,19 @@ class Row:
     work: str = ""  # the class of its computation, such as "matmul"
     # FLOPs of its products, attention and convolutions. Of a loss and an optimizer's step, a forecast of time has them
     flops: int = 0
+    moved: int = 0  # bytes that it reads and writes in memory, if there is a forecast of time
     repeats: tuple[int, ...] = ()  # the FLOPs of each operation of forward that it computes again
     over: str = ""  # the axis of the mesh over which it launches a collective
     sent: int | None = None  # bytes that this rank sends; None if the line launches no collective
     deferred: int = 0  # bytes of full gradients that it keeps for the reduction in a later backward
-    gathered: int = 0  # bytes of gathered parameters alive after it, from the launches of their gathers
+    unsharded: int = 0  # bytes of gathered parameters alive after it, from the launches of their gathers
     # allocated, freed: bytes that it allocates and frees, keyed by kind of data, as in
     # :class:`thunder_zero.tools.Holds`: a gathered parameter is a buffer of a collective until the wait
     allocated: Mapping[str, int] = field(default_factory=dict)
     freed: Mapping[str, int] = field(default_factory=dict)
+    # the tensors that it writes, keyed by name: "shape", "dtype" and "storage", the index in ``Memory.storages``. A
+    # view has a storage that an earlier line allocated
+    written: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     alive: int | None = None  # bytes of all tensors alive after it; None without a forecast of memory
     highest: int | None = None  # the most bytes alive while it runs
     is_peak: bool = False  # True if the step's peak is in this line
@@ -93,9 +97,9 @@ class Row:
 
     @property
     def statement(self) -> str:
-        """The code on one line, with short names of operators and without comments."""
+        """The code on one line, with short names of operators and without comments; a comment alone, as text."""
         lines = (line.partition("  #")[0].strip() for line in self.code.splitlines())
-        return short(" ".join(line for line in lines if not line.startswith("#")))
+        return short(" ".join(line for line in lines if not line.startswith("#"))) or self.code.removeprefix("# ")
 
 
 # the rows that ``only=`` selects when a trace is printed
@@ -121,9 +125,9 @@ def explained(
         for position in of_op
         if op.backward is backward
     }
-    gathered = alive[timeline.backward_start - 1] if backward else 0
+    unsharded = alive[timeline.backward_start - 1] if backward else 0
     for line in lines:
-        row, index = replace(line, unit=unit, gathered=gathered), index_of.pop(line.position, None)
+        row, index = replace(line, unit=unit, unsharded=unsharded), index_of.pop(line.position, None)
         if index is None:
             yield row
             continue
@@ -131,21 +135,17 @@ def explained(
         if line.position != positions[index][0]:
             yield replace(row, **_code_of(op, timeline))
             continue
-        gathered = alive[index]
+        unsharded = alive[index]
         reads = op.returned if isinstance(op, Return) else op.reads
         paths = look_up(reads, read) or look_up(op.writes, made) if isinstance(op, Compute | Return) else op.params
         is_made = isinstance(op, Compute) and not look_up(op.reads, read) and bool(paths)
         is_of_gradients = is_made or isinstance(op, Reduce | Defer) or ends(op, Reduce)
         own = timeline.plan.by_name[paths[0]].unit if paths else unit
         unit = own if isinstance(op, Compute) else unit
-        row = replace(line, op=index, params=paths, gradients=is_of_gradients, gathered=gathered, unit=own)
-        yield row if _is_plain_free(op) else replace(row, **_meaning(op, timeline))
-    if missing := [index for index in index_of.values() if not _is_plain_free(timeline.ops[index])]:
+        row = replace(line, op=index, params=paths, gradients=is_of_gradients, unsharded=unsharded, unit=own)
+        yield replace(row, **_meaning(op, timeline)) if op.params or not isinstance(op, Free) else row
+    if missing := [index for index in index_of.values() if (op := timeline.ops[index]).params or op.kind != "free"]:
         raise ValueError(f"the trace has no lines of the operations at {sorted(missing)} of the timeline")
-
-
-def _is_plain_free(op: Op) -> bool:
-    return isinstance(op, Free) and not op.params
 
 
 def _meaning(op: Op, timeline: Timeline) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def step_time(timeline: Timeline, device: Device, *, model: Timeline | None = No
     MFU is computed from the FLOPs of ``model``, a timeline without recomputation (default: the operations of
     ``timeline`` that are not ``repeated``).
     """
-    costs = costs_of(timeline, device)
+    costs = tuple(_cost(op, timeline, device) for op in timeline.ops)
     return Estimate(timeline, device, costs, sum(model_seconds(model or timeline, device)))
 
 
@@ -249,11 +249,6 @@ def compute_dtype(op: Op, timeline: Timeline) -> str:
     """
     dtypes = [timeline.values[name].dtype for name in op.reads if name in timeline.values]
     return next((dtype for dtype in dtypes if "float" in dtype), next(iter(dtypes), ""))
-
-
-def costs_of(timeline: Timeline, device: Device) -> tuple[Cost, ...]:
-    """Return the cost of each operation."""
-    return tuple(_cost(op, timeline, device) for op in timeline.ops)
 
 
 def _cost(op: Op, timeline: Timeline, device: Device) -> Cost:

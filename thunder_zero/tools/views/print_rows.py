@@ -55,7 +55,7 @@ def print_rows(rows: Sequence[Row | int], plan: Plan, phase: str, console: Conso
     _print_title(plan, phase, columns, console)
     if not rows:
         write(console, "# this phase does not use this unit", QUIET)
-    origin, gathered = "", 0
+    origin, unsharded = "", 0
     for row in rows:
         if isinstance(row, int):
             write(console, f"# ... {row} lines", QUIET)
@@ -63,13 +63,13 @@ def print_rows(rows: Sequence[Row | int], plan: Plan, phase: str, console: Conso
         if row.origin not in ("", origin):
             origin = row.origin
             write(console, clip(f"# {origin}", width), f"{QUIET} italic")
-        for text in _lines(row, plan, syntax, columns, width, changed=row.gathered != gathered):
+        for text in _lines(row, plan, syntax, columns, width, changed=row.unsharded != unsharded):
             write(console, text)
         if row.types:
             write(console, f"    # {row.types}", QUIET)
         if row.is_peak:
             write(console, f"# the peak of the step: {size(row.highest or 0)} alive in the line above", "bold red")
-        gathered = row.gathered
+        unsharded = row.unsharded
     console.print()
 
 
@@ -91,7 +91,7 @@ def print_total(rows: Sequence[Row | int], console: Console) -> None:
     shown = [row for row in rows if isinstance(row, Row)]
     gathers, reduces = (sum(row.kind == kind for row in shown) for kind in ("gather", "reduce"))
     sent, slices = sent_bytes(shown), [row.sent for row in shown if row.kind == TENSOR and row.sent]
-    count, peak = gathers + reduces, max((row.gathered for row in shown), default=0)
+    count, peak = gathers + reduces, max((row.unsharded for row in shown), default=0)
     collectives = f"{count} collective{'s' * (count != 1)} ({gathers} gather, {reduces} reduce)"
     write(console, f"{collectives}, {sent:,} B sent by this rank, {peak:,} B gathered at most", "bold")
     if slices:
@@ -123,7 +123,7 @@ def _lines(row: Row, plan: Plan, syntax: Syntax, columns: Widths, whole: int, *,
             text.append(f" {row.kind if first else '':{KIND}} {params:{width}}", style)
         if first:
             text.append(sent, "yellow")
-            text.append(f" {size(row.gathered):>{BYTES}}", "bold" if changed else QUIET)
+            text.append(f" {size(row.unsharded):>{BYTES}}", "bold" if changed else QUIET)
             text.append("" if row.alive is None else f" {size(row.alive):>{BYTES}}", QUIET)
         yield text
 

@@ -118,32 +118,36 @@ def print_trace(
     if this_rank != rank:
         return
     select((), traces.plan, unit, only)  # refuses before anything is printed
-    console = Console(file=file)
     if memory is not None:
         require_forecast_of(traces, memory)
-    table, printed = table_of(traces, memory) if memory else step_table(traces), list[Row | int]()
+    table = table_of(traces, memory) if memory else step_table(traces)
+    table = table.typed() if types else table
+    rows = {name: (rows_of if every_line else shown_rows)(table, name) for name in PHASES[phase]}
+    parts = {name: select(lines, traces.plan, unit, only) if lines else None for name, lines in rows.items()}
+    _print(table, parts, outside_of_the_peak(memory) if memory else [], Console(file=file))
+
+
+def _print(table: Table, parts: Mapping[str, Sequence[Row | int] | None], notes: list[str], console: Console) -> None:
+    """Print the legend, the rows of each phase (None if the program has none), the notes and wrong types."""
+    plan, types = table.traces.plan, table.types
     if table.no_memory:
         write(console, f"# {table.no_memory}\n")
-    write(console, HOW_TO_READ + HOW_TO_READ_SLICES * traces.plan.mesh.is_sliced + HOW_TO_READ_TYPES * types, QUIET)
-    table = table.typed() if types else table
-    if table.types and table.types.not_checked:
-        write(console, f"# types: not checked: {table.types.not_checked}\n")
-    for name in PHASES[phase]:
-        all_rows = (rows_of if every_line else shown_rows)(table, name)
-        if not all_rows:
+    write(console, HOW_TO_READ + HOW_TO_READ_SLICES * plan.mesh.is_sliced + HOW_TO_READ_TYPES * bool(types), QUIET)
+    if types and types.not_checked:
+        write(console, f"# types: not checked: {types.not_checked}\n")
+    for name, rows in parts.items():
+        if rows is None:
             write(console, "# no backward: nothing here needs a gradient\n")
             continue
-        chosen = select(all_rows, traces.plan, unit, only)
-        print_rows(chosen, traces.plan, name if traces.facts.synced else f"{name} under no_sync", console)
+        print_rows(rows, plan, name if table.traces.facts.synced else f"{name} under no_sync", console)
         if table.memory is not None and (name, table.memory.peak_line.phase) == ("forward", "loss"):
             write(console, f"# the peak of the step: {size(table.memory.peak)} alive in the loss\n")
-        printed += chosen
-    for line in outside_of_the_peak(memory) if memory else ():
+    for line in notes:
         write(console, f"# {line}")
-    for fault in table.types.faults if table.types else ():
-        axis, where = names_of_axes(traces.plan.mesh)[fault.axis], f" ({fault.where})" if fault.where else ""
+    for fault in types.faults if types else ():
+        axis, where = names_of_axes(plan.mesh)[fault.axis], f" ({fault.where})" if fault.where else ""
         write(console, f"# {fault.kind} on {axis}: {fault.text}{where}")
-    print_total(printed, console)
+    print_total([row for rows in parts.values() for row in rows or ()], console)
 
 
 def shown_rows(table: Table, phase: str) -> tuple[Row, ...]:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from thunder_zero.capture.zero_module import as_traces
 from thunder_zero.schedule.names import label_of
 from thunder_zero.schedule.ops import Work
+from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Device, Lane, device_of
 from thunder_zero.tools.printing.words import place_of
 from thunder_zero.tools.table.rows import Row, label
 from thunder_zero.tools.table.table import Table, table_of
-from thunder_zero.tools.time.estimate import Estimate, estimate
+from thunder_zero.tools.time.estimate import estimate
 from thunder_zero.tools.time.lanes import Span
 from thunder_zero.traces.compiled import Traces
 
@@ -53,47 +54,45 @@ def save_timeline(
 
     ``measured`` is a file from ``torch.profiler.profile.export_chrome_trace``, which may be compressed (``.gz``).
     """
-    device = device_of(device)
-    traces = as_traces(model_or_traces)
-    forecast = estimate(traces, device)
+    device, traces = device_of(device), as_traces(model_or_traces)
+    table = table_of(traces, time=estimate(traces, device))
     profile = [] if measured is None else events_of(Path(measured))
     pid = 1 + max((event["pid"] for event in profile if isinstance(event.get("pid"), int)), default=0)
-    events = [*_forecast_events(table_of(traces, time=forecast), forecast, pid), *_aligned(profile, forecast)]
+    title = f"forecast: {place_of(traces.plan)}, {device.name}"
+    events = [*_forecast_events(table, title, pid), *_aligned(profile, table)]
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def _forecast_events(table: Table, forecast: Estimate, pid: int) -> Iterator[Event]:
-    title = f"forecast: {place_of(table.traces.plan)}, {forecast.device.name}"
+def _forecast_events(table: Table, title: str, pid: int) -> Iterator[Event]:
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": title}}
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": -1}}
-    lanes = [lane for lane in LANES if any(span.lane is lane for span in forecast.spans)]
+    lanes = [lane for lane in LANES if any(span.lane is lane for _, span in table.spans)]
     for number, lane in enumerate(lanes):
         yield {"ph": "M", "pid": pid, "tid": number, "name": "thread_name", "args": {"name": LANES[lane]}}
     for line, span in table.spans:
         if span.seconds > 0:
             place = {"ph": "X", "pid": pid, "tid": lanes.index(span.lane), "cat": "forecast"}
             times = {"ts": span.start * MICRO, "dur": span.seconds * MICRO}
-            yield place | _named(span, table.lines[line], forecast) | times
+            yield place | _named(span, table.lines[line], table.traces.timeline) | times
     previous = None
     for row in table.rows(where=lambda row: row.op is not None):
-        if row.gathered != previous:
-            counter: Event = {"ph": "C", "pid": pid, "name": "gathered bytes", "args": {"bytes": row.gathered}}
+        if row.unsharded != previous:
+            counter: Event = {"ph": "C", "pid": pid, "name": "gathered bytes", "args": {"bytes": row.unsharded}}
             yield counter | {"ts": (row.end or 0.0) * MICRO}
-        previous = row.gathered
+        previous = row.unsharded
 
 
-def _named(span: Span, row: Row, forecast: Estimate) -> Event:
+def _named(span: Span, row: Row, timeline: Timeline) -> Event:
     """Return the name and the arguments of the event of a span."""
-    timeline, cost = forecast.timeline, forecast.costs[span.op]
     args: Event = {"line": row.statement, "phase": row.phase, "parameters": list(row.params)}
     if span.lane is not Lane.COMPUTE:
-        return {"name": label_of(timeline.ops[span.op], timeline), "args": args | {"sent_bytes": cost.sent_bytes}}
+        return {"name": label_of(timeline.ops[span.op], timeline), "args": args | {"sent_bytes": row.sent}}
     if span.waits:
         name = label_of(timeline.ops[span.op], timeline)
         return {"name": f"wait for {name}" if row.sent is not None else name, "args": args}
     work = row.work or str(Work.NONE)
     name = label(row.params, timeline.plan, gradients=row.gradients) or work
-    return {"name": name, "args": args | {"work": work, "flops": cost.flops, "traffic_bytes": cost.traffic_bytes}}
+    return {"name": name, "args": args | {"work": work, "flops": row.flops, "traffic_bytes": row.moved}}
 
 
 def events_of(path: Path) -> list[Event]:
@@ -109,13 +108,13 @@ def events_of(path: Path) -> list[Event]:
     return events
 
 
-def _aligned(events: list[Event], forecast: Estimate) -> list[Event]:
+def _aligned(events: list[Event], table: Table) -> list[Event]:
     """Shift the events of a profile in place to the times of the forecast, and return them.
 
     The first common launch of a collective is aligned. Otherwise the profile's first event is aligned.
     """
-    timeline = forecast.timeline
-    launched = [span for span in forecast.spans if span.lane is not Lane.COMPUTE]
+    timeline = table.traces.timeline
+    launched = [span for _, span in table.spans if span.lane is not Lane.COMPUTE]
     names = {label_of(timeline.ops[span.op], timeline): span.start * MICRO for span in reversed(launched)}
     timed = [event for event in events if isinstance(event.get("ts"), int | float)]
     launches = [event for event in timed if event.get("name") in names]

@@ -41,11 +41,8 @@ from thunder_zero.sharded.sharded_model import owner_of
 from thunder_zero.sharded.state import State
 from thunder_zero.tools.compiled_programs import programs
 from thunder_zero.tools.devices.device import DEVICES, Device, device_of
-from thunder_zero.tools.forecast.memory import memory
-from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.words import aligned
-from thunder_zero.tools.table.table import Table, table_of
-from thunder_zero.tools.time.estimate import estimate
+from thunder_zero.tools.table.table import Table, step_table
 from thunder_zero.traces.compiled import Traces
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -213,12 +210,13 @@ def _page(followed: Followed, resident_before: int, device: Device | None) -> st
 
 def _tables(all_traces: Sequence[Traces], device: Device | None) -> tuple[list[Table], str]:
     """Return the tables of programs, and the reason why they have no times, or ""."""
-    if device is None:
-        return [table_of(traces) for traces in all_traces], NO_DEVICE
-    try:
-        return [table_of(traces, time=estimate(traces, device)) for traces in all_traces], ""
-    except ValueError as error:  # the device was calibrated with other ranks or dtypes
-        return [table_of(traces) for traces in all_traces], f"no forecast of time: {error}"
+    reason = NO_DEVICE
+    if device is not None:
+        try:
+            return [step_table(traces, device=device) for traces in all_traces], ""
+        except ValueError as error:  # the device was calibrated with other ranks or dtypes
+            reason = f"no forecast of time: {error}"
+    return list(map(step_table, all_traces)), reason
 
 
 def _memory(followed: Followed, tables: Sequence[Table], peak: int, resident_before: int) -> tuple[str, str]:
@@ -231,11 +229,9 @@ def _memory(followed: Followed, tables: Sequence[Table], peak: int, resident_bef
         peak = max(peak - resident_before - sum(program["nbytes"] for program in programs(followed.model)), 0)
     kept = (item for states in followed.optimizer.state.values() for item in states.values())
     states = sum(local(item).nbytes for item in kept if isinstance(item, Tensor))
-    try:
-        forecast = size(memory(tables[0].traces).peak + states) if len(tables) == 1 else "several graphs"
-    except NoForecast:
-        forecast = "unknown"
-    return forecast, f"{size(peak)}{', the process' * on_cpu}" if peak else "unknown"
+    forecast = tables[0].memory if len(tables) == 1 else None
+    words = size(forecast.peak + states) if forecast else "several graphs" if tables[1:] else "unknown"
+    return words, f"{size(peak)}{', the process' * on_cpu}" if peak else "unknown"
 
 
 def _largest(

@@ -1,7 +1,8 @@
 """Turns the table of a step into JSON data, which ``--json`` prints and ``page.js`` draws.
 
-Lines, bars and tensors are tables with a list for each column. Units, parameters and origins are list indices. Times
-are seconds since the step began. Sizes are bytes. The page numbers the rows of the table from 0: these are its lines.
+Lines, bars and tensors are tables with a list for each column. Units, parameters and origins are list indices. Numbers
+place what is drawn: times are seconds since the step began, and a line begins when the line before it ends. What is
+printed are words. The page numbers the rows of the table from 0: these are its lines.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from thunder_zero.plan.amounts import duration, size
 from thunder_zero.plan.mesh import TENSOR
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.schedule.ops import Compute
-from thunder_zero.tools.devices.device import Lane
-from thunder_zero.tools.forecast.figures import Holds, Memory, Storage
+from thunder_zero.tools.devices.device import Device, Lane
+from thunder_zero.tools.forecast.figures import Holds, Memory
 from thunder_zero.tools.printing.words import place_of, short
 from thunder_zero.tools.table.rows import CODES, COMPUTES, label, row_label
 from thunder_zero.tools.table.table import Table
@@ -54,10 +55,11 @@ def data_of(name: str, table: Table, note: str = "") -> Data:
     lanes = sorted(used, key=lambda lane: LANES.index(lane[0]))
     for bar in bars:
         times = {moment: round(bar[moment], DIGITS) for moment in ("start", "end")}
-        bar |= {"lane": lanes.index(bar["lane"]), "waits": int(bar["waits"]), **times}
+        took = duration(bar["end"] - bar["start"])
+        bar |= {"lane": lanes.index(bar["lane"]), "waits": int(bar["waits"]), "took": took, **times}
     wires = {wire for _, wire in lanes if wire}
     names = [", ".join([WAITING.get(kind, kind), *([wire] if wire and wires - {wire} else [])]) for kind, wire in lanes]
-    phases = {phase: list(rows) for phase, rows in groupby(table.lines, key=lambda row: row.phase)}
+    phases = groupby(range(len(table.lines)), key=lambda line: table.lines[line].phase)
     no_memory = table.no_memory and f"There is no forecast of memory: {table.no_memory}."
     data = {
         "name": name,
@@ -69,14 +71,14 @@ def data_of(name: str, table: Table, note: str = "") -> Data:
         "left_out": [] if memory is None else list(memory.excluded),
         "units": list(units),
         "parameters": [{"path": param.path, "explained": str(explanation_of(table, param))} for param in plan.params],
-        "phases": [{"name": phase, "start": rows[0].start, "end": rows[-1].end} for phase, rows in phases.items()],
+        "phases": [{"name": phase, "last": max(lines)} for phase, lines in phases],
         "lines": _lines(table, units, collectives),
         "rows": list(_rows(table)),
         "runs": list(_runs(table, units)),
         "lanes": names,
         "bars": _columns(bars),
         "collectives": collectives,
-        "memory": None if memory is None else _memory(table, memory, time.device.memory_bytes),
+        "memory": None if memory is None else _memory(table, memory, time.device),
     }
     return data | {"bound": _bound(data)}
 
@@ -192,24 +194,22 @@ def _lines(table: Table, units: Mapping[str, int], collectives: Sequence[Data]) 
     params = {param.path: index for index, param in enumerate(plan.params)}
     order = {param.path: -prod(param.shape) for param in plan.params}
     of_line = {one[end]: index for index, one in enumerate(collectives) for end in ("launch", "wait")}
-    phases = list(dict.fromkeys(row.phase for row in table.lines))
     origins: dict[str, int] = {"": 0}
     rows = [
         {
-            "phase": phases.index(row.phase),
             "code": short(row.code),
             "origin": origins.setdefault(row.origin, len(origins)),
-            "kind": row.kind if row.kind and row.kind not in CODES.values() else None,
+            "kind": "" if row.kind in CODES.values() else row.kind,
             "unit": units.get(row.unit, -1),
-            "op": row.op,
-            "collective": of_line.get(index),
+            "op": -1 if row.op is None else row.op,
+            "collective": of_line.get(index, -1),
             "params": [params[path] for path in sorted(row.params, key=order.__getitem__)],
             "label": row_label(row, plan),
-            "sent": row.sent,
-            "start": round(row.start or 0.0, DIGITS),
             "end": round(row.end or 0.0, DIGITS),
-            "alive": row.alive,
+            "took": "" if row.end == row.start else duration((row.end or 0.0) - (row.start or 0.0)),
+            "alive": "" if row.alive is None else size(row.alive),
             "highest": row.highest,
+            "most": "" if row.highest in (None, row.alive) else size(row.highest or 0),
         }
         for index, row in enumerate(table.lines)
     ]
@@ -247,6 +247,7 @@ def _collectives(table: Table) -> list[Data]:
             others = label(earlier.params, timeline.plan, gradients=earlier.gradients) if earlier else ""
             queue = f", and for {duration(queued)} the wire still carries {others or 'others'}" if queued else ""
             why_exposed = f"it takes {duration(seconds)} on the wire; {cause}{queue}"
+        hidden = max(0.0, 1 - exposed / seconds) if seconds else 1.0
         names = label(op.params, timeline.plan, gradients=row.gradients)
         collectives.append(
             {
@@ -254,24 +255,22 @@ def _collectives(table: Table) -> list[Data]:
                 "kind": row.kind,
                 "backward": op.backward,
                 "unit": row.unit,
-                "params": len(op.params),
                 "label": f"{op.work} of {op.reads[0]}" if isinstance(op, Compute) else names,
                 "sent_bytes": row.sent,
                 "launch": launch,
                 "wait": table.place[wait.op or 0],
-                "launched": launched,
-                "waited": waited,
-                "wire_seconds": seconds,
-                "exposed_seconds": exposed,
+                "wire_seconds": round(seconds, DIGITS),
+                "exposed_seconds": round(exposed, DIGITS),
                 "why": why_launch(table, op),
                 "why_exposed": why_exposed,
-                "hidden_share": max(0.0, 1 - exposed / seconds) if seconds else 1.0,
+                "hidden": hidden,
+                "words": [size(row.sent), duration(seconds), duration(exposed), f"{int(100 * hidden)}%"],
             }
         )
     return collectives
 
 
-def _memory(table: Table, memory: Memory, capacity: int) -> Data:
+def _memory(table: Table, memory: Memory, device: Device) -> Data:
     """Return the curve (bytes alive after each line, up to each kind), the tensors, largest first, and the peak."""
     peak, lines = memory.lines.index(memory.peak_line), memory.alive
     lines[peak] = memory.by_kind
@@ -281,31 +280,33 @@ def _memory(table: Table, memory: Memory, capacity: int) -> Data:
     for kind in kinds:
         below = [level + alive.get(kind, 0) for level, alive in zip(below, lines, strict=True)]
         levels.append(below)
-    tensors = sorted(memory.storages, key=lambda storage: -storage.nbytes)
-    number = {id(storage): index for index, storage in enumerate(tensors)}
+    largest_first = sorted(memory.storages, key=lambda storage: -storage.nbytes)
+    number = {id(storage): index for index, storage in enumerate(largest_first)}
+    tensors = [
+        {
+            "kind": kinds.index(storage.kind),
+            "size": size(storage.nbytes),
+            "name": (storage.module if storage.kind in (Holds.SAVED, Holds.TEMPORARY) else "") or storage.name,
+            "made": storage.line,
+            "freed": storage.freed,
+        }
+        for storage in largest_first
+    ]
     return {
         "kinds": [str(kind) for kind in kinds],
         "levels": levels,
-        "tensors": _columns([_tensor(storage, kinds) for storage in tensors]),
+        "tensors": _columns(tensors),
         "peak": {
             "bytes": memory.peak,
+            "size": size(memory.peak),
             "line": peak,
             "by_kind": {str(kind): nbytes for kind, nbytes in memory.by_kind.items()},
+            "sizes": [size(nbytes) for nbytes in memory.by_kind.values()],
             "tensors": [number[id(storage)] for storage in memory.at_peak],
         },
         "reserve": memory.reserve,
-        "capacity": capacity,
-    }
-
-
-def _tensor(storage: Storage, kinds: Sequence[Holds]) -> Data:
-    name = storage.module if storage.kind in (Holds.SAVED, Holds.TEMPORARY) else ""
-    return {
-        "kind": kinds.index(storage.kind),
-        "bytes": storage.nbytes,
-        "name": name or storage.name,
-        "made": storage.line,
-        "freed": storage.freed,
+        "capacity": device.memory_bytes,
+        "room": f"{device.name} has {size(device.memory_bytes)}",
     }
 
 

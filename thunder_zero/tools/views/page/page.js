@@ -9,19 +9,8 @@ const make = (tag, properties, ...children) => {
   element.append(...children.filter((child) => child !== null && child !== ""));
   return element;
 };
-const size = (bytes) => {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-  let value = bytes, power = 0;
-  for (; value >= 999.5 && power < 5; power++) value /= 1024;
-  return power ? `${value.toFixed(value < 9.995 ? 2 : value < 99.95 ? 1 : 0)} ${units[power]}` : `${bytes} B`;
-};
-const duration = (seconds) => {
-  for (const [unit, scale] of [["s", 1], ["ms", 1e3], ["us", 1e6], ["ns", 1e9]])
-    if (seconds * scale >= 0.9995) return `${Number((seconds * scale).toPrecision(3))} ${unit}`;
-  return "0 s";
-};
 const moment = (seconds) => (whole >= 1 ? `${seconds.toFixed(6)} s` : `${(seconds * 1e3).toFixed(whole >= 1e-3 ? 3 : 6)} ms`);
-const share = (part) => `${Math.floor(part * 100)}%`;
+const startOf = (lines, line) => lines.end[line - 1] ?? 0;
 const nameOfColour = (unit) => `u${unit <= 0 ? -1 : (unit - 1) % 8}`;
 const unitColour = (unit) => `var(--${nameOfColour(unit)})`;
 const em = () => parseFloat(getComputedStyle(document.documentElement).fontSize);
@@ -37,7 +26,7 @@ const whole = Math.max(...page.programs.map((program) => program.figures.step_se
 const view = { start: 0, end: whole };
 const chosen = { program: -1, line: -1, parameter: -1 };
 const current = () => page.programs[chosen.program];
-const phaseOf = (program, line) => program.phases[program.lines.phase[line]].name;
+const phaseOf = (program, line) => program.phases.find(({ last }) => line <= last).name;
 const collectiveOf = (program, line) => program.collectives[program.lines.collective[line]];
 
 function choose(program, line, { parameter, zoom = false } = {}) {
@@ -46,17 +35,17 @@ function choose(program, line, { parameter, zoom = false } = {}) {
   const { lines } = current(), parameters = line < 0 ? [] : lines.params[line];
   chosen.parameter = parameter ?? (parameters.includes(chosen.parameter) ? chosen.parameter : parameters[0] ?? -1);
   if (zoom && line >= 0) zoomTo(line);
-  else if (line >= 0 && (lines.end[line] < view.start || lines.start[line] > view.end)) pan(lines.end[line] - (view.start + view.end) / 2);
+  else if (line >= 0 && (lines.end[line] < view.start || startOf(lines, line) > view.end)) pan(lines.end[line] - (view.start + view.end) / 2);
   if (isOther) showProgram();
   showChosen();
   showTrace(true);
   markTable();
   draw();
   if (line < 0) return;
-  const place = lines.op[line] === null ? `line=${line}` : `op=${lines.op[line]}`;
+  const place = lines.op[line] < 0 ? `line=${line}` : `op=${lines.op[line]}`;
   const link = `#${program ? `program=${program}&` : ""}${place}`;
   if (link !== location.hash) history[zoom ? "pushState" : "replaceState"](null, "", link); // Back returns to the last jump
-  $("said").textContent = `${place}, ${lines.kind[line] ?? phaseOf(current(), line)} ${lines.label[line]}: ${lines.code[line]}`;
+  $("said").textContent = `${place}, ${lines.kind[line] || phaseOf(current(), line)} ${lines.label[line]}: ${lines.code[line]}`;
 }
 // Zoom to a line, and scroll it or its panel into view, after a selection outside the picture.
 function goTo(program, line, parameter) {
@@ -88,7 +77,7 @@ const pan = (seconds) => show(view.start + seconds, view.end - view.start);
 const fit = () => show(0, whole);
 function zoomTo(line) {
   const { lines } = current(), collective = collectiveOf(current(), line);
-  const start = collective ? collective.launched : lines.start[line], end = lines.end[collective ? collective.wait : line];
+  const start = collective ? lines.end[collective.launch] : startOf(lines, line), end = lines.end[collective ? collective.wait : line];
   const length = Math.min(whole, Math.max((end - start) * 3, whole / 40));
   show((start + end - length) / 2, length);
 }
@@ -167,7 +156,7 @@ function draw() {
       program.lanes.forEach((lane, number) => write(lane, 0, area.lanes[number] + area.lane / 2));
       if (program.memory) write("memory", 0, area.memory + 2 * text);
     }, 0, gutter - 4);
-    if (program.memory) drawScale(program, area);
+    if (program.memory) drawScale(area);
     clipped(() => {
       drawPhases(program, area);
       drawLanes(program, area);
@@ -188,14 +177,14 @@ function drawAxis() {
   }
 }
 function drawPhases({ phases, runs, lines, units }, area) {
-  for (const { name, start, end } of phases) {
-    const left = Math.max(x(start), gutter), room = Math.min(x(end), width) - left;
+  phases.forEach(({ name, last }, index) => {
+    const start = x(index ? lines.end[phases[index - 1].last] : 0), left = Math.max(start, gutter), room = Math.min(x(lines.end[last]), width) - left;
     pen.fillStyle = colours.ink;
-    pen.fillRect(x(start), area.phases, 1.5, area.bottom - area.phases);
+    pen.fillRect(start, area.phases, 1.5, area.bottom - area.phases);
     if (room > 3 * text) clipped(() => write(name, left + 4, area.phases + 0.8 * text, { bold: true }), left, room);
-  }
+  });
   for (const [unit, first, last] of runs)
-    if (isSeen(lines.start[first], lines.end[last])) bar(lines.start[first], lines.end[last], area.units, 1.5 * text, colours[nameOfColour(unit)], units[unit].split(".").at(-1));
+    if (isSeen(startOf(lines, first), lines.end[last])) bar(startOf(lines, first), lines.end[last], area.units, 1.5 * text, colours[nameOfColour(unit)], units[unit].split(".").at(-1));
 }
 function drawLanes({ bars, lines, units }, area) {
   const last = area.lanes.map(() => -9);
@@ -216,19 +205,18 @@ function drawLanes({ bars, lines, units }, area) {
     if (room > 6) pen.strokeRect(x(start), y, x(end) - x(start), area.lane);
   });
 }
-const most = page.most_bytes * 1.06 || 1;
-const yOf = (area, bytes) => area.bottom - (bytes / most) * area.height;
-function drawScale(program, area) {
-  for (const part of [0, 0.5, 1]) {
-    const y = yOf(area, most * part);
+const yOf = (area, bytes) => area.bottom - (bytes / page.most_bytes) * area.height;
+function drawScale(area) {
+  page.scale.forEach((words, halves) => {
+    const y = area.bottom - (halves / 2) * area.height;
     pen.fillStyle = colours.line;
     pen.fillRect(gutter, y, width - gutter, 1);
-    write(size(Math.round(most * part)), gutter - 6, y + (part === 1 ? 0.5 : part ? 0 : -0.3) * text, { colour: colours.quiet, align: "right" });
-  }
+    write(words, gutter - 6, y + [-0.3, 0, 0.5][halves] * text, { colour: colours.quiet, align: "right" });
+  });
 }
-function drawMemory({ memory, lines, device }, area) {
-  const seen = [...lines.end.keys()].filter((line) => isSeen(lines.end[line - 1] ?? 0, lines.end[line]));
-  const places = seen.map((line) => [x(lines.end[line - 1] ?? 0), x(lines.end[line])]); // of a line's steps
+function drawMemory({ memory, lines }, area) {
+  const seen = [...lines.end.keys()].filter((line) => isSeen(startOf(lines, line), lines.end[line]));
+  const places = seen.map((line) => [x(startOf(lines, line)), x(lines.end[line])]); // of a line's steps
   const band = (lower, upper, fill) => {
     pen.beginPath();
     seen.forEach((line, index) => places[index].forEach((place) => pen.lineTo(place, yOf(area, upper(line)))));
@@ -236,20 +224,19 @@ function drawMemory({ memory, lines, device }, area) {
     pen.fillStyle = fill;
     pen.fill();
   };
-  const level = (kind) => (line) => (kind < 0 ? memory.reserve : memory.levels[kind][line]);
-  const top = level(memory.kinds.length - 1), highest = (line) => lines.highest[line] ?? top(line);
+  const level = (kind) => (line) => (kind < 0 ? memory.reserve : memory.levels[kind][line]), highest = (line) => lines.highest[line];
   memory.kinds.forEach((kind, number) => band(level(number - 1), level(number), KINDS[kind]));
-  band(top, highest, colours["quiet hatch"]);
+  band(level(memory.kinds.length - 1), highest, colours["quiet hatch"]);
   pen.strokeStyle = colours.ink;
   pen.lineWidth = 1;
   pen.beginPath();
   seen.forEach((line, index) => places[index].forEach((place) => pen.lineTo(place, yOf(area, highest(line)))));
   pen.stroke();
-  if (memory.capacity < most) {
+  if (memory.capacity < page.most_bytes) {
     dashed(gutter, yOf(area, memory.capacity), width - gutter, 0, colours.ink);
-    plate(`${device} has ${size(memory.capacity)}`, gutter + 4, yOf(area, memory.capacity) - 1.4 * text, colours.ink);
+    plate(memory.room, gutter + 4, yOf(area, memory.capacity) - 1.4 * text, colours.ink);
   }
-  const peak = x(lines.end[memory.peak.line]), y = yOf(area, memory.peak.bytes), words = `peak ${size(memory.peak.bytes)}`;
+  const peak = x(lines.end[memory.peak.line]), y = yOf(area, memory.peak.bytes), words = `peak ${memory.peak.size}`;
   dashed(peak, area.phases + 1.5 * text, 0, area.bottom - area.phases - 1.5 * text, colours.warn);
   pen.fillStyle = colours.warn;
   pen.beginPath();
@@ -293,22 +280,22 @@ function hit(event) {
   const { bars, lines, memory } = program, lane = area.lanes.findIndex((y) => top >= y && top <= y + area.lane);
   if (lane >= 0) {
     const found = bars.line.findIndex((_, bar) => bars.lane[bar] === lane && bars.start[bar] - near <= time && time <= bars.end[bar] + near);
-    return found < 0 ? null : { program: index, line: bars.line[found], words: `${bars.waits[found] ? "compute waits" : program.lanes[lane]} ${duration(bars.end[found] - bars.start[found])}` };
+    return found < 0 ? null : { program: index, line: bars.line[found], words: `${bars.waits[found] ? "compute waits" : program.lanes[lane]} ${bars.took[found]}` };
   }
   if (top >= area.units && top < area.lanes[0]) {
-    const run = program.runs.find(([, first, last]) => time >= lines.start[first] && time <= lines.end[last]);
+    const run = program.runs.find(([, first, last]) => time >= startOf(lines, first) && time <= lines.end[last]);
     return run ? { program: index, line: run[1], words: "" } : null;
   }
   if (!memory || top < area.memory) return null;
-  const line = lines.end.reduce((best, end, index) => (end >= time - near && (lines.end[index - 1] ?? 0) <= time + near && !(lines.highest[index] <= lines.highest[best]) ? index : best), -1);
+  const line = lines.end.reduce((best, end, index) => (end >= time - near && startOf(lines, index) <= time + near && !(lines.highest[index] <= lines.highest[best]) ? index : best), -1);
   const kind = memory.levels.findIndex((levels) => yOf(area, levels[line]) <= top);
-  return { program: index, line, words: kind < 0 ? "" : memory.kinds[kind] };
+  return line < 0 ? null : { program: index, line, words: kind < 0 ? "" : memory.kinds[kind] };
 }
 function tell(event) {
   const target = hit(event), program = page.programs[target?.program ?? 0], { lines, units } = program, line = target?.line;
-  canvas.title = !target ? "" : [`${lines.kind[line] ?? phaseOf(program, line)} ${lines.label[line] || units[lines.unit[line]] || ""}`, target.words, bytesAt(lines, line)].filter(Boolean).join("\n");
+  canvas.title = !target ? "" : [`${lines.kind[line] || phaseOf(program, line)} ${lines.label[line] || units[lines.unit[line]] || ""}`, target.words, bytesAt(lines, line)].filter(Boolean).join("\n");
 }
-const bytesAt = (lines, line) => (lines.alive[line] === null ? "" : `${size(lines.alive[line])} after it, ${size(lines.highest[line])} at most while it runs`);
+const bytesAt = (lines, line) => lines.alive[line] && `${lines.alive[line]} after it, ${lines.most[line] || lines.alive[line]} at most while it runs`;
 let drag = null;
 canvas.addEventListener("pointerdown", (event) => { drag = { x: event.clientX, moved: 0 }; canvas.setPointerCapture(event.pointerId); });
 canvas.addEventListener("pointermove", (event) => {
@@ -357,47 +344,48 @@ function showTrace(scroll = false) {
   $("rows").replaceChildren(...rows.slice(first, first + count).map((line, index) => {
     const style = `top: ${(first + index) * height}px;`;
     if (typeof line === "string") return make("div", { className: `row text ${line.startsWith("#") ? "" : "phase"}`, style, title: line }, line);
-    const isPeak = program.memory?.peak.line === line, isChosen = line === chosen.line;
+    const isPeak = program.memory?.peak.line === line, isChosen = line === chosen.line, launched = collectiveOf(program, line);
     const related = (collective && (line === collective.launch || line === collective.wait)) || lines.params[line].includes(chosen.parameter);
     return make("div", { className: `row ${isChosen ? "is" : related ? "of" : ""}`, id: `line-${line}`, role: "option", ariaSelected: String(isChosen), title: lines.code[line], style: `${style} border-color: ${unitColour(lines.unit[line])}`, onclick: () => choose(chosen.program, line) },
-      ...[lines.op[line] ?? "", lines.code[line], lines.kind[line] ?? "", lines.label[line], lines.sent[line] === null ? "" : size(lines.sent[line])].map((cell) => make("span", {}, String(cell))),
-      make("span", { className: isPeak ? "peak" : "" }, isPeak ? "▲ peak" : lines.alive[line] === null ? "" : size(lines.alive[line])));
+      ...[lines.op[line] < 0 ? "" : lines.op[line], lines.code[line], lines.kind[line], lines.label[line], launched?.launch === line ? launched.words[0] : ""].map((cell) => make("span", {}, String(cell))),
+      make("span", { className: isPeak ? "peak" : "" }, isPeak ? "▲ peak" : lines.alive[line]));
   }));
   trace.setAttribute("aria-activedescendant", chosen.line < 0 ? "" : `line-${chosen.line}`);
 }
 trace.addEventListener("scroll", () => showTrace());
 
 // The selection.
-const place = (program, line) => (program.lines.op[line] === null ? phaseOf(program, line) : `op ${program.lines.op[line]}`);
+const place = (program, line) => (program.lines.op[line] < 0 ? phaseOf(program, line) : `op ${program.lines.op[line]}`);
 const jump = (words, line) => make("button", { className: "link", type: "button", onclick: () => goTo(chosen.program, line) }, words);
 const swatch = (colour) => make("span", { className: "swatch", style: `background: ${colour}` });
-const item = (bytes, ...words) => make("li", {}, make("b", {}, bytes === null ? "" : size(bytes)), make("span", {}, ...words));
+const item = (size, ...words) => make("li", {}, make("b", {}, size), make("span", {}, ...words));
 function facts(pairs) {
   return make("dl", {}, ...pairs.filter(([, value]) => value !== "").flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, ...[value].flat())]));
 }
 function tensorList(program, line, most) {
   const { tensors, kinds, peak } = program.memory, isAlive = (index) => tensors.made[index] <= line && (tensors.freed[index] ?? Infinity) > line;
-  const alive = line === peak.line ? peak.tensors : [...tensors.bytes.keys()].filter(isAlive);
+  const alive = line === peak.line ? peak.tensors : [...tensors.size.keys()].filter(isAlive);
   return make("ul", {}, ...alive.slice(0, most).map((index) => {
     const kind = kinds[tensors.kind[index]], made = tensors.made[index];
-    return item(tensors.bytes[index], swatch(KINDS[kind]), `${kind}: `, made < 0 ? tensors.name[index] : jump(tensors.name[index] || place(program, made), made));
-  }), alive.length > most ? item(null, `and ${alive.length - most} smaller tensors`) : "");
+    return item(tensors.size[index], swatch(KINDS[kind]), `${kind}: `, made < 0 ? tensors.name[index] : jump(tensors.name[index] || place(program, made), made));
+  }), alive.length > most ? item("", `and ${alive.length - most} smaller tensors`) : "");
 }
 function showChosen() {
   const program = current(), { lines } = program, line = chosen.line, panel = $("chosen");
   if (line < 0) return panel.replaceChildren(make("p", { className: "note" }, "Select a line, a bar, a moment of the memory curve or a collective: all of them show it."));
   const collective = collectiveOf(program, line), waited = ["wait", "tensor"].includes(lines.kind[line]), parameters = lines.params[line];
+  const [sent, wire, exposed, hidden] = collective?.words ?? [];
   panel.replaceChildren(
     make("div", { className: "says" }, lines.code[line]),
     facts([
-      ["place", [`${phaseOf(program, line)}, `, make("a", { href: location.pathname.split("/").pop() + location.hash }, lines.op[line] === null ? `line ${line}` : `op ${lines.op[line]}`)]],
-      ["does", `${lines.kind[line] ?? phaseOf(program, line)} ${lines.label[line]}`],
+      ["place", [`${phaseOf(program, line)}, `, make("a", { href: location.pathname.split("/").pop() + location.hash }, lines.op[line] < 0 ? `line ${line}` : `op ${lines.op[line]}`)]],
+      ["does", `${lines.kind[line] || phaseOf(program, line)} ${lines.label[line]}`],
       ["unit", lines.unit[line] < 0 ? "" : [swatch(unitColour(lines.unit[line])), program.units[lines.unit[line]] || "root unit"]],
       ["from", lines.origins[lines.origin[line]]],
       ...(lines.types?.[line] ? [["writes", lines.types[line]]] : []),
-      ["time", lines.start[line] === lines.end[line] ? `at ${moment(lines.end[line])}; takes no time of its own` : `${moment(lines.start[line])} to ${moment(lines.end[line])}: ${waited ? "compute waits " : ""}${duration(lines.end[line] - lines.start[line])}`],
-      ...(collective ? [["on the wire", `${duration(collective.wire_seconds)}, ${size(collective.sent_bytes)} sent by this rank`],
-        ["hidden", collective.exposed_seconds ? `${share(collective.hidden_share)}: compute waits ${duration(collective.exposed_seconds)}: ${collective.why_exposed}` : "all of it"],
+      ["time", lines.took[line] ? `${moment(startOf(lines, line))} to ${moment(lines.end[line])}: ${waited ? "compute waits " : ""}${lines.took[line]}` : `at ${moment(lines.end[line])}; takes no time of its own`],
+      ...(collective ? [["on the wire", `${wire}, ${sent} sent by this rank`],
+        ["hidden", collective.exposed_seconds ? `${hidden}: compute waits ${exposed}: ${collective.why_exposed}` : "all of it"],
         ["why there", collective.why], ["links", [jump("launch", collective.launch), " · ", jump("wait", collective.wait)]]] : []),
       ["alive", bytesAt(lines, line)],
     ]),
@@ -412,27 +400,28 @@ function showChosen() {
 }
 
 // The collectives.
+const launchOf = (one) => current().lines.end[one.launch], waitOf = (one) => startOf(current().lines, one.wait);
 const COLUMNS = [
   ["unit", (one) => one.unit || "root unit"], ["kind", (one) => `${one.kind}, ${one.backward ? "backward" : "forward"}`], ["parameters", (one) => one.label],
-  ["sent", (one) => one.sent_bytes, size], ["launch", (one) => one.launched, duration], ["wait", (one) => one.waited, duration],
-  ["on the wire", (one) => one.wire_seconds, duration], ["compute waits", (one) => one.exposed_seconds, duration], ["hidden", (one) => one.hidden_share, share],
+  ["sent", (one) => one.sent_bytes, (one) => one.words[0]], ["launch", launchOf, (one) => moment(launchOf(one))], ["wait", waitOf, (one) => moment(waitOf(one))],
+  ["on the wire", (one) => one.wire_seconds, (one) => one.words[1]], ["compute waits", (one) => one.exposed_seconds, (one) => one.words[2]], ["hidden", (one) => one.hidden, (one) => one.words[3]],
   ["why it stands there; why compute waits", (one) => one.why + (one.why_exposed ? `. Compute waits: ${one.why_exposed}` : "")],
 ];
 const order = { column: -1, down: false }, table = $("table"), heads = table.tHead.rows[0].cells;
-table.tHead.rows[0].append(...COLUMNS.map(([name, , format], column) => make("th", { scope: "col", className: format ? "" : "text" },
-  make("button", { type: "button", onclick: () => { Object.assign(order, { down: order.column === column ? !order.down : Boolean(format), column }); showTable(); } }, name))));
+table.tHead.rows[0].append(...COLUMNS.map(([name, , words], column) => make("th", { scope: "col", className: words ? "" : "text" },
+  make("button", { type: "button", onclick: () => { Object.assign(order, { down: order.column === column ? !order.down : Boolean(words), column }); showTable(); } }, name))));
 function showTable() {
-  const { collectives, units } = current(), words = $("filter").value.toLowerCase(), [, value] = COLUMNS[order.column] ?? [];
-  const rows = collectives.filter((one) => (!$("waiting").checked || one.exposed_seconds) && COLUMNS.some(([, cell, format]) => !format && cell(one).toLowerCase().includes(words)));
+  const { collectives, units } = current(), filter = $("filter").value.toLowerCase(), [, value] = COLUMNS[order.column] ?? [];
+  const rows = collectives.filter((one) => (!$("waiting").checked || one.exposed_seconds) && COLUMNS.some(([, cell, words]) => !words && cell(one).toLowerCase().includes(filter)));
   if (value) rows.sort((first, second) => (order.down ? -1 : 1) * (value(first) > value(second) ? 1 : value(first) < value(second) ? -1 : 0));
   [...heads].forEach((head, column) => {
     head.ariaSort = column === order.column ? (order.down ? "descending" : "ascending") : "none";
   });
   $("count").textContent = `${rows.length} of ${collectives.length}`;
   table.tBodies[0].replaceChildren(...rows.map((one) => make("tr", { one, onclick: () => choose(chosen.program, one.launch, { zoom: true }) },
-    ...COLUMNS.map(([name, cell, format]) => make("td", { className: format ? (name === "compute waits" && one.exposed_seconds ? "peak" : "") : "text" },
+    ...COLUMNS.map(([name, cell, words]) => make("td", { className: words ? (name === "compute waits" && one.exposed_seconds ? "peak" : "") : "text" },
       name === "unit" ? swatch(unitColour(units.indexOf(one.unit))) : "",
-      format ? format(cell(one)) : name === "parameters" ? make("button", { className: "link", type: "button" }, one.label) : cell(one))))));
+      words ? words(one) : name === "parameters" ? make("button", { className: "link", type: "button" }, one.label) : cell(one))))));
   markTable();
 }
 function markTable() {
@@ -448,9 +437,9 @@ function showProgram() {
   if (memory) {
     const kinds = Object.entries(memory.peak.by_kind), line = memory.peak.line;
     $("peak").replaceChildren(
-      make("p", { className: "note" }, `${size(memory.peak.bytes)} in ${phaseOf(program, line)}, at `, jump(place(program, line), line), program.left_out.length ? `; left out: ${program.left_out.join("; ")}` : ""),
+      make("p", { className: "note" }, `${memory.peak.size} in ${phaseOf(program, line)}, at `, jump(place(program, line), line), program.left_out.length ? `; left out: ${program.left_out.join("; ")}` : ""),
       make("div", { className: "stack", role: "img", ariaLabel: "Shares of the kinds" }, ...kinds.map(([kind, bytes]) => make("i", { title: kind, style: `flex: ${bytes} 0 0; background: ${KINDS[kind]}` }))),
-      make("ul", {}, ...kinds.map(([kind, bytes]) => item(bytes, swatch(KINDS[kind]), kind))),
+      make("ul", {}, ...kinds.map(([kind], index) => item(memory.peak.sizes[index], swatch(KINDS[kind]), kind))),
       make("p", { className: "note" }, "The largest tensors:"), tensorList(program, line, 4));
     $("kinds").replaceChildren(...memory.kinds.map((kind) => make("li", {}, swatch(KINDS[kind]), kind)), make("li", {}, make("span", { className: "swatch within" }), "only while a line runs"));
   } else $("peak").replaceChildren(make("p", {}, program.note));

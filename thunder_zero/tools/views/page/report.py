@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from thunder_zero.capture.zero_module import as_traces
 from thunder_zero.compat.jitted import plain_of
-from thunder_zero.plan.amounts import duration, float_dtype, name_of
+from thunder_zero.plan.amounts import duration, float_dtype, name_of, size
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import STAGES, Policy, Times
 from thunder_zero.plan.precision import MixedPrecision
@@ -108,13 +108,15 @@ def page_of(
     programs = [data_of(name, table, BY_TIMES * (name == "measured times")) for name, table in shown.items()]
     parameters = sum(prod(traces.plan.whole_shape(param)) for param in traces.plan.params)
     model = "A step" if isinstance(model_or_traces, Traces) else type(plain_of(model_or_traces)).__name__
+    most = 1.06 * max((row.highest or 0 for table in tables for row in table.lines), default=0) or 1.0
     dtypes = dict.fromkeys(name_of(param.compute_dtype) for param in traces.plan.params)
     return {
         "title": title or model,
         "facts": [f"{count(parameters)} parameters", f"compute in {', '.join(dtypes)}", f"on {device.name}"],
         "top": top_of(programs, device.memory_bytes),
         "programs": programs,
-        "most_bytes": max((row.highest or 0 for table in tables for row in table.lines), default=0),
+        "most_bytes": most,
+        "scale": [size(round(most * part)) for part in (0.0, 0.5, 1.0)],
         "differences": differences(programs, tables),
     }
 
