@@ -55,6 +55,7 @@ class Lane(StrEnum):
     SHARD = "shard"  # the wire of the shard group
     REPLICATE = "replicate"  # the wire of the replicate group
     TENSOR = "tensor"  # the wire of torch's tensor parallelism
+    SITE = "site"  # the link between sites
 
 
 @dataclass(frozen=True, slots=True)

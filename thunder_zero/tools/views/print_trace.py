@@ -33,7 +33,7 @@ from thunder_zero.spmd.of_trace import names_of_axes
 from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
 from thunder_zero.tools.forecast.memory import require_forecast_of
 from thunder_zero.tools.printing.words import short
-from thunder_zero.tools.table.rows import PHASES, Row
+from thunder_zero.tools.table.rows import OUTER_STEP, PHASES, Row
 from thunder_zero.tools.table.table import Table, step_table, table_of
 from thunder_zero.tools.views.print_rows import QUIET, format_timeline, print_rows, print_total, select, write
 from thunder_zero.traces.compiled import Traces
@@ -55,6 +55,7 @@ HOW_TO_READ = """\
 # sent: bytes of this rank; gathered, alive: of full parameters, all tensors. gpt.py:12: your line.
 """
 HOW_TO_READ_SLICES = "# tensor: a collective of torch's tensor parallelism, or the wait for one.\n"
+HOW_TO_READ_SITES = "# site: an exchange with other sites, not in every step: not in the last line's bytes.\n"
 HOW_TO_READ_TYPES = """\
 # dp:S tp:P: what the line above writes, on each axis. R: equal on all ranks, S: a slice,
 # P: a share of a sum, N: a share of a norm, V: different on each rank, X: random on each rank.
@@ -124,7 +125,8 @@ def print_trace(
     table, printed = table_of(traces, memory) if memory else step_table(traces), list[Row | int]()
     if table.no_memory:
         write(console, f"# {table.no_memory}\n")
-    write(console, HOW_TO_READ + HOW_TO_READ_SLICES * traces.plan.mesh.is_sliced + HOW_TO_READ_TYPES * types, QUIET)
+    legend = HOW_TO_READ_SLICES * traces.plan.mesh.is_sliced + HOW_TO_READ_SITES * (traces.exchanges is not None)
+    write(console, HOW_TO_READ + legend + HOW_TO_READ_TYPES * types, QUIET)
     table = table.typed() if types else table
     if table.types and table.types.not_checked:
         write(console, f"# types: not checked: {table.types.not_checked}\n")
@@ -138,6 +140,8 @@ def print_trace(
         if table.memory is not None and (name, table.memory.peak_line.phase) == ("forward", "loss"):
             write(console, f"# the peak of the step: {size(table.memory.peak)} alive in the loss\n")
         printed += chosen
+    if traces.exchanges and phase == "both":
+        print_rows(select(rows_of(table, OUTER_STEP), traces.plan, unit, only), traces.plan, OUTER_STEP, console)
     for line in outside_of_the_peak(memory) if memory else ():
         write(console, f"# {line}")
     for fault in table.types.faults if table.types else ():
@@ -190,7 +194,8 @@ def json_of(
     """Return the output of :func:`thunder_zero.print_trace` as data: lines are as in ``Table.as_dicts``."""
     plan, table = traces.plan, step_table(traces)
     table = table.typed() if types else table
-    chosen = {name: select(rows_of(table, name), plan, unit, only) for name in PHASES[phase]}
+    names = [*PHASES[phase], *[OUTER_STEP] * (phase == "both" and traces.exchanges is not None)]
+    chosen = {name: select(rows_of(table, name), plan, unit, only) for name in names}
     return {
         "stage": plan.policy.stage,
         "rank": plan.mesh.shard.place,
