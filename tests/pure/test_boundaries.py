@@ -117,8 +117,8 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/models.py",     IMPORT, IMPORT,  NOT,     rooms("tools/printing")),
     Room("tools/plan/fit.py", IMPORT, TYPES,   IMPORT,  rooms("plan schedule comm traces capture tools/printing "
                                                               "tools/dry_run tools/forecast")),
-    Room("tools/plan/",       IMPORT, IMPORT,  NOT,     rooms("encodings plan comm schedule traces capture tools/printing "
-                                                              "tools/devices tools/time tools/dry_run "
+    Room("tools/plan/",       IMPORT, IMPORT,  NOT,     rooms("plan comm schedule traces capture tools/printing "
+                                                              "encodings tools/devices tools/time tools/dry_run "
                                                               "tools/forecast tools/from_file "
                                                               "tools/models tools/table/rows")),
     Room("tools/views/print_rows.py",NOT,NOT,  NOT,     rooms("plan schedule tools/printing tools/table/rows")),

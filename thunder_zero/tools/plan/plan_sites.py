@@ -1,4 +1,4 @@
-"""``thunder-zero plan --sites 2x2 --between 100mbit``: compares ways to train a model at sites with a slow link.
+"""``thunder-zero plan --sites 2x2``: compares ways to train a model at sites with a slow link between them.
 
 In: a model, a number of sites and of ranks at each, and a rate. Out: :class:`SitesPlan`. Its rows are those of
 :func:`thunder_zero.tools.plan_training`, for one site and for the ranks of all sites, and of the outer step between
