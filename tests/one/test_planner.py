@@ -436,22 +436,20 @@ def test_a_plan_of_sites_has_rows_of_the_planner(tmp_path: Path) -> None:
     model = "import torch\ndef build():\n    return torch.nn.Linear(64, 64, bias=False), torch.zeros(1, 64)\n"
     alone = plan_of_file(tmp_path, model, "--world-size", 2, "--devices-per-node", 2)["chosen"]
     plan = plan_of_file(tmp_path, model, "--sites", "2x2", "--between", "100mbit", "--stages", 0, alone["stage"])
-    one, ddp, zero, bytewise, *outer = plan["rows"]
+    one, ddp, zero, bytewise, *outer = plan
     weight = 64 * 64 * 4
-    assert (one["seconds"], one["link_bytes"], one["needed_bytes"]) == (alone["seconds"], 0, alone["needed_bytes"])
-    assert ddp["link_bytes"] == 2 * weight * 3 / 4  # one of four ranks in a ring sends to the other site
-    assert ddp["seconds"] > 2 * weight * 3 / 4 / 12.5e6
-    assert bytewise["link_bytes"] < zero["link_bytes"] / 3
+    assert (one["steps/s"], one["link/step"], one["needs"]) == (1 / alone["seconds"], 0, alone["needed_bytes"])
+    assert ddp["link/step"] == 2 * weight * 3 / 4  # one of four ranks in a ring sends to the other site
+    assert 1 / ddp["steps/s"] > 2 * weight * 3 / 4 / 12.5e6
+    assert bytewise["link/step"] < zero["link/step"] / 3
     payload, latency = 64 * 64 + 64 * 4, 2 * H100.inter_node.latency_seconds if H100.inter_node else 0
     for row, every in zip(outer, (8, 32, 128), strict=True):
-        assert (row["name"], row["link_bytes"]) == (f"outer step, H = {every}", payload / every)
+        assert (row["way"], row["link/step"]) == (f"outer step, H = {every}", payload / every)
         exchange = payload / 12.5e6 + latency
-        assert row["seconds"] == pytest.approx(one["seconds"] + exchange / every)
-        assert row["tokens_per_second"] == pytest.approx(
-            4 * alone["tokens_per_second"] * one["seconds"] / row["seconds"]
-        )
-        assert (row["hidden_from"] - 2) * one["seconds"] < exchange <= (row["hidden_from"] - 1) * one["seconds"]
-        assert row["needed_bytes"] >= one["needed_bytes"] + weight  # half of the agreed weight, and of its momentum
+        assert 1 / row["steps/s"] == pytest.approx(alone["seconds"] + exchange / every)
+        assert row["tokens/s"] == 4 * row["steps/s"]
+        assert (row["hidden"] - 2) * alone["seconds"] < exchange <= (row["hidden"] - 1) * alone["seconds"]
+        assert row["needs"] >= one["needs"] + weight  # half of the agreed weight, and of its momentum
     text = output_of("plan", "--model", f"{tmp_path / 'model.py'}:build", "--sites", "2x2", "--between", "100mbit")
     assert "costs quality" in text
     assert "docs/two-sites.md" in text

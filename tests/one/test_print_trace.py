@@ -20,7 +20,7 @@ from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, mean_square, traced
 from thunder_zero.plan.amounts import size
 from thunder_zero.schedule.lifetimes import gathered_bytes
-from thunder_zero.tools.table.table import table_of
+from thunder_zero.tools.table.table import step_table, table_of
 from thunder_zero.tools.views.print_trace import json_of, rows_of, shown_rows
 
 import thunder
@@ -109,6 +109,7 @@ def test_an_outer_step_has_a_line_for_each_fragment() -> None:
     code, meaning = lines[start + 2].split(" site ")
     assert (code.strip(), meaning.split()[:4]) == ("outer.step()", ["0.weight,", "5", "more", "as"])
     assert size(outer.sent(vectors[0], 2)) in meaning
+    assert step_table(with_outer).sent == step_table(traces).sent
     rows = json_of(with_outer, only="communication")["lines"]
     sent = [row["sent"] for row in rows if row.get("over") == "site"]
     assert sent == [outer.sent(each, 2) for each in vectors]

@@ -123,8 +123,6 @@ def trace(
     traces = source.under(policy)
     require_right_types(traces)
     if outer is not None:
-        if not isinstance(outer, Outer):
-            raise TypeError(f"outer is of type {type(outer).__name__}; give a thunder_zero.Outer")
         outer.paths_of(traces.plan)  # refuses more fragments than units
     return replace(traces, outer=outer)
 

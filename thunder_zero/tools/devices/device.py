@@ -163,8 +163,8 @@ class Device:
         """
         if not self.is_measured:
             return Cost(wire_seconds=self.ring(ranks, stride).seconds(nbytes, steps))
-        if self.inter_node is not None and self._leaves(ranks, stride):  # messages to all peers at once
-            nbytes = self.leaving(ranks, stride, nbytes) / self._members(stride)
+        if self.inter_node is not None and (leaving := self.leaving(ranks, stride, nbytes)):  # to all peers at once
+            nbytes = leaving / self._members(stride)
             return Cost(wire_seconds=self.inter_node.seconds(nbytes, steps // (ranks - 1)))
         if ranks != self.devices_per_node or stride != 1 or f"{kind} wire" not in self.curves:
             raise ValueError(
@@ -189,7 +189,7 @@ class Device:
         mean over the ring's steps. Steps out of a node have the latency of ``inter_node``, and all other steps have the
         latency of ``intra_node``.
         """
-        if not self._leaves(ranks, stride):
+        if (ranks - 1) * stride < self.devices_per_node:
             return self.intra_node
         if self.inter_node is None:
             raise ValueError(
@@ -202,18 +202,12 @@ class Device:
         return Link(min(inside.bytes_per_second, members * outside.bytes_per_second), seconds / (ranks - 1))
 
     def leaving(self, ranks: int, stride: int, nbytes: float) -> float:
-        """Return the bytes that leave a node, if each of its ranks sends ``nbytes`` in a collective.
-
-        One rank of a node sends to the next node in a ring. A measured device is a CPU, where each rank sends an equal
-        part to each other rank.
-        """
-        if not self._leaves(ranks, stride):
+        """Return the bytes of a collective that leave a node, if each rank sends ``nbytes``: those of one rank in a
+        ring, and on a measured device, which is a CPU, those from each rank to each other node's ranks."""
+        if (ranks - 1) * stride < self.devices_per_node:
             return 0.0
         members = self._members(stride)
         return nbytes * members * (ranks - members) / (ranks - 1) if self.is_measured else nbytes
-
-    def _leaves(self, ranks: int, stride: int) -> bool:
-        return (ranks - 1) * stride >= self.devices_per_node
 
     def _members(self, stride: int) -> int:
         """Return the number of a ring's ranks in one node."""
