@@ -1,4 +1,4 @@
-"""``thunder-zero plan --sites 2x2``: compares ways to train a model at sites with a slow link between them.
+"""``thunder-zero plan --sites 2x2``: compares ways to train a model at sites with a slow link.
 
 Rows are those of ``tz.tools.plan_training``, for one site and for the ranks of all sites, and of the outer step between
 sites that each train as the first row does.
