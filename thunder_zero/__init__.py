@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # the public names, which are imported when they are first us
     from thunder_zero.optim.optimizer import whole as whole
     from thunder_zero.outer.diloco import DiLoCo as DiLoCo
     from thunder_zero.outer.store import sites as sites
+    from thunder_zero.plan.outer import Outer as Outer
     from thunder_zero.plan.policy import DDP as DDP
     from thunder_zero.plan.policy import ZERO1 as ZERO1
     from thunder_zero.plan.policy import ZERO2 as ZERO2

@@ -20,10 +20,10 @@ from rich.table import Table
 
 from examples.bench.model import floor_bytes
 from examples.bench.network import LOOPBACK
+from thunder_zero.plan.amounts import bits_of
 
 MiB = 1 << 20
 ALONE = "compute alone"
-UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +162,7 @@ def rate_of(network: str) -> float:
     """
     if network == LOOPBACK:
         return float("inf")
-    number, unit = network[:-4], network[-4:]
-    if unit not in UNITS or not number.replace(".", "", 1).isdigit() or float(number) == 0:
-        raise ValueError(f"network is {network!r}; give {LOOPBACK!r} or a rate such as '250mbit' or '1gbit'")
-    return float(number) * UNITS[unit]
+    return bits_of(f"network, if not {LOOPBACK!r},", network)
 
 
 def different_losses(losses: dict[str, Sequence[float]], tolerance: float = 1e-3) -> list[str]:

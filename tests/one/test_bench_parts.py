@@ -239,7 +239,7 @@ def test_options_have_defaults_by_machine_and_wrong_ones_are_refused(
     rates = {"250mbit": 250e6, "2.5gbit": 2.5e9, "loopback": float("inf")}
     assert {text: report.rate_of(text) for text in rates} == rates
     for text in ("", "gbit", "1", "1gb", "-1gbit", "0gbit", "fast"):
-        with pytest.raises(ValueError, match="give 'loopback' or a rate such as '250mbit'"):
+        with pytest.raises(ValueError, match="give a rate such as '250mbit'"):
             report.rate_of(text)
     monkeypatch.setattr(run, "can_limit", lambda: True)
     quick = run.parse_options(contestants(), ["--quick", "--rounds", "3"])

@@ -18,6 +18,7 @@ import thunder_zero as tz
 from tests.harness.errors import all_refused
 from tests.harness.traced import Chain, traced
 from thunder_zero.schedule.ops import Compute, Work
+from thunder_zero.tools.views.page.report import page_of
 
 pytestmark = pytest.mark.slow
 
@@ -151,11 +152,35 @@ def test_a_step_takes_the_seconds_of_arithmetic() -> None:
     assert estimate.mfu == pytest.approx(5 * product / estimate.seconds)
 
 
+def test_a_step_of_a_site_has_its_share_of_the_exchanges() -> None:
+    with torch.device("meta"):
+        module, x = narrow(), torch.empty(3, 4)
+    outer = tz.Outer(sync_every=8, fragments=2, wire=tz.Int8(block=8))
+    traces = trace(module, x, policy=2, outer=outer)
+    plain, between = tz.tools.estimate(traces, H100), tz.tools.Link(1e6)
+    estimate = tz.tools.estimate(traces, H100, between=between)
+    sent = [2 * 2 * outer.wire.nbytes(8)] * 2  # both ranks send half of their 16 elements, twice
+    assert estimate.seconds == pytest.approx(plain.seconds + sum(sent) / 1e6 / 8)
+    assert (estimate.seconds_alone, estimate.sent_bytes) == (plain.seconds, plain.sent_bytes)
+    assert estimate.exposed_on["site"] == pytest.approx(estimate.wire_seconds["site"])
+    rows = tz.tools.step_table(traces, device=H100, between=between).rows(lambda row: row.over == "site")
+    assert [(row.params, row.sent, row.lane) for row in rows] == [
+        ((f"{name}.weight",), nbytes // 2, "site") for name, nbytes in zip("02", sent, strict=True)
+    ]
+    assert [row.exposed for row in rows] == pytest.approx([nbytes / 1e6 / 8 for nbytes in sent])
+    assert rows[-1].end == estimate.seconds
+    assert "between 2 sites, an exchange of 48 B takes" in str(estimate).replace("\n ", "")
+    page = page_of(traces, H100, between=between)
+    assert page["programs"][0]["lanes"][-1] == "other sites"
+    assert "waiting for other sites" in page["top"][0]["note"]
+
+
 def test_wrong_traces_and_devices_are_refused() -> None:
     traces = traced(narrow, (3, 4), NONE)
     of_timeline, on = partial(tz.tools.estimate, cast(Any, traces.timeline), H100), partial(tz.tools.estimate, traces)
     all_refused(
         (of_timeline, TypeError, ("estimate takes Traces, got Timeline", "what trace or traces_of returns")),
+        (partial(on, H100, between="1mbit"), ValueError, ("between is '1mbit', and the step has no outer step",)),
         (partial(on, "tpu-v2"), ValueError, ("TPU v2 has FLOP/s for bfloat16, but the step", "'float32'")),
     )
 

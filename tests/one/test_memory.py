@@ -103,6 +103,22 @@ def test_the_kinds_of_a_step_have_the_bytes_of_arithmetic() -> None:
     assert freed == {Holds.INPUT: len(memory.lines) - 1, Holds.BUFFER: None}
 
 
+def test_the_rows_of_an_outer_step_are_at_rest_and_its_buffers_beside_compute() -> None:
+    traces = traces_of(3)
+    plain, shards = tz.tools.memory(traces, loss=mean_square, optimizer=ADAM), 3 * WEIGHT // 2
+    figures = []
+    for options in ({}, {"delay": 2}, {"cpu_offload": True}, {"states": 2}):
+        outer = tz.Outer(**options)
+        memory = tz.tools.memory(replace(traces, outer=outer), loss=mean_square, optimizer=ADAM)
+        figures.append((memory.at_rest - plain.at_rest, memory.peak - plain.peak))
+        assert memory.outer_step
+        assert memory.outer_step >= memory.at_rest + 5 * shards  # gradients; of one vector: change, parts, sum, mean
+    assert figures == [(2 * shards,) * 2, (2 * shards, 6 * shards), (0, 0), (3 * shards,) * 2]
+    assert "in an exchange with other sites" in str(memory)
+    under_no_sync = tz.tools.memory(replace(traces_of(3, synced=False), outer=outer), loss=mean_square)
+    assert under_no_sync.outer_step is None
+
+
 @pytest.mark.parametrize("stage", [3, *slow(0, 1, 2)])
 def test_the_figures_agree_with_each_other(stage: int) -> None:
     memory = tz.tools.memory(traces_of(stage))

@@ -431,6 +431,32 @@ def test_wrong_arguments_are_refused() -> None:
     all_refused(*REFUSED)
 
 
+@pytest.mark.slow
+def test_a_plan_of_sites_has_rows_of_the_planner(tmp_path: Path) -> None:
+    model = "import torch\ndef build():\n    return torch.nn.Linear(64, 64, bias=False), torch.zeros(1, 64)\n"
+    alone = plan_of_file(tmp_path, model, "--world-size", 2, "--devices-per-node", 2)["chosen"]
+    plan = plan_of_file(tmp_path, model, "--sites", "2x2", "--between", "100mbit", "--stages", 0, alone["stage"])
+    one, ddp, zero, bytewise, *outer = plan
+    weight = 64 * 64 * 4
+    assert (one["steps/s"], one["link/step"], one["needs"]) == (1 / alone["seconds"], 0, alone["needed_bytes"])
+    assert ddp["link/step"] == 2 * weight * 3 / 4  # one of four ranks in a ring sends to the other site
+    assert 1 / ddp["steps/s"] > 2 * weight * 3 / 4 / 12.5e6
+    assert bytewise["link/step"] < zero["link/step"] / 3
+    payload, latency = 64 * 64 + 64 * 4, 2 * H100.inter_node.latency_seconds if H100.inter_node else 0
+    for row, every in zip(outer, (8, 32, 128), strict=True):
+        assert (row["way"], row["link/step"]) == (f"outer step, H = {every}", payload / every)
+        exchange = payload / 12.5e6 + latency
+        assert 1 / row["steps/s"] == pytest.approx(alone["seconds"] + exchange / every)
+        assert row["tokens/s"] == 4 * row["steps/s"]
+        assert (row["hidden"] - 2) * alone["seconds"] < exchange <= (row["hidden"] - 1) * alone["seconds"]
+        assert row["needs"] >= one["needs"] + weight  # half of the agreed weight, and of its momentum
+    text = output_of("plan", "--model", f"{tmp_path / 'model.py'}:build", "--sites", "2x2", "--between", "100mbit")
+    assert "costs quality" in text
+    assert "docs/two-sites.md" in text
+    for options, words in {("--sites", "1x2"): "sites is '1x2'", ("--sites", "2x2"): "between is 'fast'"}.items():
+        assert words in refusal_of("plan", *GPT, *options, "--between", "fast" if words[0] == "b" else "1mbit")
+
+
 GPT = ("--model", "gpt-1.3b")
 REFUSED_ARGUMENTS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("--model", "llama9"), ("there is no model 'llama9'", "choose llama3-8b, llama3-70b")),
@@ -440,6 +466,8 @@ REFUSED_ARGUMENTS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     ((*GPT, "--world-size", "0"), ("world_size is 0", "give the number of ranks, at least 1")),
     ((*GPT, "--micro-batch", "0"), ("micro_batch is 0", "give a number of sequences, at least 1")),
     ((*GPT, "--sequence-length", "-1"), ("sequence_length is -1", "give a number of tokens")),
+    ((*GPT, "--between", "1mbit"), ("give --world-size, or --sites and --between",)),
+    ((*GPT, "--sites", "2x2", "--between", "1mbit"), ("--sites is given; leave out --world-size",)),
     (("--model", "no.py:build"), ("there is no file no.py", "give FILE.py:function")),
     (("--model", "{file}:build"), ("returns int", "return a tuple of the module and its inputs")),
     (

@@ -20,9 +20,9 @@ from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, mean_square, traced
 from thunder_zero.plan.amounts import size
 from thunder_zero.schedule.lifetimes import gathered_bytes
-from thunder_zero.tools.table.table import table_of
+from thunder_zero.tools.table.table import step_table, table_of
 from thunder_zero.tools.views.print_rows import format_timeline
-from thunder_zero.tools.views.print_trace import rows_of, shown_rows
+from thunder_zero.tools.views.print_trace import json_of, rows_of, shown_rows
 
 import thunder
 
@@ -93,6 +93,28 @@ def test_collectives_show_parameters_and_bytes_and_the_last_line_shows_totals(st
     names = {match[2].split(":")[0].split(",")[0].removeprefix("grad ") for match in launches if match}
     units = {"1.0", "1.1"}
     assert units <= names <= units | {"0.weight", "2.weight"} | {f"{unit}.down.weight" for unit in units}
+
+
+def test_an_outer_step_has_a_line_for_each_fragment() -> None:
+    traces, outer = trace_model(2), tz.Outer(sync_every=32, fragments=2, delay=1, wire=tz.Int8(block=64))
+    plain = print_lines(traces)
+    with_outer = replace(traces, outer=outer)
+    file = StringIO()
+    tz.print_trace(with_outer, file=file)
+    lines = file.getvalue().splitlines()
+    assert any("site: an exchange with other sites" in line for line in lines[:4])
+    assert lines[-1] == plain[-1]  # the totals of a step have no exchange
+    start = next(index for index, line in enumerate(lines) if line.startswith("# outer step, ZeRO-2"))
+    assert lines[start + 1] == "# fragment 0 of 2, the root, 1.1: every 32 steps, applied 1 step later"
+    vectors = outer.vectors_of(traces.plan)
+    code, meaning = lines[start + 2].split(" site ")
+    assert (code.strip(), meaning.split()[:4]) == ("outer.step()", ["0.weight,", "5", "more", "as"])
+    assert size(outer.sent(vectors[0], 2)) in meaning
+    assert step_table(with_outer).sent == step_table(traces).sent
+    rows = json_of(with_outer, only="communication")["lines"]
+    sent = [row["sent"] for row in rows if row.get("over") == "site"]
+    assert sent == [outer.sent(each, 2) for each in vectors]
+    assert len(json_of(with_outer, "backward")["lines"]) == len(json_of(traces, "backward")["lines"])
 
 
 @pytest.mark.parametrize("stage", [3, *slow(0, 1, 2)])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.errors import refused
-from thunder_zero.plan.amounts import bytes_of, float_dtype, itemsize, size
+from thunder_zero.plan.amounts import bits_of, bytes_of, float_dtype, itemsize, size
 
 
 def test_bytes_are_read() -> None:
@@ -29,6 +29,15 @@ def test_bytes_are_read() -> None:
 def test_wrong_amounts_are_refused(amount: Any) -> None:
     with refused(ValueError, f"memory_bytes is {amount!r}", "GiB"):
         bytes_of("memory_bytes", amount)
+
+
+def test_rates_are_read_or_refused() -> None:
+    rates = {"100 Mbit/s": 1e8, "100mbit": 1e8, "1gbit": 1e9, "2.5 Gbit/s": 2.5e9, "56 kbit/s": 56e3, "9bit": 9.0}
+    assert {text: bits_of("between", text) for text in rates} == rates
+    wrong: Any
+    for wrong in ("", "100", "100MB/s", "0mbit", "-1gbit", "fast", "1gbit/h", 100, None):
+        with refused(ValueError, f"between is {wrong!r}", "'100 Mbit/s'"):
+            bits_of("between", wrong)
 
 
 def test_dtypes_are_read_or_refused() -> None:

@@ -99,7 +99,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     # -------------------------------------------------------------------------------------------------------------
     Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),
     Room("tools/table/rows.py",NOT,   NOT,     NOT,     rooms("plan schedule tools/printing")),
-    Room("tools/table/lines.py",NOT,  NOT,     IMPORT,  rooms("traces tools/table/rows")),
+    Room("tools/table/lines.py",NOT,  NOT,     IMPORT,  rooms("plan traces tools/table/rows")),
     Room("tools/devices/",    IMPORT, IMPORT,  NOT,     rooms("plan schedule comm tools/printing")),
     Room("tools/dry_run.py",  IMPORT, IMPORT,  IMPORT,  rooms("plan schedule compat comm traces sharded spmd capture "
                                                               "tools/devices")),
@@ -120,7 +120,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/plan/fit.py", IMPORT, TYPES,   IMPORT,  rooms("plan schedule comm traces capture tools/printing "
                                                               "tools/dry_run tools/forecast")),
     Room("tools/plan/",       IMPORT, IMPORT,  NOT,     rooms("plan comm schedule traces capture tools/printing "
-                                                              "tools/devices tools/time tools/dry_run "
+                                                              "encodings tools/devices tools/time tools/dry_run "
                                                               "tools/forecast tools/from_file "
                                                               "tools/models tools/table/rows")),
     Room("tools/views/print_rows.py",NOT,NOT,  NOT,     rooms("plan schedule tools/printing tools/table/rows")),

@@ -17,6 +17,7 @@ from tests.harness.errors import fails
 from tests.harness.timelines import make_param, model, spans_in_words, split, timelines
 from thunder_zero.encodings.int8 import Int8
 from thunder_zero.plan.mesh import ALL, REPLICATE, Mesh
+from thunder_zero.plan.outer import Outer
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.ops import Compute, Gather, Launch, Op, Reduce, Wait, Work
@@ -25,6 +26,7 @@ from thunder_zero.schedule.timeline import Timeline, Value
 from thunder_zero.tools.devices.device import A100, DEVICES, H100, TPU_V2, Cost, Device, Lane, Link
 from thunder_zero.tools.time.estimate import compute_dtype, ring, simulate, step_time, traffic_bytes
 from thunder_zero.tools.time.lanes import Lanes
+from thunder_zero.tools.time.sites import Exchanges, exchanges_of
 
 PAGE = (Path(__file__).parents[2] / "docs/cost-model.md").read_text()
 PLAN = Plan(Policy(3), Mesh.of(2), ())
@@ -159,6 +161,43 @@ def traffic(work: Work, *, reads: tuple[str, ...] = ("x", "table"), updates: tup
     values["wide"] = Value(64, "float32", base="x")  # expanded
     op = Compute(reads, ("y",), work=work, updates=updates)
     return traffic_bytes(op, Timeline((op,), values, PLAN))
+
+
+@pytest.mark.parametrize(
+    ("delay", "seconds", "spans", "mean"),
+    [
+        (0, 12.0, "site 10 13; wait 10 13", 13.0),  # an exchange in four steps
+        (1, 12.0, "site 7.5 10.5; wait 10 10.5", 10.5),
+        (2, 12.0, "site 7 10", 10.0),
+    ],
+)
+def test_exchanges_wait_for_a_step_or_run_beside_it(delay: int, seconds: float, spans: str, mean: float) -> None:
+    exchanges = Exchanges(Outer(sync_every=4, delay=delay), (0,), (seconds,))
+    assert spans_in_words(tuple(exchanges.spans(0, 10.0))) == split(spans)
+    assert exchanges.mean_seconds(10.0) == mean
+    assert exchanges.hidden_from(10.0) == 3  # a delay of two steps
+
+
+def test_all_ranks_of_a_site_share_its_link() -> None:
+    # 3 sites: a rank sends two parts of its rows, and the mean of one to both other sites. Rows have 4 bytes.
+    params = tuple(make_param(f"{unit}.w", (numel, 1), unit, Policy(3)) for unit, numel in (("a", 12), ("b", 24)))
+    plan, outer = Plan(Policy(3), Mesh.of(2), params), Outer(sync_every=4, fragments=2, sites=3)
+    exchanges = exchanges_of(plan, outer, Link(2.0, 0.25), SECOND)
+    assert exchanges.sent == (2 * 4 * 2 * 4, 2 * 4 * 4 * 4)
+    assert exchanges.seconds == (64 / 2 + 0.5, 128 / 2 + 0.5)
+    assert exchanges.mean_seconds(10.0) == 10 + (32.5 + 64.5) / 4
+    assert exchanges.hidden_from(10.0) == 2 * (7 + 1)  # the longer one takes seven steps
+    assert exchanges_of(plan, outer, "16 bit/s", SECOND).seconds == (exchanges.sent[0] / 2 + 0.5, 128 / 2 + 0.5)
+
+
+def test_collectives_of_a_measured_device_leave_it_on_its_link_to_others() -> None:
+    # One of the three peers of each of two ranks is on its side.
+    curves = {name: ((0.0, 0.0), (1.0, 1.0)) for name in ("pointwise", "matmul float32")}
+    measured = replace(SECOND, curves=curves)
+    assert measured.leaving(4, 1, 30) == 2 * 30 * 2 / 3
+    assert measured.collective("all_reduce", 4, 1, 30, 6, 1).wire_seconds == 30 * 2 / 3 / 0.5 + 2 * 0.25
+    assert SECOND.leaving(4, 1, 30) == 30
+    assert SECOND.leaving(2, 1, 30) == 0
 
 
 def test_traffic_counts_the_bytes_read_and_written() -> None:

@@ -19,11 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import thunder_zero as tz
+from examples.tensor_memory import added_at_peak, bytes_held, parameters_of
 from tests.harness.errors import fails
 from tests.harness.models import Small, fresh, sharded
 from tests.harness.ranks import RanksPool
-from tests.harness.tiers import slow
+from tests.harness.tiers import deep, slow
+from tests.harness.traced import Chain
 from thunder_zero.outer.exchange import Messages
+from thunder_zero.outer.rounds import Flight
 from thunder_zero.sharded.dtensors import local
 
 NAMES = "attic", "lab"
@@ -285,3 +288,48 @@ def stream(rank: int, world_size: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["slices", *slow("replicas", "bfloat16")])
 def test_fragments_are_exchanged_beside_compute(ranks_pool: RanksPool, kind: str) -> None:
     ranks_pool.run(4, stream, kind)
+
+
+def make_wide() -> nn.Module:
+    return Chain(nn.Linear(192, 512), nn.Tanh(), nn.Linear(512, 192))
+
+
+def compare_outer_step(rank: int, world_size: int, stage: int, outer: tz.Outer) -> None:
+    """Compare the rows of an outer step, and its peak, with those of two sites of two ranks."""
+    site, group = sites_of_two(rank)
+    where, x = tz.sites(address(), name=NAMES[site], timeout=20), torch.randn(4, 192)
+    model = sharded(fresh(make_wide), stage, process_group=group)
+    optimizer = torch.optim.AdamW(model.parameters())
+    diloco = tz.DiLoCo(model, where, sync_every=outer.sync_every, fragments=outer.fragments, wire=outer.wire)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(2 * outer.sync_every - 1):  # to the second exchange of the last fragment
+        step()
+        diloco.step()
+    step()
+    forecast = tz.tools.memory(model, loss=lambda y: y.square().mean(), optimizer=torch.optim.AdamW)
+    states = [state for values in optimizer.state.values() for state in values.values()]
+    rows = [*parameters_of(model), *states, *(row for kind in diloco.saved().values() for row in kind.values())]
+    held = bytes_held(rows)
+    gradients = bytes_held(param.grad for param in model.parameters() if param.grad is not None)
+    with mock.patch.object(Flight, "start", Flight.run):  # the allocator's record has the peaks of this thread alone
+        measured = held + gradients + added_at_peak(diloco.step, torch.device("cpu"))
+    diloco.leave()
+    assert abs(forecast.at_rest / held - 1) < 0.01, (forecast.at_rest, held)
+    assert forecast.outer_step
+    assert abs(forecast.outer_step / measured - 1) < 0.01, (forecast.outer_step, measured)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "outer"),
+    [(3, tz.Outer(2, wire=tz.Int8(block=64))), *deep((1, tz.Outer(2, fragments=2)))],
+)
+def test_the_forecast_of_an_outer_step_is_what_the_allocator_counts(
+    ranks_pool: RanksPool, stage: int, outer: tz.Outer
+) -> None:
+    ranks_pool.run(4, compare_outer_step, stage, outer)

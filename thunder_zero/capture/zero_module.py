@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NoReturn, Self
 
@@ -264,7 +265,7 @@ def traces_of(model: ThunderModule, synced: bool | None = None, graph: int | Non
     executables = graphs[graph or 0] if graphs else []
     for executable in reversed(executables):
         if synced in (None, executable.synced):
-            return executable.traces()
+            return replace(executable.traces(), outer=zero_module(model).state.outer)
     if executables:
         where = "outside" if synced else "inside"
         raise RuntimeError(f"the model was not called {where} no_sync yet; call it there once")

@@ -82,7 +82,7 @@ class Contents:
 
     def beside(self, name: str, extra: RowsBeside) -> list[Contents]:
         """Return the tensors beside parameters, the extra ``name``, as contents of models without buffers."""
-        label, contents = f"{extra.what.rpartition(' ')[2]} {name!r}", list[Contents]()
+        label, contents = f"{extra.noun} {name!r}", list[Contents]()
         for kind, tensors in extra.saved().items():
             params, ignored = (
                 {name: tensors[path] for name in values if (path := self.paths[name]) in tensors}

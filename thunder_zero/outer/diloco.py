@@ -114,9 +114,8 @@ class DiLoCo(RowsBeside):
     ) -> None:
         if not isinstance(sites, Sites):
             raise TypeError(f"sites is {sites!r}; give the result of thunder_zero.sites('host:port', name=...)")
-        self.outer = Outer(
-            sync_every, fragments, delay, alpha, Encoding(wire) if isinstance(wire, torch.dtype) else wire
-        )
+        cast = Encoding(wire) if isinstance(wire, torch.dtype) else wire
+        self.outer = Outer(sync_every, fragments, delay, alpha, cast, sites.expected, cpu_offload=cpu_offload)
         super().__init__(model)
         self.counts, plan, group = OuterCounts(), self.state.plan, self.state.group
         self._is_sharded = STAGES[plan.policy.stage].sharded
@@ -133,6 +132,7 @@ class DiLoCo(RowsBeside):
                 Claim("the site", "; ".join(self._options()), REMEDY),
             ]
         self._sites = replace(sites, life=broadcast_object_from_rank_0(sites.life, group))
+        self.state.outer = self.outer = replace(self.outer, states=len(self.saved()) - 1)
         self._link = SiteLink(self._sites, group.rank(), group.size(), self.outer.wire, self._fragments)
         self._flight: Flight | None = None
         self._lands_at, self._others = 0, tuple[str, ...]()

@@ -33,6 +33,14 @@ def bytes_of(name: str, amount: int | str) -> int:
     return round(float(match[1]) * float((1024 if match[3] else 1000) ** power))
 
 
+def bits_of(name: str, rate: str) -> float:
+    """Return the bits a second in ``"100 Mbit/s"``, ``"100mbit"`` or ``"1gbit"``. Errors name it ``name``."""
+    match = re.fullmatch(r"([0-9]+(?:[.][0-9]*)?) *([KMG]?)BIT(?:/S)?", rate.upper() if isinstance(rate, str) else "")
+    if not match or not float(match[1]):
+        raise ValueError(f"{name} is {rate!r}; give a rate such as '250mbit', '1gbit' or '100 Mbit/s'")
+    return float(match[1]) * 1000.0 ** " KMG".index(match[2] or " ")
+
+
 def size(nbytes: int) -> str:
     """Format a number of bytes in at most 8 characters, such as ``"1.50 KiB"``."""
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

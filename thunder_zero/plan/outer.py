@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from thunder_zero.encodings.encoding import Encoding
+from thunder_zero.encodings.encoding import PIECE, Encoding
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import STAGES, is_count
 
+SITE = "site"  # the axis over which sites exchange, beside those of a site's mesh
 WIRE = Encoding(torch.float32)
-LEAST = {"sync_every": 1, "fragments": 1, "delay": 0}  # of each count
+LEAST = {"sync_every": 1, "fragments": 1, "delay": 0, "sites": 1, "states": 0}  # of each count
+MOST = 4  # units of a fragment that are named
 ACCUMULATED = torch.float32  # the least precision of agreed parameters, since 16 bits would lose small changes
 
 
@@ -41,15 +43,24 @@ class Vector:
 
 @dataclass(frozen=True)
 class Outer:
-    """When sites exchange which units, and how. ``tz.DiLoCo`` has the meaning of each field."""
+    """When sites exchange which units, and how. ``tz.DiLoCo`` has the meaning of its arguments, and only forecasts read
+    the last three fields.
+
+    >>> traces = tz.trace(module, tokens, outer=tz.Outer(sync_every=32, wire=tz.Int8(block=64), sites=2))
+    """
 
     sync_every: int = 32
     fragments: int = 1
     delay: int = 0
     alpha: float = 0.5
-    wire: Encoding = field(default=WIRE)
+    wire: Encoding = field(default=WIRE)  # a dtype is taken as a cast to it
+    sites: int = 2  # the number of sites that exchange
+    states: int = 1  # the number of tensors that the outer optimizer holds of each parameter, such as its momentum
+    cpu_offload: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.wire, torch.dtype):
+            object.__setattr__(self, "wire", Encoding(self.wire))
         for name, least in LEAST.items():
             if not is_count(value := getattr(self, name)) or value < least:
                 raise ValueError(f"{name} is {value!r}; give a whole number, {least} or more")
@@ -101,15 +112,49 @@ class Outer:
 
     def rows(self, plan: Plan) -> int:
         """Return the bytes of the agreed parameters, or of one state of the outer optimizer, on a rank."""
-        return sum(
-            plan.geometry(param).numel * max(param.dtype.itemsize, ACCUMULATED.itemsize)
-            for param in plan.params
-            if param.requires_grad
-        )
+        return sum(row_bytes(plan, param) for param in plan.params if param.requires_grad)
+
+    def buffers(self, plan: Plan, vectors: Sequence[Vector], *, on_gpu: bool = False) -> int:
+        """Return the most bytes of a rank's buffers in the exchange of a fragment, in the memory where it computes.
+
+        These are the changes with the most that averaging, or the outer optimizer's step, adds to them. Vectors are
+        averaged one after the other: the parts as sent and as received, a part's sum, and the mean. Without a GPU, all
+        are in one memory.
+        """
+        copies, item = copies_of(plan), ACCUMULATED.itemsize
+        whole, means, most = [item * copies * vector.elements for vector in vectors], 0, 0
+        for vector in vectors:
+            part = -(-vector.elements // self.sites)
+            mean, message = item * part * self.sites, self.wire.nbytes(part)
+            padded = mean if vector.elements % self.sites else 0
+            encoded = (self.sites + 1) * message if self.wire.dtype is not ACCUMULATED else 0
+            decoded = item * min(part, PIECE) * bool(self.wire.block)
+            sums = padded + 2 * (self.sites - 1) * message + 2 * item * part + mean
+            most = max(most, means + sums + encoded + decoded)
+            means += mean
+        gathered = max(sum(whole[: index + 1]) + nbytes for index, nbytes in enumerate(whole)) if copies > 1 else 0
+        largest = item * max(plan.geometry(plan.by_name[path]).numel for vector in vectors for path in vector.paths)
+        stepped = max(gathered, sum(whole) * (copies > 1 or on_gpu) + largest)
+        if on_gpu:
+            return largest if self.cpu_offload else max(2 * max(whole), stepped)
+        return sum(whole) + max(most, means + stepped)
+
+    def turn(self, plan: Plan, fragment: int) -> str:
+        """Return which units a fragment has, and when it is exchanged."""
+        units = list(dict.fromkeys(plan.by_name[path].unit or "the root" for path in self.paths_of(plan)[fragment]))
+        named = ", ".join([*units[:MOST], *[f"{len(units) - MOST} more"] * (len(units) > MOST)])
+        part = f"fragment {fragment} of {self.fragments}, {named}" if self.fragments > 1 else "all units"
+        applied = f", applied {self.delay} step{'s' * (self.delay > 1)} later" if self.delay else ""
+        return f"{part}: every {self.sync_every} steps{applied}"
 
     def __str__(self) -> str:
         streamed = f", {self.fragments} fragments" * (self.fragments > 1) + f", delay {self.delay}" * (self.delay > 0)
         return f"every {self.sync_every} steps in {self.wire}{streamed}"
+
+
+def row_bytes(plan: Plan, param: Param) -> int:
+    """Return the bytes of a parameter's agreed rows on a rank."""
+    return plan.geometry(param).numel * max(param.dtype.itemsize, ACCUMULATED.itemsize)
 
 
 def copies_of(plan: Plan) -> int:

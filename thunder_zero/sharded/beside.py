@@ -18,7 +18,7 @@ class RowsBeside(ABC):
     """Tensors beside each parameter that trains, with its placements; a checkpoint holds them by rows, as an extra."""
 
     root: ClassVar[str]  # of their keys in a checkpoint
-    what: ClassVar[str]  # a noun for errors
+    what: ClassVar[str]  # an article and a noun for errors
     counts: Stateful  # numbers beside the tensors
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,6 +31,10 @@ class RowsBeside(ABC):
             raise ValueError(
                 f"no parameter of {self.state.name} requires gradients; make {self.what} of a model that trains"
             )
+
+    @property
+    def noun(self) -> str:
+        return self.what.rpartition(" ")[2]
 
     @abstractmethod
     def saved(self) -> Mapping[str, Mapping[str, Tensor]]:
@@ -49,8 +53,8 @@ class RowsBeside(ABC):
         for name, param in self._params.items():
             if param.requires_grad and name not in self._trained:
                 raise RuntimeError(
-                    f"parameter {name!r} of {self.state.name} required no gradients when {self.what} was made, and "
-                    f"does now; make {self.what} anew"
+                    f"parameter {name!r} of {self.state.name} required no gradients when the {self.noun} was made, and "
+                    f"does now; make a new {self.noun}"
                 )
 
 

@@ -19,6 +19,7 @@ from thunder_zero.comm.collective_tags import CollectiveTag, current_activity, d
 from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.small_collectives import all_reduce_max, next_number, to_device
 from thunder_zero.compat.private import DTensorSpec
+from thunder_zero.plan.outer import Outer
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.sharded.dtensors import specs_of
 from thunder_zero.sharded.outside import OutsideGradients
@@ -123,6 +124,7 @@ class State(LocalState):
         self.ranks, self.group = ranks, ranks.world
         self.in_module: Literal["shards", "placeholders", "full parameters"] = "shards"
         self.averaged: frozenset[Tensor] = frozenset()  # parameters that hold their averages (``EMA.applied``)
+        self.outer: Outer | None = None  # the outer step between sites, for forecasts (``outer/diloco.py``)
         self.saves: Any = None  # the thread of asynchronous saves (``checkpoint/save.py``)
         self.class_name = type(module).__name__
         name = f"model {next_number(self.group)} ({self.class_name})"

@@ -20,6 +20,7 @@ from thunder_zero.tools.table.rows import ONLY, PHASES
 
 INPUTS = "(module, input, ...) or (module, (input, ...), {name: input, ...})"
 DEVICE = f"{', '.join(DEVICES)}, or OUT.json of calibrate"
+OF_ONE_SITE = {"world_size": None, "devices_per_node": None, "global_batch": None, "tp": (1,)}  # options of plan
 INTERRUPTED = 130  # the exit code that shells use for an interrupted command
 DESCRIPTION = (
     "Print and convert checkpoints; print traces; plan a training; measure a script's step beside its forecast (why), "
@@ -189,17 +190,27 @@ def _check(add: Add) -> Command:
 
 
 def _plan(add: Add) -> Command:
-    def run(model: str, loss: str | None, **options: Any) -> None:
+    def run(model: str, loss: str | None, sites: str | None, between: str | None, **options: Any) -> None:
         from thunder_zero.tools.from_file import function_at, naming_the_users_line
+        from thunder_zero.tools.plan.plan_sites import plan_sites
         from thunder_zero.tools.plan.plan_training import plan_training
 
         as_json, loss_function = options.pop("json"), None if loss is None else function_at(loss)
+        plan_it: Callable[..., Any] = plan_training
+        if sites is not None and between is not None:
+            if unused := [name for name, default in OF_ONE_SITE.items() if options.pop(name) != default]:
+                raise ValueError(f"--sites is given; leave out --{unused[0].replace('_', '-')}")
+            plan_it = partial(plan_sites, sites=sites, between=between)
+        elif sites or between or options["world_size"] is None:
+            raise ValueError("give --world-size, or --sites and --between")
         with naming_the_users_line(model):
-            plan = plan_training(model, loss=loss_function, **options)
+            plan = plan_it(model, loss=loss_function, **options)
         print(json.dumps(plan.as_json(), indent=1) if as_json else plan)
 
     add("--model", required=True, help=f"{', '.join(MODELS)}, or FILE.py:function: {INPUTS}")
-    add("--world-size", type=int, required=True, help="ranks that train")
+    add("--world-size", type=int, help="ranks that train; or give --sites")
+    add("--sites", metavar="SITESxRANKS", help="compare ways to train at several sites, such as 2x2")
+    add("--between", metavar="RATE", help="of the link between sites, such as 100mbit")
     add("--device", default="h100", help=f"(default: h100) {DEVICE}")
     add("--memory-bytes", help="of each device, such as 80GiB (default: the device's)")
     add("--devices-per-node", type=int, help="(default: the device's)")

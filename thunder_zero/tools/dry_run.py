@@ -36,6 +36,7 @@ from thunder_zero.compat.plans_of_transformers import left_to_plan
 from thunder_zero.compat.private import clear_dtensor_caches, dynamo_config
 from thunder_zero.plan.make_plan import make_plan
 from thunder_zero.plan.mesh import Mesh
+from thunder_zero.plan.outer import Outer
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.schedule.timeline import Timeline
@@ -84,6 +85,7 @@ def trace(
     fuse: Fuser | None = None,
     device: Device | str | None = None,
     dynamic: bool = False,
+    outer: Outer | None = None,
     **kwargs: Any,
 ) -> Traces:
     """Return the traces that one of ``world_size`` ranks would run for these arguments.
@@ -105,6 +107,7 @@ def trace(
         dynamic: True to trace sizes of the arguments as symbols, for :func:`thunder_zero.tools.resized`.
         device: a device such as ``"h100"`` (default: the module's device). The sizes that the policy leaves open and
             the operators of attention depend on ``device``. All other lines depend on the module's device.
+        outer: the outer step of one of several sites, each with ``world_size`` ranks.
 
     Raises:
         RuntimeError: dynamo captures forward as several graphs, or the module is under ``torch.compile`` or DDP, or a
@@ -119,7 +122,9 @@ def trace(
     source = ProgramSource(module, args, kwargs, policy, planned, synced, fuse, device, slices, partial, dynamic)
     traces = source.under(policy)
     require_right_types(traces)
-    return traces
+    if outer is not None:
+        outer.paths_of(traces.plan)  # refuses more fragments than units
+    return replace(traces, outer=outer)
 
 
 def planned_mesh(

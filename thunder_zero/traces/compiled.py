@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thunder_zero.plan.amounts import size
+from thunder_zero.plan.outer import Outer
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.schedule.timeline import Timeline
@@ -44,6 +45,7 @@ class Traces:
         fuses: True if inductor compiles the regions between lines of the schedule.
         restored: a function that builds the model's result from the forward trace's outputs. None if it is unknown.
         others: a mapping from inputs that are buffers or ignored parameters to their paths.
+        outer: the outer step between sites. None if there is none.
     """
 
     forward: TraceCtx
@@ -55,6 +57,7 @@ class Traces:
     without_tangents: Callable[[Traces, Sequence[str]], Traces]
     restored: Callable[[Sequence[Any]], Any] | None = None
     others: Mapping[str, str] = field(default_factory=dict)
+    outer: Outer | None = None
 
     @property
     def facts(self) -> Facts:
@@ -65,6 +68,11 @@ class Traces:
     def lifted(self) -> Timeline:
         """The timeline before scheduling."""
         return self.scheduled.lifted
+
+    @property
+    def exchanges(self) -> Outer | None:
+        """The outer step, if sites exchange after a step of this program: if it has a backward that reduces."""
+        return self.outer if self.backward is not None and self.facts.synced else None
 
     @property
     def plan(self) -> Plan:

@@ -55,6 +55,7 @@ class Lane(StrEnum):
     SHARD = "shard"  # the wire of the shard group
     REPLICATE = "replicate"  # the wire of the replicate group
     TENSOR = "tensor"  # the wire of torch's tensor parallelism
+    SITE = "site"  # the link between sites
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,9 @@ class Device:
         """
         if not self.is_measured:
             return Cost(wire_seconds=self.ring(ranks, stride).seconds(nbytes, steps))
+        if self.inter_node is not None and (leaving := self.leaving(ranks, stride, nbytes)):  # to all peers at once
+            nbytes = leaving / self._members(stride)
+            return Cost(wire_seconds=self.inter_node.seconds(nbytes, steps // (ranks - 1)))
         if ranks != self.devices_per_node or stride != 1 or f"{kind} wire" not in self.curves:
             raise ValueError(
                 f"{self.name} was calibrated with collectives of {_ranks(self.devices_per_node)}, but the step has one "
@@ -192,10 +196,22 @@ class Device:
                 f"{self.name} has no link to other nodes, but {ranks} ranks {stride} apart need more than the "
                 f"{self.devices_per_node} devices of one; give Device.inter_node"
             )
-        members, inside, outside = max(1, self.devices_per_node // stride), self.intra_node, self.inter_node
+        members, inside, outside = self._members(stride), self.intra_node, self.inter_node
         leaving = -(-ranks // members) - 1  # number of the ring's ranks - 1 steps that leave a node
         seconds = (ranks - 1 - leaving) * inside.latency_seconds + leaving * outside.latency_seconds
         return Link(min(inside.bytes_per_second, members * outside.bytes_per_second), seconds / (ranks - 1))
+
+    def leaving(self, ranks: int, stride: int, nbytes: float) -> float:
+        """Return the bytes of a collective that leave a node, if each rank sends ``nbytes``: those of one rank in a
+        ring, and on a measured device, which is a CPU, those from each rank to each other node's ranks."""
+        if (ranks - 1) * stride < self.devices_per_node:
+            return 0.0
+        members = self._members(stride)
+        return nbytes * members * (ranks - members) / (ranks - 1) if self.is_measured else nbytes
+
+    def _members(self, stride: int) -> int:
+        """Return the number of a ring's ranks in one node."""
+        return max(1, self.devices_per_node // stride)
 
 
 def rising(points: Iterable[tuple[float, float]]) -> Points:

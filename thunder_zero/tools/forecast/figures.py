@@ -21,7 +21,7 @@ from textwrap import wrap
 from thunder_zero.plan.amounts import WIDTH, size, summed_up
 from thunder_zero.plan.params import Plan
 from thunder_zero.tools.printing.words import clip
-from thunder_zero.tools.table.rows import OPTIMIZER_STEP, Row
+from thunder_zero.tools.table.rows import OPTIMIZER_STEP, OUTER_STEP, Row
 
 
 class Holds(StrEnum):
@@ -30,6 +30,7 @@ class Holds(StrEnum):
     PARAMETER = "parameters at rest"
     BUFFER = "buffers of the module"
     OPTIMIZER = "optimizer state"
+    OUTER = "state of the outer step"
     INPUT = "inputs"
     GATHERED = "gathered parameters"
     SAVED = "saved for backward"
@@ -41,9 +42,10 @@ class Holds(StrEnum):
     TEMPORARY = "temporaries"
 
 
+EXCHANGE = "an exchange with other sites"  # the name of its buffers
 LARGEST = 8  # the most tensors that are listed
-AT_REST = (Holds.PARAMETER, Holds.BUFFER, Holds.OPTIMIZER)
-SHARDED = (Holds.PARAMETER, Holds.OPTIMIZER, Holds.REDUCED_GRADIENT)  # kinds that shrink on more ranks
+AT_REST = (Holds.PARAMETER, Holds.BUFFER, Holds.OPTIMIZER, Holds.OUTER)
+SHARDED = (Holds.PARAMETER, Holds.OPTIMIZER, Holds.OUTER, Holds.REDUCED_GRADIENT)  # kinds that shrink on more ranks
 OF_BATCH = (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.LOSS)  # kinds that shrink in smaller batches
 COMPUTED = (Holds.SAVED, Holds.FULL_GRADIENT, Holds.LOSS, Holds.TEMPORARY)  # kinds shown with their lines
 
@@ -116,7 +118,15 @@ class Memory:
     @property
     def optimizer_step(self) -> int | None:
         """The most bytes alive in the optimizer's step; None without an optimizer, or if gradients are deferred."""
-        return self.lines[-1].highest if self.lines[-1].phase == OPTIMIZER_STEP else None
+        return self._most_in(OPTIMIZER_STEP)
+
+    @property
+    def outer_step(self) -> int | None:
+        """The most bytes alive in an exchange with other sites; None without an outer step."""
+        return self._most_in(OUTER_STEP)
+
+    def _most_in(self, phase: str) -> int | None:
+        return max((line.highest for line in self.lines if line.phase == phase and line.highest), default=None)
 
     @property
     def by_kind(self) -> dict[Holds, int]:
@@ -141,9 +151,9 @@ class Memory:
 
 def outside_of_the_peak(memory: Memory) -> list[str]:
     """Return lines of text: the figures at rest and in the optimizer's step, and the exclusions."""
-    step = memory.optimizer_step
-    in_step = "" if step is None else f", in the optimizer's step {size(step)}"
-    return [f"at rest {size(memory.at_rest)}{in_step}", *(f"left out: {exclusion}" for exclusion in memory.excluded)]
+    steps = {"the optimizer's step": memory.optimizer_step, EXCHANGE: memory.outer_step}
+    in_steps = "".join(f", in {name} {size(most)}" for name, most in steps.items() if most is not None)
+    return [f"at rest {size(memory.at_rest)}{in_steps}", *(f"left out: {exclusion}" for exclusion in memory.excluded)]
 
 
 def _tensor(storage: Storage, memory: Memory) -> str:

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from thunder_zero.schedule.ops import Compute, Defer, Free, Gather, Launch, Op, Reduce, Return, Wait, ends
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.forecast.figures import Holds
+from thunder_zero.tools.forecast.figures import EXCHANGE, Holds
 from thunder_zero.tools.forecast.recorder import Record, Recorder
 from thunder_zero.tools.forecast.watch import FREED, Event, Placed
-from thunder_zero.tools.table.rows import OPTIMIZER_STEP
+from thunder_zero.tools.table.rows import AFTER_BACKWARD, OPTIMIZER_STEP, OUTER_STEP
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,7 @@ class Allocation:
 class FoldedLine(NamedTuple):
     """A line that ran."""
 
-    phase: str  # "forward", "loss", "backward" or "optimizer step"
+    phase: str  # "forward", "loss", "backward", "optimizer step" or "outer step"
     op: Op | None  # its operation, or None outside of the phases and at the beginning of backward
     highest: int  # the most bytes alive while the line ran
     alive: int  # the bytes alive after it
@@ -81,6 +81,7 @@ class Fold:
         gradients = {name for _, name in self.timeline.gradients}
         self._drop([name for name in self._names if name not in gradients])
         self._step()
+        self._exchange()
         return self
 
     def _run_phase(self, ops: Sequence[Op]) -> None:
@@ -193,6 +194,13 @@ class Fold:
         self._play(self.recorder.optimizer_step(), [self._uncounted] * len(self.timeline.gradients), Holds.TEMPORARY)
         self._end_line(None)
 
+    def _exchange(self) -> None:
+        """Fold the outer step: a line for each fragment that sites exchange, of which a step has at most one."""
+        self._phase, self._highest = OUTER_STEP, self._alive
+        for nbytes in self.recorder.rehearsal.exchanges:
+            self._free(self._add(Allocation(nbytes, Holds.IN_FLIGHT, len(self.lines), name=EXCHANGE)))
+            self._end_line(None)
+
     def _bind(self, names: Iterable[str], values: Iterable[Placed], frame: Sequence[Allocation]) -> None:
         """Let names hold what a line has written. Slots of ``frame`` and those at rest have storages."""
         for name, (slot, value) in zip(names, values, strict=True):
@@ -238,7 +246,7 @@ class Fold:
         self.events.append(allocation)
         self._alive += nbytes
         self._highest = max(self._highest, self._alive)
-        if self._alive > self.peak and self._phase != OPTIMIZER_STEP:
+        if self._alive > self.peak and self._phase not in AFTER_BACKWARD:
             self.peak, self.until_peak = self._alive, len(self.events)
 
     def _end_line(self, op: Op | None, writes: Sequence[str] = ()) -> None:

@@ -23,7 +23,7 @@ from thunder_zero.tools.forecast.rehearsal import TRANSPORTS, MakeOptimizer
 from thunder_zero.tools.forecast.resized import Shapes, resized
 from thunder_zero.tools.printing.words import place_of
 from thunder_zero.tools.table.lines import AROUND, in_order, traced_rows
-from thunder_zero.tools.table.rows import DIGESTS, LOSS, OPTIMIZER_STEP, Row, label
+from thunder_zero.tools.table.rows import AFTER_BACKWARD, DIGESTS, LOSS, Row, label
 from thunder_zero.traces.compiled import Traces
 
 from thunder.core.devices import DeviceType
@@ -154,7 +154,7 @@ def _lines(
         if storage.freed is not None:
             freed[storage.freed][str(storage.kind)] += storage.nbytes
     alive = sum(storage.nbytes for storage in storages if storage.line < 0)
-    in_passes = (index for index in folded if rows[index].phase != OPTIMIZER_STEP)
+    in_passes = (index for index in folded if rows[index].phase not in AFTER_BACKWARD)
     peak = max(in_passes, key=lambda index: folded[index].highest)
     for index, row in enumerate(rows):
         highest, alive = (folded[index].highest, folded[index].alive) if index in folded else (alive, alive)

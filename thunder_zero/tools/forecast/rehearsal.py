@@ -30,13 +30,14 @@ from thunder_zero.encodings.encoding import PIECE, PIECE_ON_GPU
 from thunder_zero.encodings.int8 import weyl
 from thunder_zero.encodings.nf4 import pairs_on
 from thunder_zero.plan.mesh import ALL, REPLICATE, SHARD, TENSOR
+from thunder_zero.plan.outer import Outer, row_bytes
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.sharded.digests import digests_of
 from thunder_zero.sharded.param import ShardedParam
 from thunder_zero.sharded.state import LocalState
 from thunder_zero.sharded.wire import Wire
-from thunder_zero.tools.forecast.figures import Holds, Storage
+from thunder_zero.tools.forecast.figures import EXCHANGE, Holds, Storage
 from thunder_zero.tools.forecast.run_lines import empty_like
 from thunder_zero.tools.forecast.watch import META, Layout, NoForecast, Placed, Watch, WithoutValues, needs_no_values
 from thunder_zero.traces.compiled import Traces
@@ -115,6 +116,9 @@ class Rehearsal(LocalState):
         self.optimizer = self._stepped_once(make, foreach=on_cuda) if make is not None and self.shards else None
         deferred = trained if accumulating else []  # before the step
         self.before = {param.path: self._add(full_gradient(param), Holds.DEFERRED, param.path) for param in deferred}
+        self.exchanges: list[int] = []  # the bytes of the buffers of each fragment's exchange, without a delay
+        if traces.outer is not None:
+            self._add_outer(traces, traces.outer, on_gpu=backend == "nccl")
         self.inputs = dict(self._inputs(traces))
 
     def _add(self, tensor: Tensor, kind: Holds, name: str, *, counts: bool = True) -> int:
@@ -124,6 +128,18 @@ class Rehearsal(LocalState):
         self.at_rest[~slot : ~slot + 1] = [Storage(kind, storage.nbytes(), name) if counts else None]
         self._tensors.append(tensor)
         return slot
+
+    def _add_outer(self, traces: Traces, outer: Outer, *, on_gpu: bool) -> None:
+        """Add the agreed parameters, the states of the outer optimizer, and buffers that stay while a step computes."""
+        kinds = [] if outer.cpu_offload else ["agreed", *(f"outer state {number}" for number in range(outer.states))]
+        for path in self.shards:
+            nbytes = row_bytes(self.plan, self.plan.by_name[path])
+            self.at_rest += [Storage(Holds.OUTER, nbytes, f"{path}: {kind}") for kind in kinds]
+        buffers = [outer.buffers(self.plan, vectors, on_gpu=on_gpu) for vectors in outer.vectors_of(self.plan)]
+        if outer.delay and not on_gpu:
+            self.at_rest.append(Storage(Holds.IN_FLIGHT, max(buffers), EXCHANGE))
+        if traces.exchanges:
+            self.exchanges = [0] * len(buffers) if outer.delay and not on_gpu else buffers
 
     def _stepped_once(self, make: MakeOptimizer, *, foreach: bool) -> torch.optim.Optimizer:
         """Return the optimizer of the shards, whose state a first step has allocated.

@@ -102,7 +102,7 @@ def plan_training(
             node, or ``global_batch`` is not a multiple of the data-parallel ranks.
         RuntimeError: ``tp`` is more than 1 and there is a process group.
     """
-    stages = _known_stages(stages)
+    stages = known_stages(stages)
     described = device_of(device)
     if devices_per_node is not None:
         described = replace(described, devices_per_node=devices_per_node)
@@ -125,7 +125,7 @@ def plan_training(
         for size in sizes:
             shards = meshes(3, world_size, described.devices_per_node, size)[0].shards
             programs[size] = SubjectPrograms(subjects[size], asked, shards, described, show, size, slicing or {})
-        rows = _rows(programs, stages, world_size, memory, show)
+        rows = compare(programs, stages, world_size, memory, show)
     chosen = best_of(rows)
     returns_loss = programs[sizes[0]].returns_loss()
     return TrainingPlan(
@@ -147,7 +147,7 @@ def plan_training(
     )
 
 
-def _known_stages(stages: Sequence[int]) -> tuple[int, ...]:
+def known_stages(stages: Sequence[int]) -> tuple[int, ...]:
     is_some = isinstance(stages, Sequence) and bool(stages)
     if not is_some or any(not is_count(stage) or stage not in range(len(STAGES)) for stage in stages):
         raise ValueError(f"stages is {stages!r}; give some of 0, 1, 2 and 3, such as (2, 3)")
@@ -190,7 +190,7 @@ def _batches(micro_batch: int, global_batch: int | None, world_size: int, sizes:
     return {size: global_batch * size // world_size for size in sizes}
 
 
-def _rows(
+def compare(
     programs: Mapping[int, SubjectPrograms],
     stages: Sequence[int],
     world_size: int,
@@ -240,6 +240,7 @@ def _row(
         sent_bytes=estimate.sent_bytes,
         compute_seconds=estimate.compute_seconds,
         exposed_seconds=estimate.exposed_seconds,
+        replica_bytes=sum(cost.sent_bytes for cost in estimate.costs if cost.lane is Lane.REPLICATE),
         tensor_exposed_seconds=estimate.exposed_on.get(Lane.TENSOR, 0.0),
         loss_seconds=loss,
         optimizer_seconds=optimizer,

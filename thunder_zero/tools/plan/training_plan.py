@@ -112,6 +112,7 @@ class PlanRow:
     tokens_per_second: float
     mfu: float  # Model FLOPs utilization: time of the model's FLOPs at the device's peak, divided by the step's time
     traced_blocks: int  # number of traced blocks, which represent all blocks
+    replica_bytes: int = 0  # the part of ``sent_bytes`` that a rank sends to other replicas
 
     def __repr__(self) -> str:
         fits = "fits" if self.fits else "does not fit"

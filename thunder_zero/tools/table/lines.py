@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from thunder_zero.tools.table.rows import COMPUTES, DIGESTS, LOSS, OPTIMIZER_STEP, Row, explained
+from thunder_zero.plan.outer import SITE
+from thunder_zero.tools.table.rows import COMPUTES, DIGESTS, LOSS, OPTIMIZER_STEP, OUTER_STEP, Row, explained
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.operators import operator_of
 
@@ -21,17 +22,33 @@ AROUND = {
     LOSS: "# the loss and its gradient",
     OPTIMIZER_STEP: "optimizer.step()",
 }
-ORDER = (DIGESTS, "forward", LOSS, "backward", OPTIMIZER_STEP)
+ORDER = (DIGESTS, "forward", LOSS, "backward", OPTIMIZER_STEP, OUTER_STEP)
 
 
 def traced_rows(traces: Traces) -> Iterator[Row]:
-    """Yield the lines of forward and backward, except lines that are only comments, which name the inputs."""
+    """Yield the lines of forward and backward, except lines that are only comments, which name the inputs.
+
+    Then yield a line for each fragment of the outer step, if there is one.
+    """
     unit = ""
     for phase in ("forward", "backward"):
         lines, backward = _lines(traces, phase), phase == "backward"
         for row in explained(lines, traces.timeline, traces.lines, backward=backward, unit=unit):
             unit = row.unit if row.kind in COMPUTES else unit
             yield row
+    if (outer := traces.exchanges) is None:
+        return
+    for fragment, vectors in enumerate(outer.vectors_of(traces.plan)):
+        yield Row(
+            OUTER_STEP,
+            -1,
+            f"# {outer.turn(traces.plan, fragment)}\nouter.step()",
+            kind=SITE,
+            params=tuple(path for vector in vectors for path in vector.paths),
+            form=str(outer.wire) if outer.wire.block else "",
+            over=SITE,
+            sent=outer.sent(vectors, outer.sites),
+        )
 
 
 def in_order(rows: Iterable[Row], around: Mapping[str, str]) -> list[Row]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from thunder_zero.plan.amounts import WIDTH, summed_up
 from thunder_zero.plan.mesh import TENSOR
+from thunder_zero.plan.outer import SITE
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.ops import (
@@ -39,20 +40,22 @@ from thunder_zero.tools.printing.words import clip, short
 PHASES = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
 CODES = {"gather": "encode", "reduce": "encode", "wait": "decode"}  # kinds of lines that encode or decode
 COMPUTES = ("compute", TENSOR)
-DIGESTS, LOSS, OPTIMIZER_STEP = "digests", "loss", "optimizer step"  # phases without a trace
+# phases without a trace
+DIGESTS, LOSS, OPTIMIZER_STEP, OUTER_STEP = "digests", "loss", "optimizer step", "outer step"
+AFTER_BACKWARD = (OPTIMIZER_STEP, OUTER_STEP)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Row:
     """A line of a step."""
 
-    phase: str  # "digests", "forward", "loss", "backward" or "optimizer step"
+    phase: str  # "digests", "forward", "loss", "backward", "optimizer step" or "outer step"
     position: int  # its position in its phase's trace, as in ``Traces.lines``; -1 outside a trace
     code: str  # its Python statement
     origin: str = ""  # the line of the user's program; "" if unknown
     op: int | None = None  # the index in the timeline of the operation that the line runs
-    # the kind of its operation, "encode", "decode", or "tensor" for torch's tensor parallelism. "" for unpacking, the
-    # ``del`` of an activation, and lines outside a trace
+    # the kind of its operation, "encode", "decode", "tensor" for torch's tensor parallelism, or "site" for an exchange
+    # with other sites. "" for unpacking, the ``del`` of an activation, and other lines outside a trace
     kind: str = ""
     params: tuple[str, ...] = ()  # paths of its parameters, including parameters whose gradients it computes
     gradients: bool = False  # True if it handles gradients of the parameters
@@ -63,8 +66,9 @@ class Row:
     flops: int = 0
     moved: int = 0  # bytes that it reads and writes in memory, if there is a forecast of time
     repeats: tuple[int, ...] = ()  # the FLOPs of each operation of forward that it computes again
-    over: str = ""  # the axis of the mesh over which it launches a collective
-    sent: int | None = None  # bytes that this rank sends; None if the line launches no collective
+    over: str = ""  # the axis of the mesh over which it launches a collective; "site" for an exchange with other sites
+    # bytes that this rank sends, in an exchange with other sites not in every step; None if it launches no collective
+    sent: int | None = None
     deferred: int = 0  # bytes of full gradients that it keeps for the reduction in a later backward
     unsharded: int = 0  # bytes of gathered parameters alive after it, from the launches of their gathers
     # allocated, freed: bytes that it allocates and frees, keyed by kind of data, as in
@@ -105,7 +109,7 @@ class Row:
 # the rows that ``only=`` selects when a trace is printed
 ONLY: Mapping[str, Callable[[Row], bool]] = {
     "parameters": lambda row: bool(row.params),
-    "communication": lambda row: row.kind in (*CODES, TENSOR, *CODES.values()),
+    "communication": lambda row: row.kind in (*CODES, TENSOR, SITE, *CODES.values()),
 }
 
 
@@ -199,8 +203,8 @@ def row_label(row: Row, plan: Plan) -> str:
 
 
 def sent_bytes(rows: Iterable[Row]) -> int:
-    """Return the bytes that this rank sends in rows."""
-    return sum(row.sent or 0 for row in rows)
+    """Return the bytes that this rank sends in rows in every step, which leaves out exchanges with other sites."""
+    return sum(row.sent or 0 for row in rows if row.over != SITE)
 
 
 def parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:

@@ -15,12 +15,13 @@ from typing import Any
 
 from thunder_zero.capture.zero_module import as_traces
 from thunder_zero.plan.amounts import summed_up
+from thunder_zero.plan.outer import SITE
 from thunder_zero.plan.params import Param
 from thunder_zero.plan.traffic import Traffic, gather_traffic, reduce_traffic
 from thunder_zero.schedule.ops import Compute, ends_collective
 from thunder_zero.schedule.prefetch import Bound, bounds
 from thunder_zero.spmd.of_trace import TraceTypes, types_of_trace
-from thunder_zero.tools.devices.device import Cost, Device, Lane, device_of
+from thunder_zero.tools.devices.device import Cost, Device, Lane, Link, device_of
 from thunder_zero.tools.forecast.figures import Memory
 from thunder_zero.tools.forecast.fold import Fold
 from thunder_zero.tools.forecast.for_loss import Loss
@@ -30,7 +31,7 @@ from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.words import place_of
 from thunder_zero.tools.table.lines import AROUND, in_order, traced_rows
 from thunder_zero.tools.table.rows import DIGESTS, LOSS, OPTIMIZER_STEP, Row, sent_bytes
-from thunder_zero.tools.time.estimate import Estimate, step_time
+from thunder_zero.tools.time.estimate import Estimate, step_time, with_exchanges
 from thunder_zero.tools.time.lanes import Span
 from thunder_zero.traces.compiled import Traces
 
@@ -84,7 +85,8 @@ class Table:
 
     def traffic_of(self, param: Param) -> Traffic:
         """Return the bytes that this rank sends and receives for one parameter."""
-        plan, launches = self.traces.plan, (row for row in self.by_param[param.path] if row.sent is not None)
+        plan, rows = self.traces.plan, self.by_param[param.path]
+        launches = (row for row in rows if row.sent is not None and row.over != SITE)
         each = (
             gather_traffic(plan, param) if row.kind == "gather" else reduce_traffic(plan, param, row.over)
             for row in launches
@@ -132,6 +134,7 @@ def step_table(
     device: Device | str | None = None,
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
+    between: Link | str | None = None,
 ) -> Table:
     """Return a row for each line of a step, with its meaning, its bytes and, for a device, its times.
 
@@ -139,7 +142,8 @@ def step_table(
     >>> sum(row.sent or 0 for row in table.rows(where=lambda row: row.unit == "blocks.0"))
 
     ``loss`` and ``optimizer`` are as for :func:`thunder_zero.tools.memory` (default: the step has none). With a device,
-    a loss that reads values raises; without one, ``no_memory`` has the reason.
+    a loss that reads values raises; without one, ``no_memory`` has the reason. ``between`` is the link between sites,
+    as for :func:`thunder_zero.tools.estimate`; without it, exchanges of an outer step have bytes and no times.
     """
     traces = as_traces(model_or_traces)
     recorder, memory, no_memory = recorder_of(traces, loss, optimizer), None, ""
@@ -149,6 +153,7 @@ def step_table(
     except NoForecast as error:
         no_memory = str(error)
     time = step_time(recorder.step_timeline(), device_of(device), model=traces.lifted) if device else None
+    time = with_exchanges(time, traces, between) if time else None
     return replace(table_of(traces, memory, time), no_memory=no_memory)
 
 
@@ -161,7 +166,9 @@ def table_of(traces: Traces, memory: Memory | None = None, time: Estimate | None
     added = {place for place in places if isinstance(place, str)} - {row.phase for row in rows}
     ordered = in_order(rows, {phase: AROUND[phase] for phase in added})
     table = Table(traces, tuple(ordered), memory, time)
-    spans = tuple((table.place[places[span.op]], span) for span in time.spans)
+    lines = [table.place[place] for place in places]
+    lines += [index for index, row in enumerate(ordered) if row.over == SITE]
+    spans = tuple((lines[span.op], span) for span in time.spans)
     return replace(table, lines=tuple(_with_times(ordered, spans, time.costs)), spans=spans)
 
 
@@ -190,7 +197,7 @@ def _with_times(rows: Iterable[Row], spans: Iterable[tuple[int, Span]], costs: S
         start = min([span.start for span in computed], default=now)
         now = max([now, *(span.end for span in computed)])
         exposed = sum(span.seconds for span in computed if span.waits)
-        flops = row.flops or sum(costs[span.op].flops for span in computed)
+        flops = row.flops or sum(costs[span.op].flops for span in computed if not span.waits)
         moved = sum(costs[op].traffic_bytes for op in {span.op for span in in_row})
         row = replace(row, start=start, end=now, exposed=exposed, flops=flops, moved=moved)
         for wire in [span for span in in_row if span.lane is not Lane.COMPUTE][-1:]:

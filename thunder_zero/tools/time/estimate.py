@@ -39,11 +39,12 @@ from thunder_zero.schedule.ops import (
     starts_collective,
 )
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.devices.device import Cost, Device, Lane, device_of
+from thunder_zero.tools.devices.device import Cost, Device, Lane, Link, device_of
 from thunder_zero.tools.forecast.for_loss import Loss
 from thunder_zero.tools.forecast.memory import recorder_of
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.time.lanes import Lanes, Span
+from thunder_zero.tools.time.sites import Exchanges, exchanges_of
 from thunder_zero.traces.compiled import Traces
 
 REACHED = 0.57, 0.66  # the shares of a bound that published runs reached: docs/plan.md
@@ -55,6 +56,7 @@ def estimate(
     *,
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
+    between: Link | str | None = None,
 ) -> Estimate:
     """Forecast the time of a step's forward and backward, before anything runs.
 
@@ -67,10 +69,24 @@ def estimate(
         device: a :class:`~thunder_zero.tools.Device`, a key of ``tz.tools.DEVICES`` such as ``"h100"``, or the path of
             a file (``.json``) from ``thunder-zero calibrate``.
         loss, optimizer: as for :func:`thunder_zero.tools.memory` (default: none). The cost is the sum over operators.
+        between: the link between sites, which all ranks of a site share: a rate such as ``"100 Mbit/s"``, or a
+            :class:`~thunder_zero.tools.Link`. The times are then those of a step on average, with its share of the
+            exchanges of the outer step.
     """
     if not isinstance(traces, Traces):
         raise TypeError(f"estimate takes Traces, got {type(traces).__name__}; pass what trace or traces_of returns")
-    return step_time(recorder_of(traces, loss, optimizer).step_timeline(), device_of(device), model=traces.lifted)
+    described = device_of(device)
+    time = step_time(recorder_of(traces, loss, optimizer).step_timeline(), described, model=traces.lifted)
+    return with_exchanges(time, traces, between)
+
+
+def with_exchanges(time: Estimate, traces: Traces, between: Link | str | None) -> Estimate:
+    """Return the estimate with the exchanges of the traces' outer step over a link between sites, if it is given."""
+    if between is None:
+        return time
+    if (outer := traces.exchanges) is None:
+        raise ValueError(f"between is {between!r}, and the step has no outer step; give tz.trace(outer=tz.Outer())")
+    return replace(time, exchanges=exchanges_of(traces.plan, outer, between, time.device))
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,16 +97,27 @@ class Estimate:
     device: Device  # the device that runs them
     costs: tuple[Cost, ...]  # the cost of each operation
     model_seconds: float  # time of the model's FLOPs at the device's peak, without recomputation
+    exchanges: Exchanges | None = None  # with other sites, if the step is that of a site and their link is known
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The spans of computations, of rings, and of waits that take time."""
+        """The spans of computations, of rings, of waits that take time, and of exchanges with other sites."""
+        spans = self._alone
+        return (*spans, *self.exchanges.spans(len(self.timeline.ops), self.seconds_alone)) if self.exchanges else spans
+
+    @cached_property
+    def _alone(self) -> tuple[Span, ...]:
         return simulate(self.timeline, self.costs, self.device)
 
     @cached_property
     def seconds(self) -> float:
-        """The time of the step."""
-        return max((span.end for span in self.spans if span.lane is Lane.COMPUTE), default=0.0)
+        """The time of the step; with exchanges, on average."""
+        return _end_of(self.spans)
+
+    @cached_property
+    def seconds_alone(self) -> float:
+        """The time of the step without exchanges."""
+        return _end_of(self._alone)
 
     @cached_property
     def compute_seconds(self) -> float:
@@ -148,12 +175,18 @@ class Estimate:
         tensor_seconds = self.exposed_on.get(Lane.TENSOR, 0.0)
         slices = f"{duration(tensor_seconds)} of it for slices; " if tensor_seconds else ""
         wires = ", ".join(f"{lane} {duration(seconds)}" for lane, seconds in self.wire_seconds.items()) or "none"
-        expected = " to ".join(duration(self.seconds / share) for share in reversed(REACHED))
+        mean = self.exchanges.mean_seconds if self.exchanges else float
+        expected = " to ".join(duration(mean(self.seconds_alone / share)) for share in reversed(REACHED))
         return folded(
             f"step {duration(self.seconds)} on {self.device.name}: compute {duration(self.compute_seconds)}, exposed "
             f"communication {duration(self.exposed_seconds)} ({slices}wires: {wires}), MFU {self.mfu:.1%}"
             + (f"; a bound, expect {expected}" if not self.device.is_measured else "")
+            + (f"; {self.exchanges.described(self.seconds_alone)}" if self.exchanges else "")
         )
+
+
+def _end_of(spans: Sequence[Span]) -> float:
+    return max((span.end for span in spans if span.lane is Lane.COMPUTE), default=0.0)
 
 
 def _by_lane(times: Iterable[tuple[Lane | None, float]]) -> dict[Lane, float]:

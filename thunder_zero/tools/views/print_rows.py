@@ -20,6 +20,7 @@ from rich.text import Text
 
 from thunder_zero.plan.amounts import WIDTH, size
 from thunder_zero.plan.mesh import TENSOR
+from thunder_zero.plan.outer import SITE
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.ops import Free
 from thunder_zero.schedule.timeline import Timeline
@@ -39,6 +40,7 @@ STYLES: dict[str, str] = {
     "encode": "yellow",
     "decode": "yellow",
     TENSOR: "magenta",
+    SITE: "magenta",
     "": QUIET,
 }
 BORDER = "-- backward --"
@@ -63,6 +65,8 @@ def print_rows(rows: Sequence[Row | int], plan: Plan, phase: str, console: Conso
         if row.origin not in ("", origin):
             origin = row.origin
             write(console, clip(f"# {origin}", width), f"{QUIET} italic")
+        if row.position < 0:
+            write(console, clip(row.code.partition("\n")[0], width), QUIET)
         for text in _lines(row, plan, syntax, columns, width, changed=row.unsharded != unsharded):
             write(console, text)
         if row.types:

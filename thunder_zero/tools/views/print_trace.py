@@ -33,7 +33,7 @@ from thunder_zero.spmd.of_trace import names_of_axes
 from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
 from thunder_zero.tools.forecast.memory import require_forecast_of
 from thunder_zero.tools.printing.words import short
-from thunder_zero.tools.table.rows import PHASES, Row
+from thunder_zero.tools.table.rows import OUTER_STEP, PHASES, Row
 from thunder_zero.tools.table.table import Table, step_table, table_of
 from thunder_zero.tools.views.print_rows import QUIET, format_timeline, print_rows, print_total, select, write
 from thunder_zero.traces.compiled import Traces
@@ -55,6 +55,7 @@ HOW_TO_READ = """\
 # sent: bytes of this rank; gathered, alive: of full parameters, all tensors. gpt.py:12: your line.
 """
 HOW_TO_READ_SLICES = "# tensor: a collective of torch's tensor parallelism, or the wait for one.\n"
+HOW_TO_READ_SITES = "# site: an exchange with other sites, not in every step: not in the last line's bytes.\n"
 HOW_TO_READ_TYPES = """\
 # dp:S tp:P: what the line above writes, on each axis. R: equal on all ranks, S: a slice,
 # P: a share of a sum, N: a share of a norm, V: different on each rank, X: random on each rank.
@@ -124,6 +125,8 @@ def print_trace(
     table = table.typed() if types else table
     rows = {name: (rows_of if every_line else shown_rows)(table, name) for name in PHASES[phase]}
     parts = {name: select(lines, traces.plan, unit, only) if lines else None for name, lines in rows.items()}
+    if traces.exchanges and phase == "both":
+        parts[OUTER_STEP] = select(rows_of(table, OUTER_STEP), traces.plan, unit, only)
     _print(table, parts, outside_of_the_peak(memory) if memory else [], Console(file=file))
 
 
@@ -132,14 +135,16 @@ def _print(table: Table, parts: Mapping[str, Sequence[Row | int] | None], notes:
     plan, types = table.traces.plan, table.types
     if table.no_memory:
         write(console, f"# {table.no_memory}\n")
-    write(console, HOW_TO_READ + HOW_TO_READ_SLICES * plan.mesh.is_sliced + HOW_TO_READ_TYPES * bool(types), QUIET)
+    legend = HOW_TO_READ_SLICES * plan.mesh.is_sliced + HOW_TO_READ_SITES * (table.traces.exchanges is not None)
+    write(console, HOW_TO_READ + legend + HOW_TO_READ_TYPES * bool(types), QUIET)
     if types and types.not_checked:
         write(console, f"# types: not checked: {types.not_checked}\n")
     for name, rows in parts.items():
         if rows is None:
             write(console, "# no backward: nothing here needs a gradient\n")
             continue
-        print_rows(rows, plan, name if table.traces.facts.synced else f"{name} under no_sync", console)
+        is_deferred = name != OUTER_STEP and not table.traces.facts.synced
+        print_rows(rows, plan, f"{name} under no_sync" if is_deferred else name, console)
         if table.memory is not None and (name, table.memory.peak_line.phase) == ("forward", "loss"):
             write(console, f"# the peak of the step: {size(table.memory.peak)} alive in the loss\n")
     for line in notes:
@@ -147,7 +152,7 @@ def _print(table: Table, parts: Mapping[str, Sequence[Row | int] | None], notes:
     for fault in types.faults if types else ():
         axis, where = names_of_axes(plan.mesh)[fault.axis], f" ({fault.where})" if fault.where else ""
         write(console, f"# {fault.kind} on {axis}: {fault.text}{where}")
-    print_total([row for rows in parts.values() for row in rows or ()], console)
+    print_total([row for name, rows in parts.items() if name != OUTER_STEP for row in rows or ()], console)
 
 
 def shown_rows(table: Table, phase: str) -> tuple[Row, ...]:
@@ -194,7 +199,8 @@ def json_of(
     """Return the output of :func:`thunder_zero.print_trace` as data: lines are as in ``Table.as_dicts``."""
     plan, table = traces.plan, step_table(traces)
     table = table.typed() if types else table
-    chosen = {name: select(rows_of(table, name), plan, unit, only) for name in PHASES[phase]}
+    names = [*PHASES[phase], *[OUTER_STEP] * (phase == "both" and traces.exchanges is not None)]
+    chosen = {name: select(rows_of(table, name), plan, unit, only) for name in names}
     return {
         "stage": plan.policy.stage,
         "rank": plan.mesh.shard.place,

@@ -15,6 +15,7 @@ from typing import Any
 
 from thunder_zero.plan.amounts import duration, size
 from thunder_zero.plan.mesh import TENSOR
+from thunder_zero.plan.outer import SITE
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.schedule.ops import Compute
 from thunder_zero.tools.devices.device import Device, Lane
@@ -28,13 +29,14 @@ from thunder_zero.tools.views.explain import explanation_of, why_launch
 Data = dict[str, Any]
 DIGITS = 10  # seconds are rounded to a tenth of a nanosecond
 ARROW = "\N{RIGHTWARDS ARROW}"
-LANES = (Lane.COMPUTE, TENSOR, "gather", "reduce")
-WAITING = {"gather": "gathers", "reduce": "reductions", TENSOR: "tensor parallelism"}
+LANES = (Lane.COMPUTE, TENSOR, "gather", "reduce", SITE)
+WAITING = {"gather": "gathers", "reduce": "reductions", TENSOR: "tensor parallelism", SITE: "other sites"}
 # the figures of a program: their words and their texts
 FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "step_seconds": ("time of a step", duration),
     "compute_seconds": ("of it, compute", duration),
     "exposed_seconds": ("of it, waiting for communication", duration),
+    "sites_seconds": ("of it, waiting for other sites", duration),
     "peak_bytes": ("peak memory of forward and backward", size),
     "at_rest_bytes": ("memory between steps", size),
     "optimizer_step_bytes": ("peak memory of the optimizer's step", size),
@@ -44,6 +46,9 @@ FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "slices": ("collectives of slices", "{:,}".format),
     "mfu": ("MFU", "{:.1%}".format),
 }
+
+OF_ONE_KIND = (Lane.COMPUTE, Lane.TENSOR, Lane.SITE)  # other lanes have gathers and reductions
+OF_SOME = ("slices", "sites_seconds")  # figures that are left out where they are 0
 
 
 def data_of(name: str, table: Table, note: str = "") -> Data:
@@ -60,13 +65,14 @@ def data_of(name: str, table: Table, note: str = "") -> Data:
     wires = {wire for _, wire in lanes if wire}
     names = [", ".join([WAITING.get(kind, kind), *([wire] if wire and wires - {wire} else [])]) for kind, wire in lanes]
     phases = groupby(range(len(table.lines)), key=lambda line: table.lines[line].phase)
+    exchanges = f"{time.exchanges.described(time.seconds_alone)}." if time.exchanges else ""
     no_memory = table.no_memory and f"There is no forecast of memory: {table.no_memory}."
     data = {
         "name": name,
         "place": place_of(plan),
         "stage": STAGES[plan.policy.stage].name,
         "device": time.device.name,
-        "note": " ".join(filter(None, [note, no_memory])),
+        "note": " ".join(filter(None, [note, exchanges, no_memory])),
         "figures": _figures(table),
         "left_out": [] if memory is None else list(memory.excluded),
         "units": list(units),
@@ -92,6 +98,7 @@ def _figures(table: Table) -> dict[str, float | None]:
         "step_seconds": time.seconds,
         "compute_seconds": time.compute_seconds,
         "exposed_seconds": time.exposed_seconds,
+        "sites_seconds": time.exposed_on.get(Lane.SITE, 0.0),
         "peak_bytes": memory.peak if memory else None,
         "at_rest_bytes": memory.at_rest if memory else None,
         "optimizer_step_bytes": memory.optimizer_step if memory else None,
@@ -113,7 +120,7 @@ def _bound(program: Data) -> str:
     figures, seconds = program["figures"], Counter[str]()
     for collective in program["collectives"]:
         seconds[f"waiting for {WAITING[collective['kind']]}"] += collective["exposed_seconds"]
-    seconds["compute"] = figures["compute_seconds"]
+    seconds["compute"], seconds[f"waiting for {WAITING[SITE]}"] = figures["compute_seconds"], figures["sites_seconds"]
     whole = figures["step_seconds"]
     parts = [(name, part / whole) for name, part in seconds.most_common() if whole and (part or name == "compute")]
     return ", ".join(f"{name} {share:.0%}" if share >= 0.01 else f"{name} {share:.1%}" for name, share in parts)
@@ -152,7 +159,7 @@ def differences(programs: Sequence[Data], tables: Sequence[Table]) -> list[Data]
     for table in tables[1:]:
         require_one_module(tables[0].traces, table.traces)
     figures = [program["figures"] for program in programs]
-    names = [name for name in FIGURES if name != "slices" or any(values[name] for values in figures)]
+    names = [name for name in FIGURES if name not in OF_SOME or any(values[name] for values in figures)]
     rows = [[FIGURES[name][0], *(_text(name, values[name]) for values in figures)] for name in names]
     step = {"title": "A step", "heads": ["", *(program["name"] for program in programs)], "rows": rows}
     return [step] + [
@@ -171,7 +178,7 @@ def _bars(table: Table) -> list[Data]:
     bars: list[Data] = []
     for line, span in table.spans:
         row = table.lines[line]
-        lane = (str(span.lane), "") if span.lane in (Lane.COMPUTE, Lane.TENSOR) else (row.kind, str(span.lane))
+        lane = (str(span.lane), "") if span.lane in OF_ONE_KIND else (row.kind, str(span.lane))
         bar = {"lane": lane, "line": line, "start": span.start, "end": span.end, "waits": span.waits is not None}
         if bars and bar | {"start": bars[-1]["end"]} == bars[-1] | {"start": span.start, "end": span.end}:
             bars[-1]["end"] = span.end

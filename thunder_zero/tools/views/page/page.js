@@ -15,7 +15,7 @@ const nameOfColour = (unit) => `u${unit <= 0 ? -1 : (unit - 1) % 8}`;
 const unitColour = (unit) => `var(--${nameOfColour(unit)})`;
 const em = () => parseFloat(getComputedStyle(document.documentElement).fontSize);
 const KINDS = {
-  "parameters at rest": "#5f7fa8", "buffers of the module": "#8ea3bd", "optimizer state": "#a9bad0", "inputs": "#c5ccd5",
+  "parameters at rest": "#5f7fa8", "buffers of the module": "#8ea3bd", "optimizer state": "#a9bad0", "state of the outer step": "#b9a68c", "inputs": "#c5ccd5",
   "gathered parameters": "#46aaa3", "saved for backward": "#e6b04f", "full gradients": "#d2605f",
   "reduced gradients": "#e5a2a0", "deferred gradients": "#bd82ad", "buffers of collectives": "#9783d0",
   "outputs and loss": "#9fb45f", "temporaries": "#c4bcae",

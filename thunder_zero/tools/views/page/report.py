@@ -24,7 +24,7 @@ from thunder_zero.plan.policy import STAGES, Policy, Times
 from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.schedule.ops import Compute, Gather, Op, ends
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.devices.device import Device, device_of
+from thunder_zero.tools.devices.device import Device, Lane, Link, device_of
 from thunder_zero.tools.dry_run import ProgramSource
 from thunder_zero.tools.forecast.for_loss import Loss
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
@@ -57,6 +57,7 @@ def report(
     optimizer: MakeOptimizer | None = None,
     title: str = "",
     types: bool = False,
+    between: Link | str | None = None,
 ) -> None:
     """Write an HTML file that links each line of a step to its time, its memory, its bytes and its parameters.
 
@@ -68,9 +69,11 @@ def report(
     >>> tz.tools.report(zero3, "report.html", device="h100", beside=zero2)  # two stages and their differences
 
     ``measured`` is the result of :func:`thunder_zero.tools.measure_times`, and is shown beside the forecast.
-    With ``types``, each line shows what it writes on each axis of the mesh.
+    With ``types``, each line shows what it writes on each axis of the mesh. ``between`` is the link between sites, as
+    for :func:`thunder_zero.tools.estimate`, for traces with an outer step.
     """
-    data = page_of(model_or_traces, device, measured, beside, loss=loss, optimizer=optimizer, title=title, types=types)
+    step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "between": between}
+    data = page_of(model_or_traces, device, measured, beside, **step, title=title, types=types)
     Path(path).write_text(html_of(data), encoding="utf-8")
 
 
@@ -84,6 +87,7 @@ def page_of(
     optimizer: MakeOptimizer | None = None,
     title: str = "",
     types: bool = False,
+    between: Link | str | None = None,
 ) -> Data:
     """Return the page as JSON data. The arguments are those of :func:`report`."""
     device = device_of(device)
@@ -93,7 +97,9 @@ def page_of(
     if measured is not None and not isinstance(measured, Times):
         raise TypeError(f"measured is of type {type(measured).__name__}; give what measure_times returns")
     first, *others = (
-        step_table(each, device=device, loss=loss, optimizer=optimizer) for each in (traces, beside) if each is not None
+        step_table(each, device=device, loss=loss, optimizer=optimizer, between=between)
+        for each in (traces, beside)
+        if each is not None
     )
     shown = {STAGES[traces.plan.policy.stage].name: first}
     if measured is not None:
@@ -199,7 +205,7 @@ def _busy_seconds(forecast: Estimate) -> list[float]:
     """Return each operation's seconds of compute, or of waiting for torch's tensor parallelism."""
     ops, busy = forecast.timeline.ops, [cost.seconds for cost in forecast.costs]
     for span in forecast.spans:
-        if span.waits and _is_exchange(ops[span.op]):
+        if span.waits is Lane.TENSOR and _is_exchange(ops[span.op]):
             busy[span.op] += span.seconds
     return busy
 
