@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -26,7 +27,6 @@ SIZES = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id":
 WIDTHS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 24}
 HEADS = {"num_key_value_heads": 4, "max_position_embeddings": 64, "head_dim": 4}
 NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
 CONFIGS: dict[str, dict[str, Any]] = {
     "Llama": {**WIDTHS, **HEADS},
     "Qwen3": {**WIDTHS, **HEADS},
@@ -35,15 +35,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Phi3": {**WIDTHS, "num_key_value_heads": 4},
     "GPTNeoX": {**WIDTHS},
     "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64, **NO_DROPOUT},
-    "Mixtral": {**WIDTHS, "num_key_value_heads": 4, "num_local_experts": 4, **EXPERTS},
-    "Qwen3Moe": {**WIDTHS, **HEADS, "num_experts": 4, "moe_intermediate_size": 8, **EXPERTS},
+    "Mixtral": {**WIDTHS, "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {**WIDTHS, **HEADS, "num_experts": 4, "moe_intermediate_size": 8, "num_experts_per_tok": 2},
 }
 
 
-def model(kind: str, layers: int = 2) -> Any:
+def model(kind: str, layers: int = 2, **options: Any) -> Any:
     import transformers
 
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **CONFIGS[kind])
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **CONFIGS[kind], **options)
     config.num_hidden_layers = layers
     return transformers.AutoModelForCausalLM.from_config(config)
 
@@ -75,10 +75,21 @@ def train(net: Any, mesh: DeviceMesh) -> Any:
     return net
 
 
-def fsdp(mesh: DeviceMesh, kind: str, layers: int = 2) -> Any:
-    net = model(kind, layers)
+def fsdp(mesh: DeviceMesh, kind: str, layers: int = 2, **options: Any) -> Any:
+    net = model(kind, layers, **options)
     shard(net, mesh)
     return train(net, mesh)
+
+
+def experts_not_summed(mesh: DeviceMesh) -> Any:
+    """Average gradients by hand, but for one weight of the experts."""
+    net = model("Mixtral")
+    inputs = tokens(mesh)
+    net(input_ids=inputs, labels=inputs, use_cache=False).loss.backward()
+    for path, param in net.named_parameters():
+        if not path.endswith("experts.down_proj"):
+            dist.all_reduce(param.grad, dist.ReduceOp.AVG)
+    return net
 
 
 def plan_of_transformers(mesh: DeviceMesh, kind: str) -> Any:
@@ -154,6 +165,10 @@ def sequence_parallel(mesh: DeviceMesh, *, logits_in_slices: bool = False) -> An
 DP, TP, BOTH = {"dp": 7}, {"tp": 2}, {"dp": 7, "tp": 2}
 RIGHT: list[tuple[str, Any, dict[str, int]]] = [
     *((f"FSDP2 of {kind}", partial(fsdp, kind=kind), DP) for kind in CONFIGS),
+    *(
+        (f"{kind} with {name} experts", partial(fsdp, kind=kind, experts_implementation=name), DP)
+        for kind, name in (("Mixtral", "batched_mm"), ("Qwen3Moe", "eager"))
+    ),
     *((f"{kind}'s plan", partial(plan_of_transformers, kind=kind), TP) for kind in ("Llama", "Qwen3")),
     *((f"{kind}'s plan and FSDP2", partial(plan_of_transformers, kind=kind), BOTH) for kind in ("Llama", "Qwen3")),
     ("tensor parallel", tensor_parallel, TP),

@@ -46,7 +46,7 @@ def test_nothing_is_said_of_right_steps(step: Step, mesh: dict[str, int]) -> Non
     assert all(factor == 1 for gradient in verdict.gradients for factor in gradient.factors.values())
 
 
-FAST_MODELS = ("Qwen3's plan", "FSDP2 of Llama")
+FAST_MODELS = ("Qwen3's plan", "FSDP2 of Llama", "FSDP2 of Mixtral")
 MODELS = [
     pytest.param(*case, marks=[] if case[0] in FAST_MODELS else pytest.mark.slow)
     for case in steps_of_transformers.RIGHT
@@ -59,6 +59,15 @@ def test_nothing_is_said_of_language_models(name: str, step: Step, mesh: dict[st
     verdict = tz.tools.check_step(step, mesh)
     assert (verdict.status, verdict.faults) == (0, ()), str(verdict)
     assert len(verdict.gradients) > 10
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+def test_a_gradient_of_experts_that_is_not_summed_is_told() -> None:
+    verdict = tz.tools.check_step(steps_of_transformers.experts_not_summed, "dp=7")
+    assert verdict.status == 1, str(verdict)
+    paths = tuple(f"model.layers.{layer}.mlp.experts.down_proj" for layer in (0, 1))
+    assert [fault.parameters for fault in verdict.faults] == [paths]
+    assert "a share of a sum that is never summed" in verdict.faults[0].text
 
 
 FAST_FAULTS = (  # one of each kind of sentence

@@ -130,13 +130,22 @@ class Experiment:
         run: runs the operator.
         values, codes: its recorded inputs, and their codes.
         ranked: whether the operator itself differs between the ranks.
+        seed: of the drawn values.
     """
 
     def __init__(
-        self, name: str, ranks: int, run: Rerun, values: Values, codes: Sequence[Tensor], *, ranked: bool = False
+        self,
+        name: str,
+        ranks: int,
+        run: Rerun,
+        values: Values,
+        codes: Sequence[Tensor],
+        *,
+        ranked: bool = False,
+        seed: int = 0,
     ) -> None:
         self._name, self._ranks, self._run, self._ranked = name, ranks, run, ranked
-        self._dice = torch.Generator().manual_seed(1234)
+        self._dice = torch.Generator().manual_seed(1234 + seed)
         self._codes = [_exchangeable(item) for item in codes]
         self._letters = {LETTERS[code] for item in self._codes for code in item.unique().tolist()}
         self._inputs = [self._draw(value, item) for value, item in zip(values, self._codes, strict=True)]
@@ -245,7 +254,7 @@ class Experiment:
             return Outcome(filled(shape, P), fault)
         if not runs.drawn[0].is_complex() and runs.keeps(_norm):
             return Outcome(filled(shape, N))
-        if has_shares:  # as if it had been summed, so that one fault is told once
+        if has_shares and runs.drawn[0].is_floating_point():  # as if it had been summed, so that one fault is told once
             if "nll_loss" in name:
                 counts = "the counts of ranks differ, so the mean of their means is not the mean of the whole"
                 return Outcome(filled(shape, R), f"{name}: a mean over this rank's own count: {counts}")

@@ -64,6 +64,11 @@ class Ref:
     def nbytes(self) -> int:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
+    @property
+    def place(self) -> tuple[object, ...]:
+        """The part of the storage, at any time."""
+        return self.storage, self.offset, self.shape, self.stride
+
 
 @dataclass(frozen=True)
 class RecordedLine:
