@@ -7,6 +7,7 @@ Collectives send nothing: they fill their outputs with this rank's values. Recor
 from __future__ import annotations
 
 import linecache
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,6 +85,7 @@ class RecordedLine:
         where: the user's line, such as ``"train.py:12: loss.backward()"``.
         backward: whether a backward ran.
         collective: its group and reduction, if it is a collective.
+        module: the ``id`` of the module that computes, or whose backward runs; 0 outside of modules.
     """
 
     operator: Any
@@ -98,6 +99,7 @@ class RecordedLine:
     where: str
     backward: bool
     collective: Collective | None = None
+    module: int = 0
 
     @property
     def name(self) -> str:
@@ -165,6 +167,8 @@ class StepRecord:
         loss: the scalar from which backward started.
         stepped: the parameters that an optimizer stepped.
         foreign: how many tensors an optimizer stepped that are no parameters of the model.
+        sizes: changes of storages, as (lines that ran before, storage, bytes from now on). 0 bytes are freed.
+        units: the block of each module, keyed by the module's ``id``.
     """
 
     axes: Mapping[str, int]
@@ -179,6 +183,8 @@ class StepRecord:
     loss: Ref | None = None
     stepped: frozenset[str] = frozenset()
     foreign: int = 0
+    sizes: tuple[tuple[int, int, int], ...] = ()
+    units: Mapping[int, str] = field(default_factory=dict)
 
     def for_other_ranks(self) -> StepRecord:
         """Return what types on other ranks need, which processes can send."""
@@ -204,12 +210,15 @@ class StepRecorder(TorchDispatchMode):
         self._shadows: list[Shadow] = []
         self._values: dict[Ref, Tensor] = {}
         self._nbytes = 0
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._writes: list[int] = []  # of each storage
         self._seen: set[Ref] = set()
         self._equalised: set[int] = set()
         self._slices: dict[int, Parameter] = {}
-        self._forward_lines: dict[int, str] = {}
+        self._forward_lines: dict[int, tuple[str, int]] = {}
+        self._modules: list[int] = []  # that compute, the innermost one last
+        self._sizes: dict[int, int] = {}  # of living storages, by number
+        self._resized: list[tuple[int, int, int]] = []
         self._perturbed: set[int] = set()
         self._optimized: list[Tensor] = []
         self._gradients: dict[int, tuple[Tensor, int]] = {}  # by parameter, and the line at which an optimizer reads it
@@ -220,7 +229,7 @@ class StepRecorder(TorchDispatchMode):
         """Follow modules and optimizers inside the block."""
         handles = [
             register_module_forward_pre_hook(torch.compiler.disable(self._before_forward)),
-            register_module_forward_hook(torch.compiler.disable(self._note_slices)),
+            register_module_forward_hook(torch.compiler.disable(self._after_forward)),
             register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step)),
         ]
         try:
@@ -244,7 +253,8 @@ class StepRecorder(TorchDispatchMode):
         collective = collective_of(func, args, kwargs, self._mesh)
         if not self._is_active:
             return self._prepare(func, args, kwargs, collective)
-        where, inputs = self._where(), tuple(map(self._ref, tensors))
+        (where, module), inputs = self._where(), tuple(map(self._ref, tensors))
+        self._poll()  # what was freed since the last line
         fresh = () if func.overloadpacket.__name__ in SILENT else self._read(tensors, inputs)
         writes = changed_by(func, args, kwargs)
         plain_args, plain_kwargs = tree_map_only(Tensor, self._ref, (args, kwargs))
@@ -272,7 +282,9 @@ class StepRecorder(TorchDispatchMode):
             where,
             is_backward(),
             collective,
+            module,
         )
+        self._poll((*tensors, *outputs))
         self._append(line, outputs)
         return result
 
@@ -317,25 +329,40 @@ class StepRecorder(TorchDispatchMode):
     def _ref(self, item: Tensor) -> Ref:
         storage = item.untyped_storage()
         weak, number = self._storages.get(storage._cdata, (None, -1))
-        if weak is None or weak.expired():
+        if weak is None or weak() is None:
             number = len(self._writes)
             self._writes.append(0)
-            self._storages[storage._cdata] = StorageWeakRef(storage), number
+            self._storages[storage._cdata] = weakref.ref(storage), number
         shape, stride = tuple(item.shape), tuple(item.stride())
         return Ref(number, int(item.storage_offset()), shape, stride, item.dtype, self._writes[number])
+
+    def _poll(self, of: Iterable[Tensor] | None = None) -> None:
+        """Note which storages have another size (default: of all). FSDP2 and Python free them without an operator."""
+        keys = [*self._storages] if of is None else [item.untyped_storage()._cdata for item in of]
+        for key in keys if self._keeps_values else ():
+            weak, number = self._storages[key]
+            storage = weak()
+            nbytes = 0 if storage is None else storage.nbytes()
+            if self._sizes.get(number, 0) != nbytes:
+                self._sizes[number] = nbytes
+                self._resized.append((len(self._lines), number, nbytes))
+            if storage is None:
+                del self._storages[key]
 
     def _bump(self, item: Tensor) -> None:
         self._writes[self._ref(item).storage] += 1
 
     # the user's line
 
-    def _where(self) -> str:
+    def _where(self) -> tuple[str, int]:
+        """Return the user's line, and the module that computes."""
         if (sequence := backward_sequence()) is not None:
-            return self._forward_lines.get(sequence, "") or "backward"
-        where = _users_line()
+            where, module = self._forward_lines.get(sequence, ("", 0))
+            return where or "backward", module
+        place = _users_line(), self._modules[-1] if self._modules else 0
         if not is_backward():
-            self._forward_lines[next_sequence() - 1] = where
-        return where
+            self._forward_lines[next_sequence() - 1] = place
+        return place
 
     # modules and optimizers
 
@@ -344,6 +371,12 @@ class StepRecorder(TorchDispatchMode):
             for item in module.parameters():
                 self._perturb(item)
         self._is_active = True
+        self._modules.append(id(module))
+        self._note_slices(module)
+
+    def _after_forward(self, module: nn.Module, *_: Any) -> None:
+        if id(module) in self._modules:  # modules inside may have been left by an exception, as checkpoints do
+            del self._modules[self._modules.index(id(module)) :]
         self._note_slices(module)
 
     def _perturb(self, item: nn.Parameter) -> None:
@@ -357,7 +390,7 @@ class StepRecorder(TorchDispatchMode):
         usual = local.isfinite() & (local.abs() < 1e3)
         local.copy_(torch.where(usual, local, torch.zeros((), dtype=local.dtype)) + noise.to(local.dtype))
 
-    def _note_slices(self, module: nn.Module, *_: Any) -> None:
+    def _note_slices(self, module: nn.Module) -> None:
         """Note how gathered parameters of FSDP2 are sliced on the other axes."""
         for item in module.parameters(recurse=False):
             if isinstance(item, DTensor) and len(item.device_mesh.mesh_dim_names or ()) < len(self._axes):
@@ -403,7 +436,19 @@ class StepRecorder(TorchDispatchMode):
                 _loss_of(self._lines),
                 frozenset(path for path, item in named.items() if any(item is other for other in self._optimized)),
                 sum(id(item) not in held for item in self._optimized),
+                tuple(self._resized),
+                units_of(model),
             )
+
+
+def units_of(model: nn.Module) -> dict[int, str]:
+    """Return the outermost block that each module is in: a child of a list or of a sequence of modules."""
+    result = {id(model): ""}
+    for path, module in model.named_modules():
+        for name, child in module.named_children():
+            is_block = isinstance(module, nn.ModuleList | nn.Sequential) and not result[id(module)]
+            result[id(child)] = f"{path}.{name}".lstrip(".") if is_block else result[id(module)]
+    return result
 
 
 def _loss_of(lines: Sequence[RecordedLine]) -> Ref | None:

@@ -171,19 +171,25 @@ def _report(add: Add) -> Command:
 
 
 def _check(add: Add) -> Command:
-    def run(place: str, mesh: str, **options: Any) -> int:
+    def run(place: str, mesh: str, html: Path | None, device: str, **options: Any) -> int:
         from thunder_zero.spmd.check import check_step
         from thunder_zero.tools.from_file import call
 
         as_json = options.pop("json")
         verdict = check_step(partial(call, place), mesh, **options)
         print(verdict.to_json() if as_json else verdict)
+        if html is not None:
+            from thunder_zero.tools.views.page.report import report
+
+            report(verdict, html, device=device, title=place)
         return verdict.status
 
     add("place", metavar="TRAIN.py:step", help="step(mesh) trains for one step and returns the model")
     add("--mesh", required=True, help="axes and their ranks, such as dp=7,tp=2")
     add("--data", nargs="*", metavar="AXIS", help="axes whose ranks have batches of their own")
     add("--seconds", type=float, default=600.0, help="how long it may take (default: 600)")
+    add("--html", type=Path, metavar="OUT.html", help="also write the step as a page: lanes, bytes, memory")
+    add("--device", default="h100", help=f"of the page (default: h100) {DEVICE}")
     add("--json", action="store_true", help="print JSON")
     return run
 

@@ -162,7 +162,7 @@ def table_of(traces: Traces, memory: Memory | None = None, time: Estimate | None
     ordered = in_order(rows, {phase: AROUND[phase] for phase in added})
     table = Table(traces, tuple(ordered), memory, time)
     spans = tuple((table.place[places[span.op]], span) for span in time.spans)
-    return replace(table, lines=tuple(_with_times(ordered, spans, time.costs)), spans=spans)
+    return replace(table, lines=tuple(with_times(ordered, spans, time.costs)), spans=spans)
 
 
 def _places(traces: Traces, time: Estimate) -> list[int | str]:
@@ -179,7 +179,8 @@ def _places(traces: Traces, time: Estimate) -> list[int | str]:
     return places
 
 
-def _with_times(rows: Iterable[Row], spans: Iterable[tuple[int, Span]], costs: Sequence[Cost]) -> Iterator[Row]:
+def with_times(rows: Iterable[Row], spans: Iterable[tuple[int, Span]], costs: Sequence[Cost]) -> Iterator[Row]:
+    """Yield rows with the times of their spans, which have the index of their row."""
     by_row: dict[int, list[Span]] = {}
     for index, span in spans:
         by_row.setdefault(index, []).append(span)

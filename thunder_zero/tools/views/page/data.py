@@ -7,7 +7,7 @@ are seconds since the step began. Sizes are bytes. The page numbers the rows of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -19,8 +19,9 @@ from thunder_zero.schedule.ops import Compute
 from thunder_zero.tools.devices.device import Lane
 from thunder_zero.tools.forecast.figures import Holds, Memory, Storage
 from thunder_zero.tools.printing.words import place_of, short
-from thunder_zero.tools.table.rows import CODES, COMPUTES, label, row_label
+from thunder_zero.tools.table.rows import CODES, COMPUTES, Row, label, row_label
 from thunder_zero.tools.table.table import Table
+from thunder_zero.tools.time.lanes import Span
 from thunder_zero.tools.views.diff import COLUMNS, alike, difference_of, require_one_module
 from thunder_zero.tools.views.explain import explanation_of, why_launch
 
@@ -49,7 +50,8 @@ def data_of(name: str, table: Table, note: str = "") -> Data:
     """Return the data of a table with times. ``note`` is the origin of measured times; "" for a forecast."""
     plan, memory, time = table.traces.plan, table.memory, table.time
     assert time is not None, "a page has times"
-    units, bars, collectives = {unit: index for index, unit in enumerate(plan.units)}, _bars(table), _collectives(table)
+    units, bars = {unit: index for index, unit in enumerate(plan.units)}, bars_of(table.lines, table.spans)
+    collectives = _collectives(table)
     used = dict.fromkeys([(str(Lane.COMPUTE), ""), *(bar["lane"] for bar in bars)])
     lanes = sorted(used, key=lambda lane: LANES.index(lane[0]))
     for bar in bars:
@@ -58,6 +60,7 @@ def data_of(name: str, table: Table, note: str = "") -> Data:
     wires = {wire for _, wire in lanes if wire}
     names = [", ".join([WAITING.get(kind, kind), *([wire] if wire and wires - {wire} else [])]) for kind, wire in lanes]
     phases = {phase: list(rows) for phase, rows in groupby(table.lines, key=lambda row: row.phase)}
+    labels = [row_label(row, plan) for row in table.lines]
     no_memory = table.no_memory and f"There is no forecast of memory: {table.no_memory}."
     data = {
         "name": name,
@@ -70,15 +73,17 @@ def data_of(name: str, table: Table, note: str = "") -> Data:
         "units": list(units),
         "parameters": [{"path": param.path, "explained": str(explanation_of(table, param))} for param in plan.params],
         "phases": [{"name": phase, "start": rows[0].start, "end": rows[-1].end} for phase, rows in phases.items()],
-        "lines": _lines(table, units, collectives),
-        "rows": list(_rows(table)),
-        "runs": list(_runs(table, units)),
+        "lines": lines_of(
+            table.lines, {param.path: prod(param.shape) for param in plan.params}, labels, units, collectives
+        ),
+        "rows": list(rows_of(table.lines)),
+        "runs": list(runs_of(table.lines, units)),
         "lanes": names,
-        "bars": _columns(bars),
+        "bars": columns_of(bars),
         "collectives": collectives,
-        "memory": None if memory is None else _memory(table, memory, time.device.memory_bytes),
+        "memory": None if memory is None else memory_of(table.lines, memory, time.device.memory_bytes),
     }
-    return data | {"bound": _bound(data)}
+    return data | {"bound": bound_of(data)}
 
 
 def _figures(table: Table) -> dict[str, float | None]:
@@ -106,7 +111,7 @@ def _text(name: str, figure: float | None) -> str:
     return "none" if figure is None else FIGURES[name][1](figure)
 
 
-def _bound(program: Data) -> str:
+def bound_of(program: Data) -> str:
     """Return the shares of the step's time, largest first, as in ``compute 66%, waiting for gathers 30%``."""
     figures, seconds = program["figures"], Counter[str]()
     for collective in program["collectives"]:
@@ -164,11 +169,11 @@ def differences(programs: Sequence[Data], tables: Sequence[Table]) -> list[Data]
     ]
 
 
-def _bars(table: Table) -> list[Data]:
+def bars_of(rows: Sequence[Row], spans: Iterable[tuple[int, Span]]) -> list[Data]:
     """Return the bars of all lanes, with the line of their row. Adjacent spans of one line become one bar."""
     bars: list[Data] = []
-    for line, span in table.spans:
-        row = table.lines[line]
+    for line, span in spans:
+        row = rows[line]
         lane = (str(span.lane), "") if span.lane in (Lane.COMPUTE, Lane.TENSOR) else (row.kind, str(span.lane))
         bar = {"lane": lane, "line": line, "start": span.start, "end": span.end, "waits": span.waits is not None}
         if bars and bar | {"start": bars[-1]["end"]} == bars[-1] | {"start": span.start, "end": span.end}:
@@ -178,21 +183,25 @@ def _bars(table: Table) -> list[Data]:
     return bars
 
 
-def _runs(table: Table, units: Mapping[str, int]) -> Iterator[list[int]]:
+def runs_of(rows: Sequence[Row], units: Mapping[str, int]) -> Iterator[list[int]]:
     """Yield [unit, first line, last line] of successive lines that compute with one unit."""
-    rows = table.lines
     computing = (index for index, row in enumerate(rows) if row.kind in COMPUTES and row.start != row.end)
     for (unit, _), run in groupby(computing, key=lambda index: (rows[index].unit, rows[index].phase)):
         lines = list(run)
         yield [units[unit], lines[0], lines[-1]]
 
 
-def _lines(table: Table, units: Mapping[str, int], collectives: Sequence[Data]) -> Data:
-    plan = table.traces.plan
-    params = {param.path: index for index, param in enumerate(plan.params)}
-    order = {param.path: -prod(param.shape) for param in plan.params}
+def lines_of(
+    lines: Sequence[Row],
+    sizes: Mapping[str, int],
+    labels: Sequence[str],
+    units: Mapping[str, int],
+    collectives: Sequence[Data],
+) -> Data:
+    """Return the columns of lines. ``sizes`` are those of all parameters."""
+    params = {path: index for index, path in enumerate(sizes)}
     of_line = {one[end]: index for index, one in enumerate(collectives) for end in ("launch", "wait")}
-    phases = list(dict.fromkeys(row.phase for row in table.lines))
+    phases = list(dict.fromkeys(row.phase for row in lines))
     origins: dict[str, int] = {"": 0}
     rows = [
         {
@@ -203,24 +212,24 @@ def _lines(table: Table, units: Mapping[str, int], collectives: Sequence[Data]) 
             "unit": units.get(row.unit, -1),
             "op": row.op,
             "collective": of_line.get(index),
-            "params": [params[path] for path in sorted(row.params, key=order.__getitem__)],
-            "label": row_label(row, plan),
+            "params": [params[path] for path in sorted(row.params, key=lambda path: -sizes[path])],
+            "label": labels[index],
             "sent": row.sent,
             "start": round(row.start or 0.0, DIGITS),
             "end": round(row.end or 0.0, DIGITS),
             "alive": row.alive,
             "highest": row.highest,
         }
-        for index, row in enumerate(table.lines)
+        for index, row in enumerate(lines)
     ]
-    types = [row.types for row in table.lines]
-    return {**_columns(rows), "origins": list(origins), **({"types": types} if any(types) else {})}
+    types = [row.types for row in lines]
+    return {**columns_of(rows), "origins": list(origins), **({"types": types} if any(types) else {})}
 
 
-def _rows(table: Table) -> Iterator[int | str]:
+def rows_of(lines: Iterable[Row]) -> Iterator[int | str]:
     """Yield the numbers of all lines, with phases and the user's lines between them."""
     phase = origin = ""
-    for line, row in enumerate(table.lines):
+    for line, row in enumerate(lines):
         if row.phase != phase:
             yield row.phase
         if row.origin not in ("", origin):
@@ -271,13 +280,13 @@ def _collectives(table: Table) -> list[Data]:
     return collectives
 
 
-def _memory(table: Table, memory: Memory, capacity: int) -> Data:
+def memory_of(rows: Sequence[Row], memory: Memory, capacity: int) -> Data:
     """Return the curve (bytes alive after each line, up to each kind), the tensors, largest first, and the peak."""
     peak, lines = memory.lines.index(memory.peak_line), memory.alive
     lines[peak] = memory.by_kind
     used = {storage.kind for storage in memory.storages}
     kinds = [kind for kind in Holds if kind in used]
-    levels, below = [], [memory.reserve] * len(table.lines)
+    levels, below = [], [memory.reserve] * len(rows)
     for kind in kinds:
         below = [level + alive.get(kind, 0) for level, alive in zip(below, lines, strict=True)]
         levels.append(below)
@@ -286,7 +295,7 @@ def _memory(table: Table, memory: Memory, capacity: int) -> Data:
     return {
         "kinds": [str(kind) for kind in kinds],
         "levels": levels,
-        "tensors": _columns([_tensor(storage, kinds) for storage in tensors]),
+        "tensors": columns_of([_tensor(storage, kinds) for storage in tensors]),
         "peak": {
             "bytes": memory.peak,
             "line": peak,
@@ -309,5 +318,6 @@ def _tensor(storage: Storage, kinds: Sequence[Holds]) -> Data:
     }
 
 
-def _columns(rows: Sequence[Data]) -> Data:
+def columns_of(rows: Sequence[Data]) -> Data:
+    """Return a list for each column."""
     return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}

@@ -24,6 +24,7 @@ from thunder_zero.plan.policy import STAGES, Policy, Times
 from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.schedule.ops import Compute, Gather, Op, ends
 from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.spmd.verdict import Verdict
 from thunder_zero.tools.devices.device import Device, device_of
 from thunder_zero.tools.dry_run import ProgramSource
 from thunder_zero.tools.forecast.for_loss import Loss
@@ -35,6 +36,7 @@ from thunder_zero.tools.printing.words import count
 from thunder_zero.tools.table.table import step_table, table_of
 from thunder_zero.tools.time.estimate import Estimate
 from thunder_zero.tools.views.page.data import Data, data_of, differences, top_of
+from thunder_zero.tools.views.page.recorded import data_of_step
 from thunder_zero.traces.compiled import Traces
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ BY_TIMES = (
 
 
 def report(
-    model_or_traces: ThunderModule | Traces,
+    model_or_traces: ThunderModule | Traces | Verdict,
     path: str | PathLike[str],
     *,
     device: Device | str,
@@ -69,7 +71,13 @@ def report(
 
     ``measured`` is the result of :func:`thunder_zero.tools.measure_times`, and is shown beside the forecast.
     With ``types``, each line shows what it writes on each axis of the mesh.
+
+    A verdict of :func:`thunder_zero.tools.check_step` shows the step that was checked, with the types; it takes no
+    other arguments than ``device`` and ``title``.
     """
+    if isinstance(model_or_traces, Verdict):
+        Path(path).write_text(html_of(page_of_step(model_or_traces, device, title)), encoding="utf-8")
+        return
     data = page_of(model_or_traces, device, measured, beside, loss=loss, optimizer=optimizer, title=title, types=types)
     Path(path).write_text(html_of(data), encoding="utf-8")
 
@@ -116,6 +124,25 @@ def page_of(
         "programs": programs,
         "most_bytes": max((row.highest or 0 for table in tables for row in table.lines), default=0),
         "differences": differences(programs, tables),
+    }
+
+
+def page_of_step(verdict: Verdict, device: Device | str, title: str = "") -> Data:
+    """Return the page of a step that was checked as JSON data."""
+    if verdict.step is None:
+        raise ValueError(f"the step was not recorded: {verdict.faults[0].text if verdict.faults else 'no faults'}")
+    device = device_of(device)
+    data = data_of_step(verdict, verdict.step, device)
+    numel = sum(count for _, count in verdict.step.parameters.values())
+    faults = sum(fault.kind != "warning" for fault in verdict.faults)
+    said = f"{faults} faults" if faults else "nothing wrong"
+    return {
+        "title": title or "A step",
+        "facts": [f"{count(numel)} parameters on this rank", f"on {device.name}", f"{said} on these inputs"],
+        "top": top_of([data], device.memory_bytes),
+        "programs": [data],
+        "most_bytes": max(level for level in data["lines"]["highest"]),
+        "differences": [],
     }
 
 
