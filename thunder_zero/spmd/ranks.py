@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from thunder_zero.spmd.check import OtherRun, TrainStep
 from thunder_zero.spmd.collectives import collective_kind
+from thunder_zero.spmd.draw import picture_of
 from thunder_zero.spmd.flow import AxisTypes, Walk
-from thunder_zero.spmd.picture import picture_of
 from thunder_zero.spmd.processes import NotChecked
 from thunder_zero.spmd.record import StepRecord, StepRecorder
 from thunder_zero.spmd.report import verdict_of

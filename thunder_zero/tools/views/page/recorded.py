@@ -99,12 +99,12 @@ def _rows_of(picture: StepPicture) -> Iterator[Row]:
     sources: dict[int, tuple[int, ...]] = {}  # what the last line that wrote a storage has read
     for index, (line, phase) in enumerate(zip(picture.lines, _phases(picture.lines), strict=True)):
         row = Row(phase, index, line.code, line.where, index, "compute", unit=line.unit, types=line.types)
-        if line.collective is not None:
+        if line.collective:
             near = [*line.writes, *line.reads, *(item for storage in line.reads for item in sources.get(storage, ()))]
             params = tuple(dict.fromkeys(paths[storage] for storage in near if storage in paths))
-            kind = "gather" if line.collective.kind == "all_gather" else "reduce"
-            kind = kind if {*line.collective.axes} & {*picture.data} else TENSOR
-            axes = " and ".join(line.collective.axes)
+            kind = "gather" if line.collective == "all_gather" else "reduce"
+            kind = kind if {*line.axes} & {*picture.data} else TENSOR
+            axes = " and ".join(line.axes)
             row = replace(row, kind=kind, params=params, gradients=kind == "reduce", over=axes, sent=line.sent)
         else:
             sources.update(dict.fromkeys(line.writes, line.reads))
@@ -173,13 +173,13 @@ def _kinds(picture: StepPicture, rows: Sequence[Row]) -> dict[int, Holds]:
             for item in line.writes
             if row.phase == made.setdefault(item, row.phase) == OPTIMIZER_STEP
         }
-    launched = [(line, line.collective.kind) for line in lines if line.collective is not None]
+    launched = [(line, line.collective) for line in lines if line.collective]
     sent = {item for line, kind in launched for item in (*line.reads, *line.writes)}
     gathered = {item for line, kind in launched if kind == "all_gather" for item in line.writes}
     for line in lines:
-        if line.collective is None and gathered & {*line.reads}:
+        if not line.collective and gathered & {*line.reads}:
             kinds |= dict.fromkeys(line.writes, Holds.GATHERED)
-        elif line.collective is None and line.backward and (sent - gathered) & {*line.writes}:
+        elif not line.collective and line.backward and (sent - gathered) & {*line.writes}:
             kinds |= dict.fromkeys(line.reads, Holds.FULL_GRADIENT)
     kinds |= dict.fromkeys(sent, Holds.IN_FLIGHT)
     kinds |= {number: Holds.INPUT for index, number, _ in picture.sizes if index < 0}
@@ -198,7 +198,7 @@ def _kinds(picture: StepPicture, rows: Sequence[Row]) -> dict[int, Holds]:
 def _first_reads(lines: Sequence[DrawnLine]) -> dict[int, int]:
     """Return the line that first reads the result of each collective; the last line if none does."""
     launched: dict[int, int] = {}
-    result = {index: len(lines) - 1 for index, line in enumerate(lines) if line.collective is not None}
+    result = {index: len(lines) - 1 for index, line in enumerate(lines) if line.collective}
     for index, line in enumerate(lines):
         for storage in line.reads:
             if storage in launched and index not in result:
@@ -214,8 +214,8 @@ def _simulated(
     lanes, last = Lanes(), dict[Lane, int]()  # the first read of the last gather on each wire
     launches, waits = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     for launch, read in reads.items():
-        item, lane = picture.lines[launch].collective, _lane(picture.lines[launch], wires)
-        runs_ahead = item is not None and item.kind == "all_gather" and lane is not Lane.TENSOR
+        lane = _lane(picture.lines[launch], wires)
+        runs_ahead = picture.lines[launch].collective == "all_gather" and lane is not Lane.TENSOR
         launches[min(launch, last.get(lane, 0)) if runs_ahead else launch].append(launch)
         waits[read].append(launch)
         last |= {lane: read} if runs_ahead else {}
@@ -224,26 +224,24 @@ def _simulated(
             lanes.wait(index, str(launch))
         for launch in launches[index]:
             lanes.launch(launch, str(launch), _cost(picture.lines[launch], picture.axes, device, wires))
-        if line.collective is None:
+        if not line.collective:
             work = "matmul" if line.flops else "pointwise"
             lanes.compute(index, device.seconds(line.flops, line.dtype, line.traffic_bytes, work), always=True)
     return lanes.spans()
 
 
 def _lane(line: DrawnLine, wires: Mapping[str, Lane]) -> Lane:
-    axes = line.collective.axes if line.collective is not None else ()
-    return min((wires[axis] for axis in axes if axis in wires), key=[*Lane].index, default=Lane.SHARD)
+    return min((wires[axis] for axis in line.axes if axis in wires), key=[*Lane].index, default=Lane.SHARD)
 
 
 def _cost(line: DrawnLine, axes: Mapping[str, int], device: Device, wires: Mapping[str, Lane]) -> Cost:
-    item = line.collective
-    if item is None or not line.sent:
+    if not line.sent:
         return Cost()
     names = list(axes)
-    inner = max((names.index(axis) for axis in item.axes if axis in axes), default=len(names) - 1)
-    kind = {"all_gather": "gather", "all_reduce": "all_reduce"}.get(item.kind, "scatter")
-    steps, stride = (1 + (kind == "all_reduce")) * (item.size - 1), prod([*axes.values()][inner + 1 :])
-    return replace(device.collective(kind, item.size, stride, line.sent, steps, 1), lane=_lane(line, wires))
+    inner = max((names.index(axis) for axis in line.axes if axis in axes), default=len(names) - 1)
+    kind = {"all_gather": "gather", "all_reduce": "all_reduce"}.get(line.collective, "scatter")
+    steps, stride = (1 + (kind == "all_reduce")) * (line.ranks - 1), prod([*axes.values()][inner + 1 :])
+    return replace(device.collective(kind, line.ranks, stride, line.sent, steps, 1), lane=_lane(line, wires))
 
 
 def _collectives(rows: Sequence[Row], reads: Mapping[int, int]) -> Iterator[page.Data]:
