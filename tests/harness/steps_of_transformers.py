@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -101,6 +103,26 @@ def plan_of_transformers(mesh: DeviceMesh, kind: str) -> Any:
     return net
 
 
+def experts_in_slices(mesh: DeviceMesh, kind: str, *, sums_router: bool = True, **options: Any) -> Any:
+    """Slice attention and experts as ``from_pretrained`` of transformers does with the model's own plan."""
+    from transformers.distributed import DistributedConfig, tensor_parallel
+
+    net, config = model(kind, **options), DistributedConfig(tp_size=mesh["tp"].size())
+    styles, _, _ = net._resolve_parallel_plans(config)
+    net.config.distributed_config, net._device_mesh, net._tp_size = config, mesh["tp"], config.tp_size
+    tensor_parallel.apply_tensor_parallelism(net, mesh["tp"], styles)
+    shard(net, mesh)
+    inputs, summed = tokens(mesh), tensor_parallel._AllReduceBackward.apply
+    unsummed = mock.patch.object(
+        tensor_parallel._AllReduceBackward,
+        "apply",
+        lambda x, group: x if x.shape == (inputs.numel(), 2) else summed(x, group),
+    )
+    with nullcontext() if sums_router else unsummed:
+        net(input_ids=inputs, labels=inputs, use_cache=False).loss.backward()
+    return net
+
+
 PLAN: dict[str, Any] = {
     **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ColwiseParallel()),
     **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), ColwiseParallel()),
@@ -171,6 +193,9 @@ RIGHT: list[tuple[str, Any, dict[str, int]]] = [
     ),
     *((f"{kind}'s plan", partial(plan_of_transformers, kind=kind), TP) for kind in ("Llama", "Qwen3")),
     *((f"{kind}'s plan and FSDP2", partial(plan_of_transformers, kind=kind), BOTH) for kind in ("Llama", "Qwen3")),
+    *((f"{kind}'s experts in slices", partial(experts_in_slices, kind=kind), TP) for kind in ("Mixtral", "Qwen3Moe")),
+    ("eager experts in slices", partial(experts_in_slices, kind="Mixtral", experts_implementation="eager"), TP),
+    ("experts in slices and FSDP2", partial(experts_in_slices, kind="Mixtral"), BOTH),
     ("tensor parallel", tensor_parallel, TP),
     ("sequence parallel", sequence_parallel, TP),
     ("loss parallel", partial(sequence_parallel, logits_in_slices=True), TP),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,19 @@ def test_nothing_is_said_of_language_models(name: str, step: Step, mesh: dict[st
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
-def test_a_gradient_of_experts_that_is_not_summed_is_told() -> None:
-    verdict = tz.tools.check_step(steps_of_transformers.experts_not_summed, "dp=7")
+@pytest.mark.parametrize(
+    ("step", "mesh", "name"),
+    [
+        (steps_of_transformers.experts_not_summed, "dp=7", "experts.down_proj"),
+        (partial(steps_of_transformers.experts_in_slices, kind="Mixtral", sums_router=False), "tp=2", "gate.weight"),
+    ],
+)
+def test_a_gradient_of_experts_or_of_their_router_that_is_not_summed_is_told(step: Step, mesh: str, name: str) -> None:
+    verdict = tz.tools.check_step(step, mesh)
     assert verdict.status == 1, str(verdict)
-    paths = tuple(f"model.layers.{layer}.mlp.experts.down_proj" for layer in (0, 1))
-    assert [fault.parameters for fault in verdict.faults] == [paths]
-    assert "a share of a sum that is never summed" in verdict.faults[0].text
+    told = {path for fault in verdict.faults for path in fault.parameters if "never summed" in fault.text}
+    assert told
+    assert {path.partition(".mlp.")[2] for path in told} == {name}, str(verdict)
 
 
 FAST_FAULTS = (  # one of each kind of sentence

@@ -23,7 +23,7 @@ from thunder_zero.spmd.collectives import effect
 from thunder_zero.spmd.laws import Outcome, P, V, filled, halves, has, letters
 from thunder_zero.spmd.record import SILENT, Parameter, RecordedLine, Ref, Shadow, StepRecord
 from thunder_zero.spmd.regions import Region, Trial, are_typed, joined, starts_region
-from thunder_zero.spmd.rules import FACTORS, MOVES, Rules, averages, is_constant, runner
+from thunder_zero.spmd.rules import FACTORS, MOVES, SELECTIONS, Rules, averages, is_constant, runner, shapes_of
 from thunder_zero.spmd.rules import Memo as Memo
 from thunder_zero.spmd.storages import TypedStorages, cut_dim, end_of, is_contiguous
 from thunder_zero.spmd.verdict import Fault as Fault
@@ -96,6 +96,7 @@ class Walk:
         self._assumed: set[str] = set()
         self._inputs_differ = False
         self._placed = {item.ref.storage: item for item in (*record.buffers, *record.parameters)}
+        self._sized_by_data: set[int] = set()  # storages whose shapes follow from the values of each rank
         self._line, self._began_backward = 0, False
 
     def run(self) -> AxisTypes:
@@ -131,21 +132,22 @@ class Walk:
 
     @property
     def _numbers(self) -> tuple[Any, ...] | None:
-        """The numbers of the line on the neighbour, if they differ."""
-        return self._theirs.scalars if self._theirs.scalars != self._mine.scalars else None
+        """The numbers of the line on the neighbour, if they differ for another reason than its sizes."""
+        differs = self._theirs.scalars != self._mine.scalars
+        is_sized = self._line < len(self._record.lines) and self._reads_sized(self._record.lines[self._line])
+        return self._theirs.scalars if differs and not is_sized else None
 
     # values that come from outside of the record
 
     def _place(self) -> None:
         """Type parameters and buffers by their placements."""
-        gathered = [Parameter("", ref, placements) for ref, placements in self._record.slices]
-        for item in (*self._placed.values(), *gathered):
+        for item in (*self._placed.values(), *self._record.slices):
             where = item.placements.get(self._axis)
             if isinstance(where, int):
-                self._values.give(item.ref, halves(item.ref.shape, where))
+                self._values.give(item.ref, halves(item.ref.shape, where, item.pieces.get(self._axis, 1)))
             elif where == "partial":
                 self._values.give(item.ref, filled(item.ref.shape, P))
-            if isinstance(where, int) and item in gathered:
+            if isinstance(where, int) and item in self._record.slices:
                 self._gathered[item.ref.storage] = self._values[item.ref].codes.clone()
 
     def _admit(self, line: RecordedLine) -> None:
@@ -170,9 +172,11 @@ class Walk:
     def _type(self, line: RecordedLine) -> tuple[str, ...]:
         """Type what a line writes, and return the types as text."""
         self._began_backward |= line.backward
+        targets = (*line.written, *line.results)
+        if (line.name in SELECTIONS or self._reads_sized(line)) and shapes_of(self._mine) != shapes_of(self._theirs):
+            self._sized_by_data |= {ref.storage for ref in targets}
         self._over = self._parts_of_rank(line)
         self._admit(line)
-        targets = (*line.written, *line.results)
         if line.collective is not None:
             self._collective(line)
         elif line.is_view:
@@ -183,11 +187,15 @@ class Walk:
         self._over = {}
         return tuple(letters(self._codes(item)) for item in targets)
 
+    def _reads_sized(self, line: RecordedLine) -> bool:
+        return any(ref.storage in self._sized_by_data for ref in line.inputs)
+
     def _parts_of_rank(self, line: RecordedLine) -> dict[Ref, Tensor]:
         """Return codes of inputs that are another part of an equal value on the neighbouring rank."""
         result: dict[Ref, Tensor] = {}
         for ref, offset in zip(line.inputs, self._theirs.offsets, strict=False):
-            if offset != ref.offset and ref.nbytes and not self._codes(ref).any():
+            is_sized = ref.storage in self._sized_by_data
+            if offset != ref.offset and ref.nbytes and not self._codes(ref).any() and not is_sized:
                 steps = [*ref.stride, 0]
                 gaps = (dim for dim in range(1, len(ref.shape)) if steps[dim - 1] > ref.shape[dim] * steps[dim])
                 result[ref] = halves(ref.shape, next(gaps, 0))
@@ -197,7 +205,7 @@ class Walk:
         """Pass codes on to a view; a view of another part on each rank is a slice of its own."""
         source, mine, theirs = line.inputs[0], self._mine, self._theirs
         for ref in line.results:
-            if len(line.results) > 1 or self._values[source].region:  # the neighbour's sizes may be those of its data
+            if len(line.results) > 1 or self._values[source].region or self._reads_sized(line):
                 self._values.follow(source, ref)
             elif self._over:
                 args, kwargs = tree_map_only(Ref, lambda item: self._codes(item).clone(), (line.args, line.kwargs))

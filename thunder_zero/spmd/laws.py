@@ -60,11 +60,15 @@ def filled(shape: Sequence[int], code: int) -> Tensor:
     return torch.full(tuple(shape), code, dtype=torch.uint8)
 
 
-def halves(shape: Sequence[int], dim: int | None = None) -> Tensor:
+def halves(shape: Sequence[int], dim: int | None = None, pieces: int = 1) -> Tensor:
     """Return the codes of a slice along a dimension: A in its first half, B in its second half, F in between.
 
-    Without ``dim``, or if it has one element only, the halves are those of all elements in order.
+    Without ``dim``, or if it has one element only, the halves are those of all elements in order. A slice that consists
+    of equal ``pieces``, as of a gate's and an up projection's weight, has halves in each piece.
     """
+    if dim is not None and pieces > 1 and shape[dim] % pieces == 0:
+        piece = [size // pieces if index == dim else size for index, size in enumerate(shape)]
+        return torch.cat([halves(piece, dim)] * pieces, dim)
     codes = filled(shape, F)
     by_elements = dim is None or dim >= codes.dim() or codes.shape[dim] < 2
     rows = codes.reshape(-1) if by_elements else codes.movedim(dim or 0, 0)

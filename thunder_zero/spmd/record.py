@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from thunder_zero.compat.private import HigherOrderOperator, disable_current_modes
+from thunder_zero.compat.private import HigherOrderOperator, StridedShard, disable_current_modes
 from thunder_zero.compat.torch.recording import (
     backward_sequence,
     fakes,
@@ -131,13 +131,14 @@ class Parameter:
     """A parameter, or a gradient, of the model: its part on this rank, and how it is placed on the mesh's axes.
 
     ``placements`` maps axes to the dimension of a slice, ``"replicate"`` or ``"partial"``. ``line`` is the number of
-    lines that ran before an optimizer read the gradient.
+    lines that ran before an optimizer read the gradient. ``pieces`` are those of packed slices, by axis.
     """
 
     path: str
     ref: Ref
     placements: Mapping[str, int | str]
     line: int = 0
+    pieces: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ class StepRecord:
     parameters: tuple[Parameter, ...] = ()
     gradients: tuple[Parameter, ...] = ()
     buffers: tuple[Parameter, ...] = ()
-    slices: tuple[tuple[Ref, Mapping[str, int | str]], ...] = ()
+    slices: tuple[Parameter, ...] = ()
     equalised: frozenset[int] = frozenset()
     loss: Ref | None = None
     stepped: frozenset[str] = frozenset()
@@ -407,14 +408,18 @@ class StepRecorder(TorchDispatchMode):
 
     def _placed(self, path: str, item: Tensor, line: int = 0) -> Parameter:
         placements: dict[str, int | str] = {}
+        pieces: dict[str, int] = {}
         local = _local(item)
         if isinstance(item, DTensor):
+            dims = [placement.dim for placement in item.placements if isinstance(placement, Shard | StridedShard)]
             for axis, placement in zip(item.device_mesh.mesh_dim_names or (), item.placements, strict=True):
                 if isinstance(placement, Replicate | Partial):
                     placements[axis] = "replicate" if isinstance(placement, Replicate) else "partial"
                 else:
                     placements[axis] = placement.dim % max(local.dim(), 1)  # type: ignore[attr-defined]
-        return Parameter(path, self._ref(local), placements, line)
+                if isinstance(placement, StridedShard) and dims.count(placement.dim) == 1:  # else FSDP2's own rows
+                    pieces[axis] = int(placement.split_factor)
+        return Parameter(path, self._ref(local), placements, line, pieces)
 
     def record(self, model: nn.Module) -> StepRecord:
         """Return the record of the model's step."""
@@ -431,7 +436,7 @@ class StepRecorder(TorchDispatchMode):
                 tuple(self._placed(path, item) for path, item in named.items() if not _local(item).is_meta),
                 tuple(self._placed(path, grad, line) for path, (grad, line) in grads.items() if grad is not None),
                 tuple(self._placed(path, item) for path, item in model.named_buffers() if not _local(item).is_meta),
-                tuple((item.ref, item.placements) for item in self._slices.values()),
+                tuple(self._slices.values()),
                 frozenset(self._equalised),
                 _loss_of(self._lines),
                 frozenset(path for path, item in named.items() if any(item is other for other in self._optimized)),

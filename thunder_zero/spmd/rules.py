@@ -97,7 +97,7 @@ class Rules:
         name, codes = line.name, [self._codes_of(item).clone() for item in line.inputs]
         alike = numbers is None and not any(item.any() for item in codes)
         draws_differ = self._batches_differ or theirs.drawn != mine.drawn
-        if line.backward and numbers is not None and _shapes(mine) != _shapes(theirs):
+        if line.backward and numbers is not None and shapes_of(mine) != shapes_of(theirs):
             return _unknown(f"the sizes of {name} differ between the ranks", targets)
         if numbers is not None and name in RANGES:
             return [Outcome(halves(ref.shape)) for ref in targets]
@@ -231,7 +231,8 @@ def _unknown(text: str, targets: Targets) -> list[Outcome]:
     return [Outcome(filled(ref.shape, V), text, "unknown") for ref in targets]
 
 
-def _shapes(line: Shadow) -> list[tuple[int, ...]]:
+def shapes_of(line: Shadow) -> list[tuple[int, ...]]:
+    """Return the shapes of a line's outputs."""
     return [shape for _, shape in line.outputs]
 
 
