@@ -95,9 +95,9 @@ class RecordedLine:
     changes: tuple[int, ...]
     written: tuple[Ref, ...]
     results: tuple[Ref, ...]
-    fresh: tuple[Ref, ...]
     where: str
     backward: bool
+    fresh: tuple[Ref, ...] = ()
     collective: Collective | None = None
     module: int = 0
 
@@ -200,6 +200,45 @@ class StepRecord:
         return result
 
 
+class Tape:
+    """Lines that ran, whose values are parts of numbered storages."""
+
+    def __init__(self) -> None:
+        self.lines: list[RecordedLine] = []
+        self.storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # living ones, and their numbers
+        self._writes: list[int] = []  # of each storage
+
+    def ref(self, item: Tensor) -> Ref:
+        """Return what a tensor is now. A freed storage's number is not used again."""
+        storage = item.untyped_storage()
+        weak, number = self.storages.get(storage._cdata, (None, -1))
+        if weak is None or weak() is None:
+            number = len(self._writes)
+            self._writes.append(0)
+            self.storages[storage._cdata] = weakref.ref(storage), number
+        shape, stride = tuple(item.shape), tuple(item.stride())
+        return Ref(number, int(item.storage_offset()), shape, stride, item.dtype, self._writes[number])
+
+    def write(
+        self,
+        operator: Any,
+        arguments: tuple[Any, Any],
+        tensors: Sequence[Tensor],
+        changed: Sequence[Tensor],
+        results: Sequence[Tensor],
+        **facts: Any,
+    ) -> RecordedLine:
+        """Append a line that has run. ``arguments`` have refs, as of before the line, in place of ``tensors``."""
+        inputs = tuple(item for item in tree_leaves(arguments) if isinstance(item, Ref))
+        read = {item.storage for item in inputs}
+        for item in (*changed, *(item for item in results if self.ref(item).storage not in read)):
+            self._writes[self.ref(item).storage] += 1
+        changes = tuple(index for index, item in enumerate(tensors) if any(item is other for other in changed))
+        written, new = tuple(map(self.ref, changed)), tuple(map(self.ref, results))
+        self.lines.append(RecordedLine(operator, *arguments, inputs, changes, written, new, **facts))
+        return self.lines[-1]
+
+
 class StepRecorder(TorchDispatchMode):
     """Records the operators that run inside the block, from the first forward of a module on."""
 
@@ -207,12 +246,10 @@ class StepRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._mesh, self._keeps_values = mesh, keep_values
         self._axes = {name: mesh.size(index) for index, name in enumerate(mesh.mesh_dim_names or ())}
-        self._lines: list[RecordedLine] = []
+        self._tape = Tape()
         self._shadows: list[Shadow] = []
         self._values: dict[Ref, Tensor] = {}
         self._nbytes = 0
-        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._writes: list[int] = []  # of each storage
         self._seen: set[Ref] = set()
         self._equalised: set[int] = set()
         self._slices: dict[int, Parameter] = {}
@@ -254,11 +291,11 @@ class StepRecorder(TorchDispatchMode):
         collective = collective_of(func, args, kwargs, self._mesh)
         if not self._is_active:
             return self._prepare(func, args, kwargs, collective)
-        (where, module), inputs = self._where(), tuple(map(self._ref, tensors))
+        (where, module), inputs = self._where(), tuple(map(self._tape.ref, tensors))
         self._poll()  # what was freed since the last line
         fresh = () if func.overloadpacket.__name__ in SILENT else self._read(tensors, inputs)
         writes = changed_by(func, args, kwargs)
-        plain_args, plain_kwargs = tree_map_only(Tensor, self._ref, (args, kwargs))
+        arguments = tree_map_only(Tensor, self._tape.ref, (args, kwargs))
         result = func(*args, **kwargs)
         outputs = _tensors(result)
         if any(item.is_meta for item in outputs):
@@ -268,23 +305,8 @@ class StepRecorder(TorchDispatchMode):
             result = with_arrived_works(result, outputs)
             writes = [item for _, group in pairs for item in group if any(item is other for other in tensors)]
         results = [item for item in outputs if not _among(item, writes)]
-        storages = {item.storage for item in inputs}
-        for item in (*writes, *(item for item in results if self._ref(item).storage not in storages)):
-            self._bump(item)
-        line = RecordedLine(
-            func,
-            plain_args,
-            plain_kwargs,
-            inputs,
-            tuple(index for index, item in enumerate(tensors) if any(item is other for other in writes)),
-            tuple(map(self._ref, writes)),
-            tuple(map(self._ref, results)),
-            fresh,
-            where,
-            is_backward(),
-            collective,
-            module,
-        )
+        facts = {"where": where, "backward": is_backward(), "collective": collective, "module": module}
+        line = self._tape.write(func, arguments, tensors, writes, results, fresh=fresh, **facts)
         self._poll((*tensors, *outputs))
         self._append(line, outputs)
         return result
@@ -305,14 +327,13 @@ class StepRecorder(TorchDispatchMode):
     def _append(self, line: RecordedLine, outputs: list[Tensor]) -> None:
         """Keep a line and its shadow."""
         shadow = replace(
-            shadow_of(line, map(self._ref, outputs)),
+            shadow_of(line, map(self._tape.ref, outputs)),
             fresh=tuple((item.shape, _digest(self._values[item])) for item in line.fresh),
             drawn=tuple(map(_digest, outputs)) if line.name in RANDOM else (),
         )
         if not self._keeps_values:
             self._values.clear()
         self._seen.update(line.results)
-        self._lines.append(line)
         self._shadows.append(shadow)
 
     def _prepare(self, func: Any, args: Any, kwargs: Any, collective: Collective | None) -> Any:
@@ -322,36 +343,23 @@ class StepRecorder(TorchDispatchMode):
             pairs = _send_nothing(collective, func, args, kwargs, _tensors(result))
             result = with_arrived_works(result, _tensors(result))
             if collective.kind in ("broadcast", "all_reduce", "all_gather"):
-                self._equalised |= {self._ref(item).storage for _, group in pairs for item in group}
+                self._equalised |= {self._tape.ref(item).storage for _, group in pairs for item in group}
         return result
 
     # storages
 
-    def _ref(self, item: Tensor) -> Ref:
-        storage = item.untyped_storage()
-        weak, number = self._storages.get(storage._cdata, (None, -1))
-        if weak is None or weak() is None:
-            number = len(self._writes)
-            self._writes.append(0)
-            self._storages[storage._cdata] = weakref.ref(storage), number
-        shape, stride = tuple(item.shape), tuple(item.stride())
-        return Ref(number, int(item.storage_offset()), shape, stride, item.dtype, self._writes[number])
-
     def _poll(self, of: Iterable[Tensor] | None = None) -> None:
         """Note which storages have another size (default: of all). FSDP2 and Python free them without an operator."""
-        keys = [*self._storages] if of is None else [item.untyped_storage()._cdata for item in of]
+        keys = [*self._tape.storages] if of is None else [item.untyped_storage()._cdata for item in of]
         for key in keys if self._keeps_values else ():
-            weak, number = self._storages[key]
+            weak, number = self._tape.storages[key]
             storage = weak()
             nbytes = 0 if storage is None else storage.nbytes()
             if self._sizes.get(number, 0) != nbytes:
                 self._sizes[number] = nbytes
-                self._resized.append((len(self._lines), number, nbytes))
+                self._resized.append((len(self._tape.lines), number, nbytes))
             if storage is None:
-                del self._storages[key]
-
-    def _bump(self, item: Tensor) -> None:
-        self._writes[self._ref(item).storage] += 1
+                del self._tape.storages[key]
 
     # the user's line
 
@@ -383,7 +391,7 @@ class StepRecorder(TorchDispatchMode):
     def _perturb(self, item: nn.Parameter) -> None:
         """Add noise to a parameter once: zeros and ones would hide faults."""
         local = _local(item)
-        if id(item) in self._perturbed or self._lines or local.is_meta or not local.is_floating_point():
+        if id(item) in self._perturbed or self._tape.lines or local.is_meta or not local.is_floating_point():
             return
         self._perturbed.add(id(item))
         dice = torch.Generator().manual_seed(len(self._perturbed))
@@ -404,7 +412,7 @@ class StepRecorder(TorchDispatchMode):
             for item in group["params"]:
                 self._optimized.append(item)
                 if item.grad is not None:
-                    self._gradients[id(item)] = item.grad, len(self._lines)
+                    self._gradients[id(item)] = item.grad, len(self._tape.lines)
 
     def _placed(self, path: str, item: Tensor, line: int = 0) -> Parameter:
         placements: dict[str, int | str] = {}
@@ -419,18 +427,18 @@ class StepRecorder(TorchDispatchMode):
                     placements[axis] = placement.dim % max(local.dim(), 1)  # type: ignore[attr-defined]
                 if isinstance(placement, StridedShard) and dims.count(placement.dim) == 1:  # else FSDP2's own rows
                     pieces[axis] = int(placement.split_factor)
-        return Parameter(path, self._ref(local), placements, line, pieces)
+        return Parameter(path, self._tape.ref(local), placements, line, pieces)
 
     def record(self, model: nn.Module) -> StepRecord:
         """Return the record of the model's step."""
         with disable_current_modes():
             named = dict(model.named_parameters())
             held = {id(item) for item in named.values()}
-            end = len(self._lines)
+            end = len(self._tape.lines)
             grads = {path: self._gradients.get(id(item), (item.grad, end)) for path, item in named.items()}
             return StepRecord(
                 self._axes,
-                tuple(self._lines),
+                tuple(self._tape.lines),
                 tuple(self._shadows),
                 self._values,
                 tuple(self._placed(path, item) for path, item in named.items() if not _local(item).is_meta),
@@ -438,7 +446,7 @@ class StepRecorder(TorchDispatchMode):
                 tuple(self._placed(path, item) for path, item in model.named_buffers() if not _local(item).is_meta),
                 tuple(self._slices.values()),
                 frozenset(self._equalised),
-                _loss_of(self._lines),
+                _loss_of(self._tape.lines),
                 frozenset(path for path, item in named.items() if any(item is other for other in self._optimized)),
                 sum(id(item) not in held for item in self._optimized),
                 tuple(self._resized),
