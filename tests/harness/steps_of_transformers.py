@@ -83,6 +83,16 @@ def fsdp(mesh: DeviceMesh, kind: str, layers: int = 2, **options: Any) -> Any:
     return train(net, mesh)
 
 
+def accumulated(mesh: DeviceMesh, kind: str) -> Any:
+    """Add the gradients of two batches, of which the second is drawn after the first forward."""
+    net = model(kind)
+    shard(net, mesh)
+    for _ in range(2):
+        inputs = tokens(mesh)
+        (net(input_ids=inputs, labels=inputs, use_cache=False).loss / 2).backward()
+    return net
+
+
 def experts_not_summed(mesh: DeviceMesh) -> Any:
     """Average gradients by hand, but for one weight of the experts."""
     net = model("Mixtral")
@@ -193,6 +203,7 @@ RIGHT: list[tuple[str, Any, dict[str, int]]] = [
     ),
     *((f"{kind}'s plan", partial(plan_of_transformers, kind=kind), TP) for kind in ("Llama", "Qwen3")),
     *((f"{kind}'s plan and FSDP2", partial(plan_of_transformers, kind=kind), BOTH) for kind in ("Llama", "Qwen3")),
+    ("FSDP2 of Mixtral with accumulation", partial(accumulated, kind="Mixtral"), DP),
     *((f"{kind}'s experts in slices", partial(experts_in_slices, kind=kind), TP) for kind in ("Mixtral", "Qwen3Moe")),
     ("eager experts in slices", partial(experts_in_slices, kind="Mixtral", experts_implementation="eager"), TP),
     ("experts in slices and FSDP2", partial(experts_in_slices, kind="Mixtral"), BOTH),

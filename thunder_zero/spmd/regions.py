@@ -15,11 +15,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thunder_zero.spmd.laws import Outcome, P, Rerun, V, Values, has
+from thunder_zero.spmd.laws import COUNTS, Outcome, P, Rerun, V, Values, has
 from thunder_zero.spmd.record import RecordedLine, Ref
 
 MOST = 128  # lines of a region
-COUNTS = ("histc", "bincount")  # a rank's counts say where its own groups begin
 
 
 @dataclass(frozen=True)

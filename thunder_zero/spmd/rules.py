@@ -201,18 +201,29 @@ class Rules:
             except Exception as error:
                 self._memo[key] = f"{type(error).__name__}: {str(error)[:80]}"
             else:
-                self._memo[key] = [_still_random(item, codes, numbers) for item in outcomes]
+                pairs = zip(outcomes, targets, strict=True)
+                self._memo[key] = [_still_random(item, ref, codes, numbers) for item, ref in pairs]
         return self._memo[key]
 
 
 def _drawn(name: str, codes: Sequence[Tensor], ref: Ref) -> Tensor:
-    """Return the codes of random numbers that differ between the ranks. A dropout keeps those of its input."""
+    """Return the codes of random numbers that differ between the ranks.
+
+    A dropout keeps those of its input, and whole numbers are a batch, such as tokens.
+    """
+    if name == "randint":
+        return halves(ref.shape, 0)
     alike = (item for item in codes if name == "native_dropout" and item.shape == ref.shape and item.any())
     return next(alike, filled(ref.shape, X))
 
 
-def _still_random(outcome: Outcome, codes: Sequence[Tensor], numbers: tuple[Any, ...] | None) -> Outcome:
-    """Give what follows from random numbers alone their code, which fits any slice. A sum of them is a share."""
+def _still_random(outcome: Outcome, ref: Ref, codes: Sequence[Tensor], numbers: tuple[Any, ...] | None) -> Outcome:
+    """Give what follows from random numbers alone their code, which fits any slice. A sum of them is a share.
+
+    Indices without a law, such as those of a sort, fit none.
+    """
+    if has(outcome.codes, V) and not ref.dtype.is_floating_point:
+        return outcome
     types = set(letters(torch.cat([item.reshape(-1) for item in codes])).split("+"))
     if numbers is None and types <= {"R", "X"} and not {"R", "P"} & set(letters(outcome.codes).split("+")):
         return Outcome(filled(outcome.codes.shape, X))
