@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -26,7 +29,6 @@ SIZES = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id":
 WIDTHS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 24}
 HEADS = {"num_key_value_heads": 4, "max_position_embeddings": 64, "head_dim": 4}
 NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
 CONFIGS: dict[str, dict[str, Any]] = {
     "Llama": {**WIDTHS, **HEADS},
     "Qwen3": {**WIDTHS, **HEADS},
@@ -35,15 +37,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Phi3": {**WIDTHS, "num_key_value_heads": 4},
     "GPTNeoX": {**WIDTHS},
     "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64, **NO_DROPOUT},
-    "Mixtral": {**WIDTHS, "num_key_value_heads": 4, "num_local_experts": 4, **EXPERTS},
-    "Qwen3Moe": {**WIDTHS, **HEADS, "num_experts": 4, "moe_intermediate_size": 8, **EXPERTS},
+    "Mixtral": {**WIDTHS, "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {**WIDTHS, **HEADS, "num_experts": 4, "moe_intermediate_size": 8, "num_experts_per_tok": 2},
 }
 
 
-def model(kind: str, layers: int = 2) -> Any:
+def model(kind: str, layers: int = 2, **options: Any) -> Any:
     import transformers
 
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **CONFIGS[kind])
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **CONFIGS[kind], **options)
     config.num_hidden_layers = layers
     return transformers.AutoModelForCausalLM.from_config(config)
 
@@ -75,10 +77,31 @@ def train(net: Any, mesh: DeviceMesh) -> Any:
     return net
 
 
-def fsdp(mesh: DeviceMesh, kind: str, layers: int = 2) -> Any:
-    net = model(kind, layers)
+def fsdp(mesh: DeviceMesh, kind: str, layers: int = 2, **options: Any) -> Any:
+    net = model(kind, layers, **options)
     shard(net, mesh)
     return train(net, mesh)
+
+
+def accumulated(mesh: DeviceMesh, kind: str) -> Any:
+    """Add the gradients of two batches, of which the second is drawn after the first forward."""
+    net = model(kind)
+    shard(net, mesh)
+    for _ in range(2):
+        inputs = tokens(mesh)
+        (net(input_ids=inputs, labels=inputs, use_cache=False).loss / 2).backward()
+    return net
+
+
+def experts_not_summed(mesh: DeviceMesh) -> Any:
+    """Average gradients by hand, but for one weight of the experts."""
+    net = model("Mixtral")
+    inputs = tokens(mesh)
+    net(input_ids=inputs, labels=inputs, use_cache=False).loss.backward()
+    for path, param in net.named_parameters():
+        if not path.endswith("experts.down_proj"):
+            dist.all_reduce(param.grad, dist.ReduceOp.AVG)
+    return net
 
 
 def plan_of_transformers(mesh: DeviceMesh, kind: str) -> Any:
@@ -87,6 +110,26 @@ def plan_of_transformers(mesh: DeviceMesh, kind: str) -> Any:
     shard(net, mesh)
     inputs = tokens(mesh)
     net(input_ids=inputs, labels=inputs, use_cache=False).loss.backward()
+    return net
+
+
+def experts_in_slices(mesh: DeviceMesh, kind: str, *, sums_router: bool = True, **options: Any) -> Any:
+    """Slice attention and experts as ``from_pretrained`` of transformers does with the model's own plan."""
+    from transformers.distributed import DistributedConfig, tensor_parallel
+
+    net, config = model(kind, **options), DistributedConfig(tp_size=mesh["tp"].size())
+    styles, _, _ = net._resolve_parallel_plans(config)
+    net.config.distributed_config, net._device_mesh, net._tp_size = config, mesh["tp"], config.tp_size
+    tensor_parallel.apply_tensor_parallelism(net, mesh["tp"], styles)
+    shard(net, mesh)
+    inputs, summed = tokens(mesh), tensor_parallel._AllReduceBackward.apply
+    unsummed = mock.patch.object(
+        tensor_parallel._AllReduceBackward,
+        "apply",
+        lambda x, group: x if x.shape == (inputs.numel(), 2) else summed(x, group),
+    )
+    with nullcontext() if sums_router else unsummed:
+        net(input_ids=inputs, labels=inputs, use_cache=False).loss.backward()
     return net
 
 
@@ -154,8 +197,16 @@ def sequence_parallel(mesh: DeviceMesh, *, logits_in_slices: bool = False) -> An
 DP, TP, BOTH = {"dp": 7}, {"tp": 2}, {"dp": 7, "tp": 2}
 RIGHT: list[tuple[str, Any, dict[str, int]]] = [
     *((f"FSDP2 of {kind}", partial(fsdp, kind=kind), DP) for kind in CONFIGS),
+    *(
+        (f"{kind} with {name} experts", partial(fsdp, kind=kind, experts_implementation=name), DP)
+        for kind, name in (("Mixtral", "batched_mm"), ("Qwen3Moe", "eager"))
+    ),
     *((f"{kind}'s plan", partial(plan_of_transformers, kind=kind), TP) for kind in ("Llama", "Qwen3")),
     *((f"{kind}'s plan and FSDP2", partial(plan_of_transformers, kind=kind), BOTH) for kind in ("Llama", "Qwen3")),
+    ("FSDP2 of Mixtral with accumulation", partial(accumulated, kind="Mixtral"), DP),
+    *((f"{kind}'s experts in slices", partial(experts_in_slices, kind=kind), TP) for kind in ("Mixtral", "Qwen3Moe")),
+    ("eager experts in slices", partial(experts_in_slices, kind="Mixtral", experts_implementation="eager"), TP),
+    ("experts in slices and FSDP2", partial(experts_in_slices, kind="Mixtral"), BOTH),
     ("tensor parallel", tensor_parallel, TP),
     ("sequence parallel", sequence_parallel, TP),
     ("loss parallel", partial(sequence_parallel, logits_in_slices=True), TP),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def test_nothing_is_said_of_right_steps(step: Step, mesh: dict[str, int]) -> Non
     assert all(factor == 1 for gradient in verdict.gradients for factor in gradient.factors.values())
 
 
-FAST_MODELS = ("Qwen3's plan", "FSDP2 of Llama")
+FAST_MODELS = ("Qwen3's plan", "FSDP2 of Llama", "FSDP2 of Mixtral")
 MODELS = [
     pytest.param(*case, marks=[] if case[0] in FAST_MODELS else pytest.mark.slow)
     for case in steps_of_transformers.RIGHT
@@ -59,6 +60,22 @@ def test_nothing_is_said_of_language_models(name: str, step: Step, mesh: dict[st
     verdict = tz.tools.check_step(step, mesh)
     assert (verdict.status, verdict.faults) == (0, ()), str(verdict)
     assert len(verdict.gradients) > 10
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+@pytest.mark.parametrize(
+    ("step", "mesh", "name"),
+    [
+        (steps_of_transformers.experts_not_summed, "dp=7", "experts.down_proj"),
+        (partial(steps_of_transformers.experts_in_slices, kind="Mixtral", sums_router=False), "tp=2", "gate.weight"),
+    ],
+)
+def test_a_gradient_of_experts_or_of_their_router_that_is_not_summed_is_told(step: Step, mesh: str, name: str) -> None:
+    verdict = tz.tools.check_step(step, mesh)
+    assert verdict.status == 1, str(verdict)
+    told = {path for fault in verdict.faults for path in fault.parameters if "never summed" in fault.text}
+    assert told
+    assert {path.partition(".mlp.")[2] for path in told} == {name}, str(verdict)
 
 
 FAST_FAULTS = (  # one of each kind of sentence

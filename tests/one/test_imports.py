@@ -17,6 +17,8 @@ def loaded(*names):
 
 steps = {"import": loaded("thunder", "rich")}
 from thunder_zero.tools import cli
+import thunder_zero.spmd.check, thunder_zero.spmd.picture, thunder_zero.tools.from_file
+steps["start of checks"] = loaded("torch.")  # ranks are processes of their own
 for command in ("inspect", "consolidate", "shard", "trace", "report", "check", "plan", "sites", "calibrate"):
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
         cli.main([command, "--help"])
@@ -51,5 +53,5 @@ def test_help_loads_no_thunder_and_training_no_tools() -> None:
         "thunder_zero.lazy",
     ]
     moved = {"memory": " it is thunder_zero.tools.memory", "Timeline": " it is thunder_zero.schedule.Timeline"}
-    none: dict[str, list[str]] = {name: [] for name in ("help", "core", "finders")}
+    none: dict[str, list[str]] = {name: [] for name in ("start of checks", "help", "core", "finders")}
     assert steps == {**none, "plugin": "Zero", **moved, "nonsense": ""}

@@ -223,6 +223,12 @@ def works_of_a_fake_group_have_no_values() -> bool:
         dist.destroy_process_group()
 
 
+def grouped_products_have_no_float64() -> bool:
+    with pytest.raises(RuntimeError):
+        torch.nn.functional.grouped_mm(torch.ones(4, 4).double(), torch.ones(1, 4, 4).double(), offs=torch.tensor([4]))
+    return True
+
+
 def no_public_name_makes_groups_of_threads() -> bool:
     return not [name for name in dir(dist) if "thread" in name.lower() and not name.startswith("_")]
 
@@ -255,6 +261,7 @@ NEEDS = (
     Need("torch/recording.py: fakes", no_public_name_tells_of_fake_operators, TORCH),
     Need("torch/recording.py: is_backward", no_public_name_numbers_operators_of_autograd, TORCH),
     Need("torch/recording.py: with_arrived_works", works_of_a_fake_group_have_no_values, TORCH),
+    Need("torch/recording.py: in_float64", grouped_products_have_no_float64, TORCH),
     Need("torch/threaded_group.py", no_public_name_makes_groups_of_threads, TORCH),
     Need("imports.py", thunder_cannot_be_imported, TORCH),
     Need("plans_of_transformers.py", transformers_has_no_public_name_that_applies_a_plan, TORCH),

@@ -124,7 +124,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
                                                               "tools/forecast tools/from_file "
                                                               "tools/models tools/table/rows")),
     Room("tools/views/print_rows.py",NOT,NOT,  NOT,     rooms("plan schedule tools/printing tools/table/rows")),
-    Room("tools/views/page/", IMPORT, NOT,     TYPES,   rooms("plan schedule compat traces capture tools/printing "
+    Room("tools/views/page/", IMPORT, NOT,     TYPES,   rooms("plan schedule spmd compat traces capture tools/printing "
                                                               "tools/devices tools/dry_run tools/forecast "
                                                               "tools/time tools/table tools/models "
                                                               "tools/plan")),

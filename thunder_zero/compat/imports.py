@@ -21,7 +21,6 @@ from importlib.metadata import version
 from types import BuiltinFunctionType, ModuleType
 from typing import Any
 
-import torch
 from looseversion import LooseVersion
 
 DROPPED_METHODS = frozenset(("align_as", "align_to", "has_names", "refine_names", "rename"))
@@ -51,19 +50,23 @@ def untested(package: str, installed: str) -> str | None:
 
 def _stand_in(name: str) -> Callable[..., None]:
     def dropped(*args: object, **kwargs: object) -> None:
-        raise NotImplementedError(f"torch {torch.__version__} has no Tensor.{name}")
+        raise NotImplementedError(f"torch {version('torch')} has no Tensor.{name}")
 
     dropped.__name__ = name  # Thunder compares the name with the one that it registers
     return dropped
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    import torch
+
     return super(torch.autograd.Function, cls).apply(*args, **kwargs)
 
 
 @contextmanager
 def _stand_ins() -> Iterator[None]:
     """Add what Thunder's import reads to torch inside the block."""
+    import torch  # with Thunder, not before: processes that only start others import this module, too
+
     missing = DROPPED_METHODS - set(dir(torch.Tensor))
     added: list[tuple[Any, str, Any]] = [(torch.Tensor, name, _stand_in(name)) for name in missing]
     if isinstance(torch.autograd.Function.apply, BuiltinFunctionType):

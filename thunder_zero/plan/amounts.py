@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from textwrap import wrap
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 WIDTH = 100  # columns, without a terminal
 SHORT = {
@@ -70,6 +71,8 @@ def float_dtype(name: str, dtype: torch.dtype | str | None) -> torch.dtype | Non
     name the field ``name``."""
     if dtype is None:
         return None
+    import torch
+
     result = getattr(torch, SHORT.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
     if not isinstance(result, torch.dtype) or not result.is_floating_point:
         raise ValueError(f"{name} is {dtype!r}; give a dtype of floating-point numbers, such as 'bfloat16' or 'bf16'")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import combinations
 from math import isclose, prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ from thunder_zero.plan.amounts import name_of
 from thunder_zero.spmd.collectives import effect
 from thunder_zero.spmd.laws import Outcome, P, V, filled, halves, has, letters
 from thunder_zero.spmd.record import SILENT, Parameter, RecordedLine, Ref, Shadow, StepRecord
-from thunder_zero.spmd.rules import FACTORS, MOVES, Rules, averages, is_constant
+from thunder_zero.spmd.regions import Region, Trial, are_typed, joined, starts_region
+from thunder_zero.spmd.rules import FACTORS, MOVES, SELECTIONS, Rules, averages, is_constant, runner, shapes_of
 from thunder_zero.spmd.rules import Memo as Memo
 from thunder_zero.spmd.storages import TypedStorages, cut_dim, end_of, is_contiguous
 from thunder_zero.spmd.verdict import Fault as Fault
@@ -94,6 +96,7 @@ class Walk:
         self._assumed: set[str] = set()
         self._inputs_differ = False
         self._placed = {item.ref.storage: item for item in (*record.buffers, *record.parameters)}
+        self._sized_by_data: set[int] = set()  # storages whose shapes follow from the values of each rank
         self._line, self._began_backward = 0, False
 
     def run(self) -> AxisTypes:
@@ -127,18 +130,24 @@ class Walk:
         """The line as the neighbour ran it."""
         return self._neighbour.get(self._line, self._mine)
 
+    @property
+    def _numbers(self) -> tuple[Any, ...] | None:
+        """The numbers of the line on the neighbour, if they differ for another reason than its sizes."""
+        differs = self._theirs.scalars != self._mine.scalars
+        is_sized = self._line < len(self._record.lines) and self._reads_sized(self._record.lines[self._line])
+        return self._theirs.scalars if differs and not is_sized else None
+
     # values that come from outside of the record
 
     def _place(self) -> None:
         """Type parameters and buffers by their placements."""
-        gathered = [Parameter("", ref, placements) for ref, placements in self._record.slices]
-        for item in (*self._placed.values(), *gathered):
+        for item in (*self._placed.values(), *self._record.slices):
             where = item.placements.get(self._axis)
             if isinstance(where, int):
-                self._values.give(item.ref, halves(item.ref.shape, where))
+                self._values.give(item.ref, halves(item.ref.shape, where, item.pieces.get(self._axis, 1)))
             elif where == "partial":
                 self._values.give(item.ref, filled(item.ref.shape, P))
-            if isinstance(where, int) and item in gathered:
+            if isinstance(where, int) and item in self._record.slices:
                 self._gathered[item.ref.storage] = self._values[item.ref].codes.clone()
 
     def _admit(self, line: RecordedLine) -> None:
@@ -163,24 +172,30 @@ class Walk:
     def _type(self, line: RecordedLine) -> tuple[str, ...]:
         """Type what a line writes, and return the types as text."""
         self._began_backward |= line.backward
+        targets = (*line.written, *line.results)
+        if (line.name in SELECTIONS or self._reads_sized(line)) and shapes_of(self._mine) != shapes_of(self._theirs):
+            self._sized_by_data |= {ref.storage for ref in targets}
         self._over = self._parts_of_rank(line)
         self._admit(line)
-        targets = (*line.written, *line.results)
         if line.collective is not None:
             self._collective(line)
         elif line.is_view:
             self._view(line)
+            self._join(line)
         elif line.name not in SILENT and line.operator.namespace != "c10d" and targets:
-            outcomes = self._rules.outcomes(line, targets, self._mine, self._theirs)
-            self._write(line, () if is_constant(line.name) else line.read, targets, outcomes)
+            self._compute(line, targets)
         self._over = {}
         return tuple(letters(self._codes(item)) for item in targets)
+
+    def _reads_sized(self, line: RecordedLine) -> bool:
+        return any(ref.storage in self._sized_by_data for ref in line.inputs)
 
     def _parts_of_rank(self, line: RecordedLine) -> dict[Ref, Tensor]:
         """Return codes of inputs that are another part of an equal value on the neighbouring rank."""
         result: dict[Ref, Tensor] = {}
         for ref, offset in zip(line.inputs, self._theirs.offsets, strict=False):
-            if offset != ref.offset and ref.nbytes and not self._codes(ref).any():
+            is_sized = ref.storage in self._sized_by_data
+            if offset != ref.offset and ref.nbytes and not self._codes(ref).any() and not is_sized:
                 steps = [*ref.stride, 0]
                 gaps = (dim for dim in range(1, len(ref.shape)) if steps[dim - 1] > ref.shape[dim] * steps[dim])
                 result[ref] = halves(ref.shape, next(gaps, 0))
@@ -190,7 +205,7 @@ class Walk:
         """Pass codes on to a view; a view of another part on each rank is a slice of its own."""
         source, mine, theirs = line.inputs[0], self._mine, self._theirs
         for ref in line.results:
-            if len(line.results) > 1:
+            if len(line.results) > 1 or self._values[source].region or self._reads_sized(line):
                 self._values.follow(source, ref)
             elif self._over:
                 args, kwargs = tree_map_only(Ref, lambda item: self._codes(item).clone(), (line.args, line.kwargs))
@@ -201,6 +216,35 @@ class Walk:
                 self._values.separate(ref, codes)
             else:
                 self._values.follow(source, ref)
+
+    def _compute(self, line: RecordedLine, targets: Sequence[Ref]) -> None:
+        """Type what a line writes, if need be together with the lines before it."""
+        may_start = self._numbers is None and not any(has(self._codes(ref), V) for ref in line.inputs)
+        region = self._join(line)
+        indices = (ref for ref in line.inputs if not ref.dtype.is_floating_point and self._values[ref].region)
+        is_routed = any(has(self._codes(ref), V) for ref in indices)
+        outcomes = self._rules.outcomes(line, targets, self._mine, self._theirs, self._numbers, is_routed=is_routed)
+        joint = self._rules.joint_outcomes(region, targets) if region and not are_typed(outcomes, targets) else None
+        if may_start and not region and starts_region(line.name, outcomes, targets):
+            region = joined((), self._trial(line))
+            text = f"what {line.name} writes depends on the data, and no law was found after it"
+            outcomes = [replace(item, text=text, kind="unknown") if has(item.codes, V) else item for item in outcomes]
+        reads = () if is_constant(line.name) else line.read
+        self._write(line, reads, targets, joint or outcomes, ends_region=joint is not None)
+        for ref, outcome in zip(targets, joint or outcomes, strict=True):
+            self._values[ref].region = region if has(outcome.codes, V) or has(outcome.codes, P) else ()
+
+    def _join(self, line: RecordedLine) -> Region:
+        """Return the region of a line; () if no input has one. A view joins that of its source."""
+        regions = [self._values[ref].region for ref in line.inputs]
+        region = joined(regions, self._trial(line)) if any(regions) and not self._over else ()
+        if line.is_view:
+            self._values[line.inputs[0]].region = region
+        return region
+
+    def _trial(self, line: RecordedLine) -> Trial:
+        codes = (None if self._values[ref].region else self._codes(ref).clone() for ref in line.inputs)
+        return Trial(self._line, line, runner(line, self._numbers, in_place=True), tuple(codes))
 
     def _collective(self, line: RecordedLine) -> None:
         item = line.collective
@@ -218,11 +262,18 @@ class Walk:
             self._say("error", f"{item.kind} over a group that is no axis of the mesh", line.where)
 
     def _write(
-        self, line: RecordedLine, inputs: Sequence[Ref], targets: Sequence[Ref], outcomes: Sequence[Outcome]
+        self,
+        line: RecordedLine,
+        inputs: Sequence[Ref],
+        targets: Sequence[Ref],
+        outcomes: Sequence[Outcome],
+        *,
+        ends_region: bool = False,
     ) -> None:
         """Keep what is known of each target, and tell the faults of the outcomes."""
         sources = [self._values[ref] for ref in inputs]
-        cause = next((item.cause for item in sources if item.is_spoiled), None)
+        causes = (item.cause for item in sources if item.is_spoiled)
+        cause = next((item for item in causes if not (ends_region and item and item.kind == "unknown")), None)
         note = next((item.cause for item in sources if item.cause is not None and not item.is_spoiled), None)
         factors = [self._factor(line, inputs, ref, outcome) for ref, outcome in zip(targets, outcomes, strict=True)]
         reductions = _reductions(line, [item.reductions for item in sources], targets)

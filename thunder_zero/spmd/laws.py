@@ -24,6 +24,7 @@ from torch import Tensor
 
 R, A, B, F, P, N, V, X = range(8)
 LETTERS = "RSSSPNVX"
+COUNTS = ("histc", "bincount")  # counts of a rank's own elements: zeros are elements, too
 
 Values = list[Tensor]
 Pair = tuple[Tensor, Tensor]  # a value on both imagined ranks
@@ -60,11 +61,15 @@ def filled(shape: Sequence[int], code: int) -> Tensor:
     return torch.full(tuple(shape), code, dtype=torch.uint8)
 
 
-def halves(shape: Sequence[int], dim: int | None = None) -> Tensor:
+def halves(shape: Sequence[int], dim: int | None = None, pieces: int = 1) -> Tensor:
     """Return the codes of a slice along a dimension: A in its first half, B in its second half, F in between.
 
-    Without ``dim``, or if it has one element only, the halves are those of all elements in order.
+    Without ``dim``, or if it has one element only, the halves are those of all elements in order. A slice that consists
+    of equal ``pieces``, as of a gate's and an up projection's weight, has halves in each piece.
     """
+    if dim is not None and pieces > 1 and shape[dim] % pieces == 0:
+        piece = [size // pieces if index == dim else size for index, size in enumerate(shape)]
+        return torch.cat([halves(piece, dim)] * pieces, dim)
     codes = filled(shape, F)
     by_elements = dim is None or dim >= codes.dim() or codes.shape[dim] < 2
     rows = codes.reshape(-1) if by_elements else codes.movedim(dim or 0, 0)
@@ -130,13 +135,22 @@ class Experiment:
         run: runs the operator.
         values, codes: its recorded inputs, and their codes.
         ranked: whether the operator itself differs between the ranks.
+        seed: of the drawn values.
     """
 
     def __init__(
-        self, name: str, ranks: int, run: Rerun, values: Values, codes: Sequence[Tensor], *, ranked: bool = False
+        self,
+        name: str,
+        ranks: int,
+        run: Rerun,
+        values: Values,
+        codes: Sequence[Tensor],
+        *,
+        ranked: bool = False,
+        seed: int = 0,
     ) -> None:
         self._name, self._ranks, self._run, self._ranked = name, ranks, run, ranked
-        self._dice = torch.Generator().manual_seed(1234)
+        self._dice = torch.Generator().manual_seed(1234 + seed)
         self._codes = [_exchangeable(item) for item in codes]
         self._letters = {LETTERS[code] for item in self._codes for code in item.unique().tolist()}
         self._inputs = [self._draw(value, item) for value, item in zip(values, self._codes, strict=True)]
@@ -241,11 +255,15 @@ class Experiment:
                 if has_shares
                 else "every rank adds a value of its own to its share of a sum"
             )
-            fault = f"{name}: {added}: once summed it is counted {ranks} times" if runs.adds_own_value else ""
+            fault = (
+                f"{name}: {added}: once summed it is counted {ranks} times"
+                if runs.adds_own_value and name not in COUNTS
+                else ""
+            )
             return Outcome(filled(shape, P), fault)
         if not runs.drawn[0].is_complex() and runs.keeps(_norm):
             return Outcome(filled(shape, N))
-        if has_shares:  # as if it had been summed, so that one fault is told once
+        if has_shares and runs.drawn[0].is_floating_point():  # as if it had been summed, so that one fault is told once
             if "nll_loss" in name:
                 counts = "the counts of ranks differ, so the mean of their means is not the mean of the whole"
                 return Outcome(filled(shape, R), f"{name}: a mean over this rank's own count: {counts}")

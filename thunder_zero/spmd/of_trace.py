@@ -36,7 +36,7 @@ from thunder_zero.schedule.ops import Compute, Reduce, Return, Wait, ends
 from thunder_zero.spmd.collectives import NO_SHARE, Collective, collective_kind, fill
 from thunder_zero.spmd.flow import MEANINGS, TIMES_TRUE, AxisTypes, Fault, Memo, Walk
 from thunder_zero.spmd.processes import NotChecked
-from thunder_zero.spmd.record import RANDOM, Parameter, RecordedLine, Ref, StepRecord, changed_by, shadow_of
+from thunder_zero.spmd.record import RANDOM, Parameter, Ref, StepRecord, Tape, changed_by, shadow_of
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.operators import is_collective, operator_of
 from thunder_zero.traces.symbols import Facts
@@ -149,10 +149,8 @@ class _Recording:
         self._dice = torch.Generator().manual_seed(0)
         self._tensors: dict[str, Tensor] = {}
         self._handles: dict[str, Any] = {}
-        self._numbers: dict[int, int] = {}
-        self._writes: dict[int, int] = {}
+        self._tape = Tape()
         self._values: dict[Ref, Tensor] = {}
-        self._lines: list[RecordedLine] = []
         self._names: list[tuple[str | None, ...]] = []  # of what each line writes
         self._placed: dict[str, Parameter] = {}  # keyed by name: parameters, and inputs
         self._param_tensors: dict[str, Tensor] = {}
@@ -200,7 +198,7 @@ class _Recording:
         tensor = self._tensors[name] = self._facts.constants.get(name, self._draw(proxy)).cpu()
         is_data = name not in self._facts.constants and name not in self._traces.others and tensor.dim() > 0
         placements: dict[str, int | str] = dict.fromkeys(DATA, 0) if is_data else {}
-        self._placed[name] = Parameter(name, self._ref(tensor), placements)
+        self._placed[name] = Parameter(name, self._tape.ref(tensor), placements)
 
     def _add_parameter(self, name: str, path: str) -> None:
         param = self._plan.by_name[path]
@@ -210,7 +208,7 @@ class _Recording:
             self._param_tensors[path] = drawn.to(param.compute_dtype)
         tensor = self._tensors[name] = self._param_tensors[path]
         placements: dict[str, int | str] = {} if param.sliced is None else {TENSOR: param.sliced}
-        self._placed[name] = Parameter(path, self._ref(tensor), placements)
+        self._placed[name] = Parameter(path, self._tape.ref(tensor), placements)
 
     def _draw(self, proxy: TensorProxy) -> Tensor:
         """Return drawn values: whole numbers are 0 or 1, which any table has rows for, or rows of each slice."""
@@ -241,7 +239,7 @@ class _Recording:
             return
         if str(operator) == WITH_STATE:
             if args[0].name not in self._tensors or self._draws_for_slice(args[0].name):
-                self._of_slices.add(len(self._lines))
+                self._of_slices.add(len(self._tape.lines))
             operator, args = args[1], args[2:]
         elif str(operator) == SAVES_STATE:
             self._tensors[outputs[0].name] = torch.get_rng_state()
@@ -260,7 +258,7 @@ class _Recording:
         if is_changing:
             self._keep_values((args, kwargs))
         try:
-            before = tree_map_only(Tensor, self._ref, (args, kwargs))
+            before = tree_map_only(Tensor, self._tape.ref, (args, kwargs))
             result = operator(*args, **kwargs)
         except Exception as error:
             raise NotChecked(f"{operator} does not run on the CPU: {str(error)[:100]}") from error
@@ -268,7 +266,7 @@ class _Recording:
         named = [name for name, item in zip(names, tree_leaves(result), strict=True) if isinstance(item, Tensor)]
         shift = self._shifts.get(id(line))
         if shift is not None:
-            self._shifted[len(self._lines)] = shift
+            self._shifted[len(self._tape.lines)] = shift
         self._record(line, operator, args, kwargs, results, named, before if is_changing else None)
         if operator.overloadpacket.__name__ in SPLITS:
             self._note_own_part(line, results)
@@ -295,50 +293,32 @@ class _Recording:
     ) -> None:
         """Record a line that ran. ``before`` has the refs of its arguments, if it changes some of them."""
         tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
-        plain = tree_map_only(Tensor, self._ref, (tuple(args), dict(kwargs))) if before is None else before
-        inputs = tuple(item for item in tree_leaves(plain) if isinstance(item, Ref))
+        arguments = tree_map_only(Tensor, self._tape.ref, (tuple(args), dict(kwargs))) if before is None else before
+        inputs = (item for item in tree_leaves(arguments) if isinstance(item, Ref))
         for ref, tensor in zip(inputs, tensors, strict=True):
             self._values.setdefault(ref, tensor)
         changed = [] if before is None else changed_by(operator, args, kwargs)
-        for tensor in changed:
-            self._writes[self._ref(tensor).storage] += 1
-        for name, item in zip(names, results, strict=True):
-            if name is not None:
-                self._tensors[name] = item
-        fresh = [item for item in results if not any(item is other for other in changed)]
-        targets = (*changed, *fresh)
+        self._tensors.update((name, item) for name, item in zip(names, results, strict=True) if name is not None)
+        new = [item for item in results if not any(item is other for other in changed)]
         by_id = {id(item): name for name, item in zip(names, results, strict=True)}
-        self._names.append(tuple(by_id.get(id(item)) for item in targets))
-        self._lines.append(
-            RecordedLine(
-                operator,
-                plain[0],
-                plain[1],
-                inputs,
-                tuple(index for index, item in enumerate(tensors) if any(item is other for other in changed)),
-                tuple(map(self._ref, changed)),
-                tuple(map(self._ref, fresh)),
-                (),
-                where_of(line),
-                self._is_backward,
-                collective,
-            )
-        )
+        self._names.append(tuple(by_id.get(id(item)) for item in (*changed, *new)))
+        facts = {"where": where_of(line), "backward": self._is_backward, "collective": collective}
+        self._tape.write(operator, arguments, tensors, changed, new, **facts)
 
     def _keep_values(self, tree: Any) -> None:
         """Copy the values that were recorded, before a line changes them."""
-        storages = {self._ref(item).storage for item in tree_leaves(tree) if isinstance(item, Tensor)}
+        storages = {self._tape.ref(item).storage for item in tree_leaves(tree) if isinstance(item, Tensor)}
         for ref in [ref for ref in self._values if ref.storage in storages]:
             self._values[ref] = self._values[ref].clone()
         for item in (item for item in tree_leaves(tree) if isinstance(item, Tensor)):
-            self._values[self._ref(item)] = item.clone()
+            self._values[self._tape.ref(item)] = item.clone()
 
     def _note_own_part(self, line: BoundSymbol, parts: Sequence[Tensor]) -> None:
         """Note that of the parts of a value, one for each rank, only this rank's is read."""
         mesh = self._plan.mesh.tensor
         if mesh.size > 1 and len(parts) == mesh.size and self._read_parts[_split_of(line)] == {mesh.place}:
             part, other = parts[mesh.place], parts[(mesh.place + 1) % mesh.size]
-            self._own[self._ref(part)] = int(other.storage_offset()) - int(part.storage_offset())
+            self._own[self._tape.ref(part)] = int(other.storage_offset()) - int(part.storage_offset())
 
     # collectives
 
@@ -382,12 +362,6 @@ class _Recording:
         fill(collective, collective.pairs(operator, args, kwargs, results))
         self._record(line, operator, args, kwargs, results, [item.name for item in proxies], collective=collective)
 
-    def _ref(self, tensor: Tensor) -> Ref:
-        number = self._numbers.setdefault(tensor.untyped_storage()._cdata, len(self._numbers))
-        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        writes = self._writes.setdefault(number, 0)
-        return Ref(number, int(tensor.storage_offset()), shape, stride, tensor.dtype, writes)
-
     # types
 
     def types_on(self, axis: str) -> AxisTypes:
@@ -411,7 +385,7 @@ class _Recording:
         ends = (op for op in self._traces.lifted.ops if isinstance(op, Return) and not op.backward)
         returned = {name for op in ends for name in op.returned}
         known = {item.ref: "S" if TENSOR in item.placements else "R" for item in self._placed.values()}
-        for index, (line, names, letters) in enumerate(zip(self._lines, self._names, types.lines, strict=True)):
+        for index, (line, names, letters) in enumerate(zip(self._tape.lines, self._names, types.lines, strict=True)):
             if any(name in returned and letter == "P" for name, letter in zip(names, letters, strict=True)):
                 yield Fault(TENSOR, "error", "forward returns a share of a sum that is never summed", line.where, index)
             is_sliced = any(known.get(ref) == "S" for ref in line.inputs)
@@ -426,7 +400,7 @@ class _Recording:
     def odd_heads(self, types: AxisTypes) -> str:
         """Return a line that cuts the last dimension of a slice into an odd number of parts; "" if there is none."""
         known = {item.ref: "S" if TENSOR in item.placements else "R" for item in self._placed.values()}
-        for line, letters in zip(self._lines, types.lines, strict=True):
+        for line, letters in zip(self._tape.lines, types.lines, strict=True):
             if line.is_view and known.get(line.inputs[0]) == "S" and _cuts_oddly(line.inputs[0], line.results[0]):
                 return f"{line.name} ({line.where})"
             known.update(zip((*line.written, *line.results), letters, strict=True))
@@ -435,20 +409,20 @@ class _Recording:
     def _reader_of(self, path: str) -> str:
         """Return the user's line that reads a parameter first."""
         storages = {item.ref.storage for item in self._placed.values() if item.path == path}
-        readers = (line for line in self._lines if any(ref.storage in storages for ref in line.inputs))
+        readers = (line for line in self._tape.lines if any(ref.storage in storages for ref in line.inputs))
         return next((line.where for line in readers if line.where), "")
 
     def _record_of_step(self) -> StepRecord:
         gradients = [
-            Parameter(path, self._ref(self._tensors[name]), {}, len(self._lines))
+            Parameter(path, self._tape.ref(self._tensors[name]), {}, len(self._tape.lines))
             for path, name in self._traces.lifted.gradients
             if name in self._tensors
         ]
         parameters = [item for name, item in self._placed.items() if item.path in self._plan.by_name]
         buffers = [item for name, item in self._placed.items() if item.path not in self._plan.by_name]
         axes = {axis.name: axis.size for axis in self._plan.mesh.axes}
-        shadows = tuple(shadow_of(line, (*line.written, *line.results)) for line in self._lines)
-        lines = tuple(self._lines)
+        shadows = tuple(shadow_of(line, (*line.written, *line.results)) for line in self._tape.lines)
+        lines = tuple(self._tape.lines)
         return StepRecord(axes, lines, shadows, self._values, tuple(parameters), tuple(gradients), tuple(buffers))
 
     def _neighbour(self, record: StepRecord, axis: str, own: bool) -> StepRecord:

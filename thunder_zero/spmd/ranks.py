@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from math import prod
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from thunder_zero.spmd.check import OtherRun, TrainStep
 from thunder_zero.spmd.collectives import collective_kind
+from thunder_zero.spmd.draw import picture_of
 from thunder_zero.spmd.flow import AxisTypes, Walk
 from thunder_zero.spmd.processes import NotChecked
 from thunder_zero.spmd.record import StepRecord, StepRecorder
@@ -72,7 +74,9 @@ def check(
         elif what == "neighbour":
             reason = result if isinstance(result, NotChecked) else f"raised {type(result).__name__}: {result}"
             faults.append(Fault(axis, "unknown", f"the neighbour on this axis: {reason}"))
-    return verdict_of(record, types_of(record, others, data), data, faults)
+    types = types_of(record, others, data)
+    verdict = verdict_of(record, types, data, faults)
+    return replace(verdict, step=picture_of(record, {axis: found.lines for axis, found in types.items()}, data))
 
 
 def _different_collectives(record: StepRecord, axis: str, neighbour: StepRecord) -> Iterator[Fault]:

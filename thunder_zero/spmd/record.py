@@ -7,6 +7,7 @@ Collectives send nothing: they fill their outputs with this rank's values. Recor
 from __future__ import annotations
 
 import linecache
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,14 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from thunder_zero.compat.private import HigherOrderOperator, disable_current_modes
+from thunder_zero.compat.private import HigherOrderOperator, StridedShard, disable_current_modes
 from thunder_zero.compat.torch.recording import (
     backward_sequence,
     fakes,
@@ -64,6 +64,11 @@ class Ref:
     def nbytes(self) -> int:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
+    @property
+    def place(self) -> tuple[object, ...]:
+        """The part of the storage, at any time."""
+        return self.storage, self.offset, self.shape, self.stride
+
 
 @dataclass(frozen=True)
 class RecordedLine:
@@ -80,6 +85,7 @@ class RecordedLine:
         where: the user's line, such as ``"train.py:12: loss.backward()"``.
         backward: whether a backward ran.
         collective: its group and reduction, if it is a collective.
+        module: the ``id`` of the module that computes, or whose backward runs; 0 outside of modules.
     """
 
     operator: Any
@@ -89,10 +95,11 @@ class RecordedLine:
     changes: tuple[int, ...]
     written: tuple[Ref, ...]
     results: tuple[Ref, ...]
-    fresh: tuple[Ref, ...]
     where: str
     backward: bool
+    fresh: tuple[Ref, ...] = ()
     collective: Collective | None = None
+    module: int = 0
 
     @property
     def name(self) -> str:
@@ -124,13 +131,14 @@ class Parameter:
     """A parameter, or a gradient, of the model: its part on this rank, and how it is placed on the mesh's axes.
 
     ``placements`` maps axes to the dimension of a slice, ``"replicate"`` or ``"partial"``. ``line`` is the number of
-    lines that ran before an optimizer read the gradient.
+    lines that ran before an optimizer read the gradient. ``pieces`` are those of packed slices, by axis.
     """
 
     path: str
     ref: Ref
     placements: Mapping[str, int | str]
     line: int = 0
+    pieces: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -160,6 +168,8 @@ class StepRecord:
         loss: the scalar from which backward started.
         stepped: the parameters that an optimizer stepped.
         foreign: how many tensors an optimizer stepped that are no parameters of the model.
+        sizes: changes of storages, as (lines that ran before, storage, bytes from now on). 0 bytes are freed.
+        units: the block of each module, keyed by the module's ``id``.
     """
 
     axes: Mapping[str, int]
@@ -169,11 +179,13 @@ class StepRecord:
     parameters: tuple[Parameter, ...] = ()
     gradients: tuple[Parameter, ...] = ()
     buffers: tuple[Parameter, ...] = ()
-    slices: tuple[tuple[Ref, Mapping[str, int | str]], ...] = ()
+    slices: tuple[Parameter, ...] = ()
     equalised: frozenset[int] = frozenset()
     loss: Ref | None = None
     stepped: frozenset[str] = frozenset()
     foreign: int = 0
+    sizes: tuple[tuple[int, int, int], ...] = ()
+    units: Mapping[int, str] = field(default_factory=dict)
 
     def for_other_ranks(self) -> StepRecord:
         """Return what types on other ranks need, which processes can send."""
@@ -188,6 +200,45 @@ class StepRecord:
         return result
 
 
+class Tape:
+    """Lines that ran, whose values are parts of numbered storages."""
+
+    def __init__(self) -> None:
+        self.lines: list[RecordedLine] = []
+        self.storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # living ones, and their numbers
+        self._writes: list[int] = []  # of each storage
+
+    def ref(self, item: Tensor) -> Ref:
+        """Return what a tensor is now. A freed storage's number is not used again."""
+        storage = item.untyped_storage()
+        weak, number = self.storages.get(storage._cdata, (None, -1))
+        if weak is None or weak() is None:
+            number = len(self._writes)
+            self._writes.append(0)
+            self.storages[storage._cdata] = weakref.ref(storage), number
+        shape, stride = tuple(item.shape), tuple(item.stride())
+        return Ref(number, int(item.storage_offset()), shape, stride, item.dtype, self._writes[number])
+
+    def write(
+        self,
+        operator: Any,
+        arguments: tuple[Any, Any],
+        tensors: Sequence[Tensor],
+        changed: Sequence[Tensor],
+        results: Sequence[Tensor],
+        **facts: Any,
+    ) -> RecordedLine:
+        """Append a line that has run. ``arguments`` have refs, as of before the line, in place of ``tensors``."""
+        inputs = tuple(item for item in tree_leaves(arguments) if isinstance(item, Ref))
+        read = {item.storage for item in inputs}
+        for item in (*changed, *(item for item in results if self.ref(item).storage not in read)):
+            self._writes[self.ref(item).storage] += 1
+        changes = tuple(index for index, item in enumerate(tensors) if any(item is other for other in changed))
+        written, new = tuple(map(self.ref, changed)), tuple(map(self.ref, results))
+        self.lines.append(RecordedLine(operator, *arguments, inputs, changes, written, new, **facts))
+        return self.lines[-1]
+
+
 class StepRecorder(TorchDispatchMode):
     """Records the operators that run inside the block, from the first forward of a module on."""
 
@@ -195,16 +246,17 @@ class StepRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._mesh, self._keeps_values = mesh, keep_values
         self._axes = {name: mesh.size(index) for index, name in enumerate(mesh.mesh_dim_names or ())}
-        self._lines: list[RecordedLine] = []
+        self._tape = Tape()
         self._shadows: list[Shadow] = []
         self._values: dict[Ref, Tensor] = {}
         self._nbytes = 0
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._writes: list[int] = []  # of each storage
         self._seen: set[Ref] = set()
         self._equalised: set[int] = set()
         self._slices: dict[int, Parameter] = {}
-        self._forward_lines: dict[int, str] = {}
+        self._forward_lines: dict[int, tuple[str, int]] = {}
+        self._modules: list[int] = []  # that compute, the innermost one last
+        self._sizes: dict[int, int] = {}  # of living storages, by number
+        self._resized: list[tuple[int, int, int]] = []
         self._perturbed: set[int] = set()
         self._optimized: list[Tensor] = []
         self._gradients: dict[int, tuple[Tensor, int]] = {}  # by parameter, and the line at which an optimizer reads it
@@ -215,7 +267,7 @@ class StepRecorder(TorchDispatchMode):
         """Follow modules and optimizers inside the block."""
         handles = [
             register_module_forward_pre_hook(torch.compiler.disable(self._before_forward)),
-            register_module_forward_hook(torch.compiler.disable(self._note_slices)),
+            register_module_forward_hook(torch.compiler.disable(self._after_forward)),
             register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step)),
         ]
         try:
@@ -239,10 +291,11 @@ class StepRecorder(TorchDispatchMode):
         collective = collective_of(func, args, kwargs, self._mesh)
         if not self._is_active:
             return self._prepare(func, args, kwargs, collective)
-        where, inputs = self._where(), tuple(map(self._ref, tensors))
+        (where, module), inputs = self._where(), tuple(map(self._tape.ref, tensors))
+        self._poll()  # what was freed since the last line
         fresh = () if func.overloadpacket.__name__ in SILENT else self._read(tensors, inputs)
         writes = changed_by(func, args, kwargs)
-        plain_args, plain_kwargs = tree_map_only(Tensor, self._ref, (args, kwargs))
+        arguments = tree_map_only(Tensor, self._tape.ref, (args, kwargs))
         result = func(*args, **kwargs)
         outputs = _tensors(result)
         if any(item.is_meta for item in outputs):
@@ -252,22 +305,9 @@ class StepRecorder(TorchDispatchMode):
             result = with_arrived_works(result, outputs)
             writes = [item for _, group in pairs for item in group if any(item is other for other in tensors)]
         results = [item for item in outputs if not _among(item, writes)]
-        storages = {item.storage for item in inputs}
-        for item in (*writes, *(item for item in results if self._ref(item).storage not in storages)):
-            self._bump(item)
-        line = RecordedLine(
-            func,
-            plain_args,
-            plain_kwargs,
-            inputs,
-            tuple(index for index, item in enumerate(tensors) if any(item is other for other in writes)),
-            tuple(map(self._ref, writes)),
-            tuple(map(self._ref, results)),
-            fresh,
-            where,
-            is_backward(),
-            collective,
-        )
+        facts = {"where": where, "backward": is_backward(), "collective": collective, "module": module}
+        line = self._tape.write(func, arguments, tensors, writes, results, fresh=fresh, **facts)
+        self._poll((*tensors, *outputs))
         self._append(line, outputs)
         return result
 
@@ -287,14 +327,13 @@ class StepRecorder(TorchDispatchMode):
     def _append(self, line: RecordedLine, outputs: list[Tensor]) -> None:
         """Keep a line and its shadow."""
         shadow = replace(
-            shadow_of(line, map(self._ref, outputs)),
+            shadow_of(line, map(self._tape.ref, outputs)),
             fresh=tuple((item.shape, _digest(self._values[item])) for item in line.fresh),
             drawn=tuple(map(_digest, outputs)) if line.name in RANDOM else (),
         )
         if not self._keeps_values:
             self._values.clear()
         self._seen.update(line.results)
-        self._lines.append(line)
         self._shadows.append(shadow)
 
     def _prepare(self, func: Any, args: Any, kwargs: Any, collective: Collective | None) -> Any:
@@ -304,33 +343,35 @@ class StepRecorder(TorchDispatchMode):
             pairs = _send_nothing(collective, func, args, kwargs, _tensors(result))
             result = with_arrived_works(result, _tensors(result))
             if collective.kind in ("broadcast", "all_reduce", "all_gather"):
-                self._equalised |= {self._ref(item).storage for _, group in pairs for item in group}
+                self._equalised |= {self._tape.ref(item).storage for _, group in pairs for item in group}
         return result
 
     # storages
 
-    def _ref(self, item: Tensor) -> Ref:
-        storage = item.untyped_storage()
-        weak, number = self._storages.get(storage._cdata, (None, -1))
-        if weak is None or weak.expired():
-            number = len(self._writes)
-            self._writes.append(0)
-            self._storages[storage._cdata] = StorageWeakRef(storage), number
-        shape, stride = tuple(item.shape), tuple(item.stride())
-        return Ref(number, int(item.storage_offset()), shape, stride, item.dtype, self._writes[number])
-
-    def _bump(self, item: Tensor) -> None:
-        self._writes[self._ref(item).storage] += 1
+    def _poll(self, of: Iterable[Tensor] | None = None) -> None:
+        """Note which storages have another size (default: of all). FSDP2 and Python free them without an operator."""
+        keys = [*self._tape.storages] if of is None else [item.untyped_storage()._cdata for item in of]
+        for key in keys if self._keeps_values else ():
+            weak, number = self._tape.storages[key]
+            storage = weak()
+            nbytes = 0 if storage is None else storage.nbytes()
+            if self._sizes.get(number, 0) != nbytes:
+                self._sizes[number] = nbytes
+                self._resized.append((len(self._tape.lines), number, nbytes))
+            if storage is None:
+                del self._tape.storages[key]
 
     # the user's line
 
-    def _where(self) -> str:
+    def _where(self) -> tuple[str, int]:
+        """Return the user's line, and the module that computes."""
         if (sequence := backward_sequence()) is not None:
-            return self._forward_lines.get(sequence, "") or "backward"
-        where = _users_line()
+            where, module = self._forward_lines.get(sequence, ("", 0))
+            return where or "backward", module
+        place = _users_line(), self._modules[-1] if self._modules else 0
         if not is_backward():
-            self._forward_lines[next_sequence() - 1] = where
-        return where
+            self._forward_lines[next_sequence() - 1] = place
+        return place
 
     # modules and optimizers
 
@@ -339,12 +380,18 @@ class StepRecorder(TorchDispatchMode):
             for item in module.parameters():
                 self._perturb(item)
         self._is_active = True
+        self._modules.append(id(module))
+        self._note_slices(module)
+
+    def _after_forward(self, module: nn.Module, *_: Any) -> None:
+        if id(module) in self._modules:  # modules inside may have been left by an exception, as checkpoints do
+            del self._modules[self._modules.index(id(module)) :]
         self._note_slices(module)
 
     def _perturb(self, item: nn.Parameter) -> None:
         """Add noise to a parameter once: zeros and ones would hide faults."""
         local = _local(item)
-        if id(item) in self._perturbed or self._lines or local.is_meta or not local.is_floating_point():
+        if id(item) in self._perturbed or self._tape.lines or local.is_meta or not local.is_floating_point():
             return
         self._perturbed.add(id(item))
         dice = torch.Generator().manual_seed(len(self._perturbed))
@@ -352,7 +399,7 @@ class StepRecorder(TorchDispatchMode):
         usual = local.isfinite() & (local.abs() < 1e3)
         local.copy_(torch.where(usual, local, torch.zeros((), dtype=local.dtype)) + noise.to(local.dtype))
 
-    def _note_slices(self, module: nn.Module, *_: Any) -> None:
+    def _note_slices(self, module: nn.Module) -> None:
         """Note how gathered parameters of FSDP2 are sliced on the other axes."""
         for item in module.parameters(recurse=False):
             if isinstance(item, DTensor) and len(item.device_mesh.mesh_dim_names or ()) < len(self._axes):
@@ -365,40 +412,56 @@ class StepRecorder(TorchDispatchMode):
             for item in group["params"]:
                 self._optimized.append(item)
                 if item.grad is not None:
-                    self._gradients[id(item)] = item.grad, len(self._lines)
+                    self._gradients[id(item)] = item.grad, len(self._tape.lines)
 
     def _placed(self, path: str, item: Tensor, line: int = 0) -> Parameter:
         placements: dict[str, int | str] = {}
+        pieces: dict[str, int] = {}
         local = _local(item)
         if isinstance(item, DTensor):
+            dims = [placement.dim for placement in item.placements if isinstance(placement, Shard | StridedShard)]
             for axis, placement in zip(item.device_mesh.mesh_dim_names or (), item.placements, strict=True):
                 if isinstance(placement, Replicate | Partial):
                     placements[axis] = "replicate" if isinstance(placement, Replicate) else "partial"
                 else:
                     placements[axis] = placement.dim % max(local.dim(), 1)  # type: ignore[attr-defined]
-        return Parameter(path, self._ref(local), placements, line)
+                if isinstance(placement, StridedShard) and dims.count(placement.dim) == 1:  # else FSDP2's own rows
+                    pieces[axis] = int(placement.split_factor)
+        return Parameter(path, self._tape.ref(local), placements, line, pieces)
 
     def record(self, model: nn.Module) -> StepRecord:
         """Return the record of the model's step."""
         with disable_current_modes():
             named = dict(model.named_parameters())
             held = {id(item) for item in named.values()}
-            end = len(self._lines)
+            end = len(self._tape.lines)
             grads = {path: self._gradients.get(id(item), (item.grad, end)) for path, item in named.items()}
             return StepRecord(
                 self._axes,
-                tuple(self._lines),
+                tuple(self._tape.lines),
                 tuple(self._shadows),
                 self._values,
                 tuple(self._placed(path, item) for path, item in named.items() if not _local(item).is_meta),
                 tuple(self._placed(path, grad, line) for path, (grad, line) in grads.items() if grad is not None),
                 tuple(self._placed(path, item) for path, item in model.named_buffers() if not _local(item).is_meta),
-                tuple((item.ref, item.placements) for item in self._slices.values()),
+                tuple(self._slices.values()),
                 frozenset(self._equalised),
-                _loss_of(self._lines),
+                _loss_of(self._tape.lines),
                 frozenset(path for path, item in named.items() if any(item is other for other in self._optimized)),
                 sum(id(item) not in held for item in self._optimized),
+                tuple(self._resized),
+                units_of(model),
             )
+
+
+def units_of(model: nn.Module) -> dict[int, str]:
+    """Return the outermost block that each module is in: a child of a list or of a sequence of modules."""
+    result = {id(model): ""}
+    for path, module in model.named_modules():
+        for name, child in module.named_children():
+            is_block = isinstance(module, nn.ModuleList | nn.Sequential) and not result[id(module)]
+            result[id(child)] = f"{path}.{name}".lstrip(".") if is_block else result[id(module)]
+    return result
 
 
 def _loss_of(lines: Sequence[RecordedLine]) -> Ref | None:

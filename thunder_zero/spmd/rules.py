@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from thunder_zero.compat.torch.recording import in_float64
 from thunder_zero.spmd.laws import Experiment, Outcome, P, R, Rerun, V, X, as_slices, filled, halves, has, letters
 from thunder_zero.spmd.record import RANDOM, RecordedLine, Ref, Shadow, argument_of
+from thunder_zero.spmd.regions import Region, are_typed, as_one
 from thunder_zero.spmd.storages import TypedStorages
 
 
@@ -35,6 +37,8 @@ SCATTERS = _words(
 PARTS_OF_BACKWARD = _words("slice_backward select_backward")
 MEANS = _words("mean nll_loss_forward nll_loss2d_forward mse_loss binary_cross_entropy")
 FACTORS = _words("mul mul_ div div_ _foreach_mul_ _foreach_div_ _foreach_mul _foreach_div")
+
+REPEATS = 6  # of a region's experiment, with other values: a law may hold by chance for a single row
 
 Memo = dict[bytes, list[Outcome] | str]  # outcomes of experiments, or why they failed; equal lines are typed once
 Targets = Sequence[Ref]
@@ -75,13 +79,25 @@ class Rules:
         self._values, self._codes_of, self._types = values, codes_of, types
         self._size, self._batches_differ, self._memo = size, batches_differ, memo
 
-    def outcomes(self, line: RecordedLine, targets: Targets, mine: Shadow, theirs: Shadow) -> list[Outcome]:
-        """Return the outcome of each tensor that a line writes, which the neighbour ran as ``theirs``."""
+    def outcomes(
+        self,
+        line: RecordedLine,
+        targets: Targets,
+        mine: Shadow,
+        theirs: Shadow,
+        numbers: tuple[Any, ...] | None,
+        *,
+        is_routed: bool,
+    ) -> list[Outcome]:
+        """Return the outcome of each tensor that a line writes, which the neighbour ran as ``theirs``.
+
+        ``numbers`` are those of the neighbour's line, if they differ. With ``is_routed``, indices or masks among its
+        inputs follow from the values of this rank's part.
+        """
         name, codes = line.name, [self._codes_of(item).clone() for item in line.inputs]
-        numbers = theirs.scalars if theirs.scalars != mine.scalars else None
         alike = numbers is None and not any(item.any() for item in codes)
         draws_differ = self._batches_differ or theirs.drawn != mine.drawn
-        if line.backward and numbers is not None and _shapes(mine) != _shapes(theirs):
+        if line.backward and numbers is not None and shapes_of(mine) != shapes_of(theirs):
             return _unknown(f"the sizes of {name} differ between the ranks", targets)
         if numbers is not None and name in RANGES:
             return [Outcome(halves(ref.shape)) for ref in targets]
@@ -93,7 +109,25 @@ class Rules:
             return [Outcome(item) for item in self._moved(line, targets)]
         if "batch_norm" in name and self._batches_differ:
             return _batch_norm(line, codes[1 if line.backward else 0], targets)
+        if is_routed:
+            return [Outcome(filled(ref.shape, V)) for ref in targets]
         return self._masked(line, codes, targets, numbers) or self._experiment(line, codes, targets, numbers)
+
+    def joint_outcomes(self, region: Region, targets: Targets) -> list[Outcome] | None:
+        """Return the outcomes of a region's last line, if all its lines together keep a law."""
+        given, run = as_one(region)
+        values, codes = [self._values[ref] for ref in given], next(as_slices([*given.values()]))
+        name, shapes, results = region[-1].line.name, [ref.shape for ref in targets], []
+        for seed in range(REPEATS):
+            try:
+                trial = Experiment(name, self._size, run, values, codes, seed=seed)
+                outcomes = trial.outcomes(shapes)
+            except Exception:
+                return None
+            results.append([letters(item.codes) for item in outcomes])
+            if not are_typed(outcomes, targets) or results[0] != results[-1]:
+                return None
+        return outcomes
 
     def _moved(self, line: RecordedLine, targets: Targets) -> list[Tensor]:
         """Run an operator that only moves elements on their codes."""
@@ -115,7 +149,8 @@ class Rules:
         """Type a look-up in this rank's part of a table, which a mask makes a share of a sum; None for other lines."""
         name = line.name
         pairs = list(zip(codes, line.inputs, strict=True))
-        if name in SELECTIONS and any(item.any() and ref.dtype is torch.bool for item, ref in pairs):
+        selects = (item for item, ref in pairs if name == "nonzero" or ref.dtype is torch.bool)
+        if name in SELECTIONS and any(item.any() for item in selects):
             return _unknown(f"the shape of {name} depends on the data", targets)
         if numbers is None and not any(has(item, V) for item, ref in pairs if not ref.dtype.is_floating_point):
             return None
@@ -166,18 +201,29 @@ class Rules:
             except Exception as error:
                 self._memo[key] = f"{type(error).__name__}: {str(error)[:80]}"
             else:
-                self._memo[key] = [_still_random(item, codes, numbers) for item in outcomes]
+                pairs = zip(outcomes, targets, strict=True)
+                self._memo[key] = [_still_random(item, ref, codes, numbers) for item, ref in pairs]
         return self._memo[key]
 
 
 def _drawn(name: str, codes: Sequence[Tensor], ref: Ref) -> Tensor:
-    """Return the codes of random numbers that differ between the ranks. A dropout keeps those of its input."""
+    """Return the codes of random numbers that differ between the ranks.
+
+    A dropout keeps those of its input, and whole numbers are a batch, such as tokens.
+    """
+    if name == "randint":
+        return halves(ref.shape, 0)
     alike = (item for item in codes if name == "native_dropout" and item.shape == ref.shape and item.any())
     return next(alike, filled(ref.shape, X))
 
 
-def _still_random(outcome: Outcome, codes: Sequence[Tensor], numbers: tuple[Any, ...] | None) -> Outcome:
-    """Give what follows from random numbers alone their code, which fits any slice. A sum of them is a share."""
+def _still_random(outcome: Outcome, ref: Ref, codes: Sequence[Tensor], numbers: tuple[Any, ...] | None) -> Outcome:
+    """Give what follows from random numbers alone their code, which fits any slice. A sum of them is a share.
+
+    Indices without a law, such as those of a sort, fit none.
+    """
+    if has(outcome.codes, V) and not ref.dtype.is_floating_point:
+        return outcome
     types = set(letters(torch.cat([item.reshape(-1) for item in codes])).split("+"))
     if numbers is None and types <= {"R", "X"} and not {"R", "P"} & set(letters(outcome.codes).split("+")):
         return Outcome(filled(outcome.codes.shape, X))
@@ -196,17 +242,22 @@ def _unknown(text: str, targets: Targets) -> list[Outcome]:
     return [Outcome(filled(ref.shape, V), text, "unknown") for ref in targets]
 
 
-def _shapes(line: Shadow) -> list[tuple[int, ...]]:
+def shapes_of(line: Shadow) -> list[tuple[int, ...]]:
+    """Return the shapes of a line's outputs."""
     return [shape for _, shape in line.outputs]
 
 
-def runner(line: RecordedLine, numbers: tuple[Any, ...] | None) -> Rerun:
-    """Return a function that runs a line with other inputs, in float64, on rank 0 or on the neighbouring rank."""
+def runner(line: RecordedLine, numbers: tuple[Any, ...] | None, *, in_place: bool = False) -> Rerun:
+    """Return a function that runs a line with other inputs, in float64, on rank 0 or on the neighbouring rank.
+
+    With ``in_place``, the line changes its inputs, and its outputs may be views of them.
+    """
+    operator = in_float64(line.operator)
     leaves, spec = tree_flatten((line.args, line.kwargs))
     leaves = [torch.float64 if isinstance(item, torch.dtype) and item.is_floating_point else item for item in leaves]
 
     def run(values: list[Tensor], rank: int) -> list[Tensor]:
-        tensors = [value.clone() for value in values]
+        tensors = values if in_place else [value.clone() for value in values]
         rest, theirs = iter(tensors), iter((numbers if rank else None) or ())
         arguments = [
             next(rest) if isinstance(item, Ref) else next(theirs, item) if isinstance(item, int | float) else item
@@ -214,7 +265,7 @@ def runner(line: RecordedLine, numbers: tuple[Any, ...] | None) -> Rerun:
         ]
         args, kwargs = tree_unflatten(arguments, spec)
         torch.default_generator.manual_seed(5)  # torch.manual_seed formats a stack for each GPU
-        result = [item for item in tree_leaves(line.operator(*args, **kwargs)) if isinstance(item, Tensor)]
+        result = [item for item in tree_leaves(operator(*args, **kwargs)) if isinstance(item, Tensor)]
         written = [tensors[index] for index in line.changes]
         pointers = {item.data_ptr() for item in written}
         return [*written, *(item for item in result if item.data_ptr() not in pointers)]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from thunder_zero.spmd.laws import R, filled
 from thunder_zero.spmd.record import Ref
+from thunder_zero.spmd.regions import Region
 from thunder_zero.spmd.verdict import Fault
 
 
@@ -30,6 +31,7 @@ class TypedStorage:
         is_divided: whether they were divided by the number of ranks.
         cause: the fault that they follow from: an error that was told, or what is unknown, or the note of a ``V``.
         reductions: of a gradient.
+        region: the lines that made them, from where values decide what is read (``regions.py``).
     """
 
     width: int = 0
@@ -39,6 +41,7 @@ class TypedStorage:
     is_divided: bool = False
     cause: Fault | None = None
     reductions: tuple[str, ...] = ()
+    region: Region = ()
 
     def view(self, ref: Ref) -> Tensor:
         """Return the codes of a tensor in this storage: a view, so that writes are seen by other views."""
@@ -69,7 +72,7 @@ class TypedStorages:
         self._moved: dict[tuple[object, ...], TypedStorage] = {}
 
     def __getitem__(self, ref: Ref) -> TypedStorage:
-        return self._moved.get(_place(ref)) or self._by_number[ref.storage]
+        return self._moved.get(ref.place) or self._by_number[ref.storage]
 
     def codes(self, ref: Ref) -> Tensor:
         """Return the codes of a tensor: a view of those of its storage."""
@@ -86,20 +89,16 @@ class TypedStorages:
     def follow(self, source: Ref, view: Ref) -> None:
         """Let a view share what is known of its source."""
         if self[source] is not self._by_number[source.storage]:
-            self._moved[_place(view)] = self[source]
+            self._moved[view.place] = self[source]
 
     def separate(self, view: Ref, codes: Tensor) -> None:
         """Give a view codes of its own, as the elements beside it belong to other ranks."""
-        self._moved[_place(view)] = TypedStorage()
+        self._moved[view.place] = TypedStorage()
         self.give(view, codes)
 
     def largest_factor(self, refs: Iterable[Ref]) -> float:
         """Return the factor that differs most from 1."""
         return max((self[ref].factor for ref in refs), key=lambda factor: abs(log(factor)), default=1.0)
-
-
-def _place(ref: Ref) -> tuple[object, ...]:
-    return ref.storage, ref.offset, ref.shape, ref.stride
 
 
 def end_of(ref: Ref) -> int:

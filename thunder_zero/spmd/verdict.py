@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from textwrap import wrap
+from typing import TYPE_CHECKING
 
 from thunder_zero.plan.amounts import WIDTH, summed_up
+
+if TYPE_CHECKING:  # the caller's process computes nothing
+    from thunder_zero.spmd.picture import StepPicture
 
 ENDS = {0: "nothing wrong", 1: "wrong", 2: "cannot say"}
 MOST = 12  # rows of a table
@@ -89,6 +93,7 @@ class Verdict:
         collectives, gradients: those of one rank's step.
         assumed: what the check assumes.
         operators: how many operators ran.
+        step: the step as :func:`thunder_zero.tools.report` draws it; None if it was not recorded.
     """
 
     mesh: Mapping[str, int]
@@ -97,6 +102,7 @@ class Verdict:
     gradients: tuple[Gradient, ...] = ()
     assumed: tuple[str, ...] = ()
     operators: int = 0
+    step: StepPicture | None = None
 
     @property
     def status(self) -> int:
@@ -105,8 +111,10 @@ class Verdict:
         return 1 if "error" in kinds else 2 if "unknown" in kinds else 0
 
     def to_json(self) -> str:
-        """Return the verdict as JSON, with its status."""
-        return json.dumps({**asdict(self), "status": self.status})
+        """Return the verdict as JSON, with its status and without the step."""
+        data = asdict(replace(self, step=None))
+        del data["step"]
+        return json.dumps({**data, "status": self.status})
 
     def __repr__(self) -> str:
         return summed_up(self, self._title())

@@ -14,12 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from thunder_zero.tools.devices.device import DEVICES
-from thunder_zero.tools.models import MODELS
-from thunder_zero.tools.table.rows import ONLY, PHASES
-
 INPUTS = "(module, input, ...) or (module, (input, ...), {name: input, ...})"
-DEVICE = f"{', '.join(DEVICES)}, or OUT.json of calibrate"
 OF_ONE_SITE = {"world_size": None, "devices_per_node": None, "global_batch": None, "tp": (1,)}  # options of plan
 INTERRUPTED = 130  # the exit code that shells use for an interrupted command
 DESCRIPTION = (
@@ -46,7 +41,8 @@ Command = Callable[..., int | None]  # runs a command with its arguments as keyw
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code. Errors are printed on stderr, with exit code 1; of ``check``, 2."""
-    options = vars(parser().parse_args(arguments))
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = vars(parser(next(iter(arguments), "")).parse_args(arguments))
     command, run = options.pop("command"), options.pop("run")
     if command == "why":  # the user's script handles its errors and warnings
         run(**options)
@@ -64,15 +60,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands. Commands import modules lazily, so that help is quick."""
+def parser(chosen: str) -> argparse.ArgumentParser:
+    """Return the parser of all commands. Only the chosen command has its arguments, which may need imports."""
     root = argparse.ArgumentParser("thunder-zero", description=DESCRIPTION)
     commands = root.add_subparsers(dest="command", required=True)
     for name, (add_arguments, help, description) in COMMANDS.items():
         description = description or f"{help[0].upper()}{help[1:]}."
         command = commands.add_parser(name, help=help, description=description)
-        command.set_defaults(run=add_arguments(command.add_argument))
+        if name == chosen:
+            command.set_defaults(run=add_arguments(command.add_argument))
     return root
+
+
+def _devices() -> str:
+    """Return the help of an option that names a device."""
+    from thunder_zero.tools.devices.device import DEVICES
+
+    return f"{', '.join(DEVICES)}, or OUT.json of calibrate"
+
+
+def _models() -> str:
+    from thunder_zero.tools.models import MODELS
+
+    return ", ".join(MODELS)
 
 
 def _inspect(add: Add) -> Command:
@@ -118,6 +128,8 @@ def _shard(add: Add) -> Command:
 
 
 def _trace(add: Add) -> Command:
+    from thunder_zero.tools.table.rows import ONLY, PHASES
+
     def run(place: str, stage: int, phase: str, unit: str | None, only: str | None, **options: Any) -> None:
         from thunder_zero.tools.dry_run import trace
         from thunder_zero.tools.from_file import module_and_inputs, naming_the_users_line
@@ -136,7 +148,7 @@ def _trace(add: Add) -> Command:
     add("--world-size", type=int, default=8, help="ranks that share one copy of the model (default: 8)")
     add("--stage", type=int, default=3, help="0 (DDP) to 3 (default: 3)")
     add("--rank", type=int, default=0, help="the rank to trace (default: 0)")
-    add("--device", help=f"to choose sizes that the policy leaves open for (default: the module's): {DEVICE}")
+    add("--device", help=f"to choose sizes that the policy leaves open for (default: the module's): {_devices()}")
     add("--phase", choices=PHASES, default="both", help="(default: both)")
     add("--unit", help="only the lines where this unit computes, and its collectives")
     add("--only", choices=ONLY, help="only lines that handle or read a parameter, or that communicate")
@@ -158,12 +170,12 @@ def _report(add: Add) -> Command:
         out.write_text(html_of(data), encoding="utf-8")
         print(f"{out}  {out.stat().st_size:,} B")
 
-    add("model", help=f"FILE.py:function, which returns {INPUTS}, or {', '.join(MODELS)}")
+    add("model", help=f"FILE.py:function, which returns {INPUTS}, or {_models()}")
     add("--out", type=Path, default=Path("report.html"), help="(default: report.html)")
     add("--world-size", type=int, default=8, help="ranks that share one copy of the model (default: 8)")
     add("--stage", type=int, default=3, help="0 (DDP) to 3 (default: 3)")
     add("--beside", type=int, metavar="STAGE", help="another stage to show beside it")
-    add("--device", default="h100", help=f"(default: h100) {DEVICE}")
+    add("--device", default="h100", help=f"(default: h100) {_devices()}")
     add("--dtype", help="of compute (default: bfloat16 of a model by name, else the parameters')")
     add("--blocks", type=int, help="only so many of the model's alike blocks (default: all)")
     add("--types", action="store_true", help="what each line writes is on each axis, such as dp:S tp:P")
@@ -172,19 +184,25 @@ def _report(add: Add) -> Command:
 
 
 def _check(add: Add) -> Command:
-    def run(place: str, mesh: str, **options: Any) -> int:
+    def run(place: str, mesh: str, html: Path | None, device: str, **options: Any) -> int:
         from thunder_zero.spmd.check import check_step
         from thunder_zero.tools.from_file import call
 
         as_json = options.pop("json")
         verdict = check_step(partial(call, place), mesh, **options)
         print(verdict.to_json() if as_json else verdict)
+        if html is not None:
+            from thunder_zero.tools.views.page.report import report
+
+            report(verdict, html, device=device, title=place)
         return verdict.status
 
     add("place", metavar="TRAIN.py:step", help="step(mesh) trains for one step and returns the model")
     add("--mesh", required=True, help="axes and their ranks, such as dp=7,tp=2")
     add("--data", nargs="*", metavar="AXIS", help="axes whose ranks have batches of their own")
     add("--seconds", type=float, default=600.0, help="how long it may take (default: 600)")
+    add("--html", type=Path, metavar="OUT.html", help="also write the step as a page: lanes, bytes, memory")
+    add("--device", default="h100", help="of the page, as of thunder-zero report (default: h100)")
     add("--json", action="store_true", help="print JSON")
     return run
 
@@ -207,11 +225,11 @@ def _plan(add: Add) -> Command:
             plan = plan_it(model, loss=loss_function, **options)
         print(json.dumps(plan.as_json(), indent=1) if as_json else plan)
 
-    add("--model", required=True, help=f"{', '.join(MODELS)}, or FILE.py:function: {INPUTS}")
+    add("--model", required=True, help=f"{_models()}, or FILE.py:function: {INPUTS}")
     add("--world-size", type=int, help="ranks that train; or give --sites")
     add("--sites", metavar="SITESxRANKS", help="compare ways to train at several sites, such as 2x2")
     add("--between", metavar="RATE", help="of the link between sites, such as 100mbit")
-    add("--device", default="h100", help=f"(default: h100) {DEVICE}")
+    add("--device", default="h100", help=f"(default: h100) {_devices()}")
     add("--memory-bytes", help="of each device, such as 80GiB (default: the device's)")
     add("--devices-per-node", type=int, help="(default: the device's)")
     add("--sequence-length", type=int, help="tokens (default: the model's)")
@@ -231,7 +249,7 @@ def _why(add: Add) -> Command:
         why(script, arguments, steps=steps, device=device)
 
     add("--steps", type=int, default=10, help="measure so many, then print (default: 10, or all)")
-    add("--device", help=f"to forecast time for (default: this GPU, if it is one of them): {DEVICE}")
+    add("--device", help=f"to forecast time for (default: this GPU, if it is one of them): {_devices()}")
     add("script", type=Path, metavar="SCRIPT.py", help="runs unchanged")
     add("arguments", nargs=argparse.REMAINDER, help="of the script")
     return run

@@ -5,21 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from thunder_zero.compat.dynamo import users_error
+if TYPE_CHECKING:  # a process that only starts others computes nothing
+    from torch import nn
 
 NAME = "thunder_zero_from_file"  # the file's key in sys.modules
-PACKAGE, TORCH = Path(__file__).resolve().parents[1], Path(nn.__file__).resolve().parent
+PACKAGE, TORCH = Path(__file__).resolve().parents[1], Path(getattr(find_spec("torch"), "origin", "")).parent / "nn"
 
 
 def module_and_inputs(place: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """Call the function in ``FILE.py:function``. Return the module and its positional and keyword inputs."""
+    from torch import nn
+
     with _imported(place) as function:
         result = function()
     if not isinstance(result, tuple) or len(result) < 2 or not isinstance(result[0], nn.Module):
@@ -82,6 +83,8 @@ def naming_the_users_line(place: str) -> Iterator[None]:
     except SyntaxError as error:
         raise ValueError(f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}") from error
     except Exception as error:
+        from thunder_zero.compat.dynamo import users_error
+
         folders = Path(place.rpartition(":")[0]).resolve().parent, TORCH
         raised, lines = users_error(error)
         files = [(frame, Path(frame.filename).resolve()) for frame in lines]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -57,3 +58,26 @@ def with_arrived_works(result: Any, outputs: Sequence[Tensor]) -> Any:
         return create_work_from_future(future).boxed()
 
     return tree_map_only(torch.ScriptObject, arrived, result)
+
+
+# needed while: torch's grouped product has no kernel for float64.
+
+
+def in_float64(operator: Any) -> Any:
+    """Return a function that computes what an operator does in float64, too."""
+    return _grouped_mm if operator is torch.ops.aten._grouped_mm.default else operator
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Multiply each group of rows, columns or inner elements; ``offs`` has the ends of the groups."""
+    if offs is None:
+        return a @ b
+    ends = [0, *offs.tolist()]
+    groups = [slice(start, end) for start, end in pairwise(ends)]
+    if a.dim() == 2 and b.dim() == 2:
+        return torch.stack([a[:, group] @ b[group] for group in groups])
+    if a.dim() == 2:
+        rest = a.new_zeros(len(a) - ends[-1], b.shape[-1])
+        return torch.cat([*(a[group] @ item for group, item in zip(groups, b, strict=True)), rest])
+    rest = a.new_zeros(a.shape[-2], b.shape[-1] - ends[-1])
+    return torch.cat([*(item @ b[:, group] for group, item in zip(groups, a, strict=True)), rest], 1)

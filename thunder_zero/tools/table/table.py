@@ -169,7 +169,7 @@ def table_of(traces: Traces, memory: Memory | None = None, time: Estimate | None
     lines = [table.place[place] for place in places]
     lines += [index for index, row in enumerate(ordered) if row.over == SITE]
     spans = tuple((lines[span.op], span) for span in time.spans)
-    return replace(table, lines=tuple(_with_times(ordered, spans, time.costs)), spans=spans)
+    return replace(table, lines=tuple(with_times(ordered, spans, time.costs)), spans=spans)
 
 
 def _places(traces: Traces, time: Estimate) -> list[int | str]:
@@ -186,7 +186,8 @@ def _places(traces: Traces, time: Estimate) -> list[int | str]:
     return places
 
 
-def _with_times(rows: Iterable[Row], spans: Iterable[tuple[int, Span]], costs: Sequence[Cost]) -> Iterator[Row]:
+def with_times(rows: Iterable[Row], spans: Iterable[tuple[int, Span]], costs: Sequence[Cost]) -> Iterator[Row]:
+    """Yield rows with the times of their spans, which have the index of their row."""
     by_row: dict[int, list[Span]] = {}
     for index, span in spans:
         by_row.setdefault(index, []).append(span)

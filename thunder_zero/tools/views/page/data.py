@@ -8,7 +8,7 @@ printed are words. The page numbers the rows of the table from 0: these are its 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -21,8 +21,9 @@ from thunder_zero.schedule.ops import Compute
 from thunder_zero.tools.devices.device import Device, Lane
 from thunder_zero.tools.forecast.figures import Holds, Memory
 from thunder_zero.tools.printing.words import place_of, short
-from thunder_zero.tools.table.rows import CODES, COMPUTES, label, row_label
+from thunder_zero.tools.table.rows import CODES, COMPUTES, Row, label, row_label
 from thunder_zero.tools.table.table import Table
+from thunder_zero.tools.time.lanes import Span
 from thunder_zero.tools.views.diff import COLUMNS, alike, difference_of, require_one_module
 from thunder_zero.tools.views.explain import explanation_of, why_launch
 
@@ -55,7 +56,41 @@ def data_of(name: str, table: Table, note: str = "") -> Data:
     """Return the data of a table with times. ``note`` is the origin of measured times; "" for a forecast."""
     plan, memory, time = table.traces.plan, table.memory, table.time
     assert time is not None, "a page has times"
-    units, bars, collectives = {unit: index for index, unit in enumerate(plan.units)}, _bars(table), _collectives(table)
+    exchanges = f"{time.exchanges.described(time.seconds_alone)}." if time.exchanges else ""
+    no_memory = table.no_memory and f"There is no forecast of memory: {table.no_memory}."
+    data = {
+        "name": name,
+        "place": place_of(plan),
+        "stage": STAGES[plan.policy.stage].name,
+        "note": " ".join(filter(None, [note, exchanges, no_memory])),
+        "figures": _figures(table),
+        "parameters": [{"path": param.path, "explained": str(explanation_of(table, param))} for param in plan.params],
+        **drawn(
+            table.lines,
+            table.spans,
+            plan.units,
+            {param.path: prod(param.shape) for param in plan.params},
+            [row_label(row, plan) for row in table.lines],
+            _collectives(table),
+            memory,
+            time.device,
+        ),
+    }
+    return data | {"bound": bound_of(data)}
+
+
+def drawn(
+    rows: Sequence[Row],
+    spans: Iterable[tuple[int, Span]],
+    units: Iterable[str],
+    sizes: Mapping[str, int],
+    labels: Sequence[str],
+    collectives: Sequence[Data],
+    memory: Memory | None,
+    device: Device,
+) -> Data:
+    """Return what the page draws of a step: lanes, lines, collectives, memory. ``sizes`` are those of parameters."""
+    bars, numbers = _bars(rows, spans), {unit: index for index, unit in enumerate(units)}
     used = dict.fromkeys([(str(Lane.COMPUTE), ""), *(bar["lane"] for bar in bars)])
     lanes = sorted(used, key=lambda lane: LANES.index(lane[0]))
     for bar in bars:
@@ -63,30 +98,22 @@ def data_of(name: str, table: Table, note: str = "") -> Data:
         took = duration(bar["end"] - bar["start"])
         bar |= {"lane": lanes.index(bar["lane"]), "waits": int(bar["waits"]), "took": took, **times}
     wires = {wire for _, wire in lanes if wire}
-    names = [", ".join([WAITING.get(kind, kind), *([wire] if wire and wires - {wire} else [])]) for kind, wire in lanes]
-    phases = groupby(range(len(table.lines)), key=lambda line: table.lines[line].phase)
-    exchanges = f"{time.exchanges.described(time.seconds_alone)}." if time.exchanges else ""
-    no_memory = table.no_memory and f"There is no forecast of memory: {table.no_memory}."
-    data = {
-        "name": name,
-        "place": place_of(plan),
-        "stage": STAGES[plan.policy.stage].name,
-        "device": time.device.name,
-        "note": " ".join(filter(None, [note, exchanges, no_memory])),
-        "figures": _figures(table),
+    phases = groupby(range(len(rows)), key=lambda line: rows[line].phase)
+    return {
+        "device": device.name,
         "left_out": [] if memory is None else list(memory.excluded),
-        "units": list(units),
-        "parameters": [{"path": param.path, "explained": str(explanation_of(table, param))} for param in plan.params],
+        "units": list(numbers),
         "phases": [{"name": phase, "last": max(lines)} for phase, lines in phases],
-        "lines": _lines(table, units, collectives),
-        "rows": list(_rows(table)),
-        "runs": list(_runs(table, units)),
-        "lanes": names,
+        "lines": _lines(rows, sizes, labels, numbers, collectives),
+        "rows": list(_rows(rows)),
+        "runs": list(_runs(rows, numbers)),
+        "lanes": [
+            ", ".join([WAITING.get(kind, kind), *([wire] if wire and wires - {wire} else [])]) for kind, wire in lanes
+        ],
         "bars": _columns(bars),
         "collectives": collectives,
-        "memory": None if memory is None else _memory(table, memory, time.device),
+        "memory": None if memory is None else _memory(rows, memory, device),
     }
-    return data | {"bound": _bound(data)}
 
 
 def _figures(table: Table) -> dict[str, float | None]:
@@ -115,12 +142,15 @@ def _text(name: str, figure: float | None) -> str:
     return "none" if figure is None else FIGURES[name][1](figure)
 
 
-def _bound(program: Data) -> str:
+def bound_of(program: Data) -> str:
     """Return the shares of the step's time, largest first, as in ``compute 66%, waiting for gathers 30%``."""
     figures, seconds = program["figures"], Counter[str]()
     for collective in program["collectives"]:
         seconds[f"waiting for {WAITING[collective['kind']]}"] += collective["exposed_seconds"]
-    seconds["compute"], seconds[f"waiting for {WAITING[SITE]}"] = figures["compute_seconds"], figures["sites_seconds"]
+    seconds["compute"], seconds[f"waiting for {WAITING[SITE]}"] = (
+        figures["compute_seconds"],
+        figures.get("sites_seconds", 0.0),
+    )
     whole = figures["step_seconds"]
     parts = [(name, part / whole) for name, part in seconds.most_common() if whole and (part or name == "compute")]
     return ", ".join(f"{name} {share:.0%}" if share >= 0.01 else f"{name} {share:.1%}" for name, share in parts)
@@ -173,11 +203,11 @@ def differences(programs: Sequence[Data], tables: Sequence[Table]) -> list[Data]
     ]
 
 
-def _bars(table: Table) -> list[Data]:
+def _bars(rows: Sequence[Row], spans: Iterable[tuple[int, Span]]) -> list[Data]:
     """Return the bars of all lanes, with the line of their row. Adjacent spans of one line become one bar."""
     bars: list[Data] = []
-    for line, span in table.spans:
-        row = table.lines[line]
+    for line, span in spans:
+        row = rows[line]
         lane = (str(span.lane), "") if span.lane in OF_ONE_KIND else (row.kind, str(span.lane))
         bar = {"lane": lane, "line": line, "start": span.start, "end": span.end, "waits": span.waits is not None}
         if bars and bar | {"start": bars[-1]["end"]} == bars[-1] | {"start": span.start, "end": span.end}:
@@ -187,19 +217,22 @@ def _bars(table: Table) -> list[Data]:
     return bars
 
 
-def _runs(table: Table, units: Mapping[str, int]) -> Iterator[list[int]]:
+def _runs(rows: Sequence[Row], units: Mapping[str, int]) -> Iterator[list[int]]:
     """Yield [unit, first line, last line] of successive lines that compute with one unit."""
-    rows = table.lines
     computing = (index for index, row in enumerate(rows) if row.kind in COMPUTES and row.start != row.end)
     for (unit, _), run in groupby(computing, key=lambda index: (rows[index].unit, rows[index].phase)):
         lines = list(run)
         yield [units[unit], lines[0], lines[-1]]
 
 
-def _lines(table: Table, units: Mapping[str, int], collectives: Sequence[Data]) -> Data:
-    plan = table.traces.plan
-    params = {param.path: index for index, param in enumerate(plan.params)}
-    order = {param.path: -prod(param.shape) for param in plan.params}
+def _lines(
+    lines: Sequence[Row],
+    sizes: Mapping[str, int],
+    labels: Sequence[str],
+    units: Mapping[str, int],
+    collectives: Sequence[Data],
+) -> Data:
+    params = {path: index for index, path in enumerate(sizes)}
     of_line = {one[end]: index for index, one in enumerate(collectives) for end in ("launch", "wait")}
     origins: dict[str, int] = {"": 0}
     rows = [
@@ -210,24 +243,24 @@ def _lines(table: Table, units: Mapping[str, int], collectives: Sequence[Data]) 
             "unit": units.get(row.unit, -1),
             "op": -1 if row.op is None else row.op,
             "collective": of_line.get(index, -1),
-            "params": [params[path] for path in sorted(row.params, key=order.__getitem__)],
-            "label": row_label(row, plan),
+            "params": [params[path] for path in sorted(row.params, key=lambda path: -sizes[path])],
+            "label": labels[index],
             "end": round(row.end or 0.0, DIGITS),
             "took": "" if row.end == row.start else duration((row.end or 0.0) - (row.start or 0.0)),
             "alive": "" if row.alive is None else size(row.alive),
             "highest": row.highest,
             "most": "" if row.highest in (None, row.alive) else size(row.highest or 0),
         }
-        for index, row in enumerate(table.lines)
+        for index, row in enumerate(lines)
     ]
-    types = [row.types for row in table.lines]
+    types = [row.types for row in lines]
     return {**_columns(rows), "origins": list(origins), **({"types": types} if any(types) else {})}
 
 
-def _rows(table: Table) -> Iterator[int | str]:
+def _rows(lines: Iterable[Row]) -> Iterator[int | str]:
     """Yield the numbers of all lines, with phases and the user's lines between them."""
     phase = origin = ""
-    for line, row in enumerate(table.lines):
+    for line, row in enumerate(lines):
         if row.phase != phase:
             yield row.phase
         if row.origin not in ("", origin):
@@ -277,13 +310,13 @@ def _collectives(table: Table) -> list[Data]:
     return collectives
 
 
-def _memory(table: Table, memory: Memory, device: Device) -> Data:
+def _memory(rows: Sequence[Row], memory: Memory, device: Device) -> Data:
     """Return the curve (bytes alive after each line, up to each kind), the tensors, largest first, and the peak."""
     peak, lines = memory.lines.index(memory.peak_line), memory.alive
     lines[peak] = memory.by_kind
     used = {storage.kind for storage in memory.storages}
     kinds = [kind for kind in Holds if kind in used]
-    levels, below = [], [memory.reserve] * len(table.lines)
+    levels, below = [], [memory.reserve] * len(rows)
     for kind in kinds:
         below = [level + alive.get(kind, 0) for level, alive in zip(below, lines, strict=True)]
         levels.append(below)

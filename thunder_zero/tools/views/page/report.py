@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from itertools import pairwise
@@ -24,6 +24,7 @@ from thunder_zero.plan.policy import STAGES, Policy, Times
 from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.schedule.ops import Compute, Gather, Op, ends
 from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.spmd.verdict import Verdict
 from thunder_zero.tools.devices.device import Device, Lane, Link, device_of
 from thunder_zero.tools.dry_run import ProgramSource
 from thunder_zero.tools.forecast.for_loss import Loss
@@ -35,6 +36,7 @@ from thunder_zero.tools.printing.words import count
 from thunder_zero.tools.table.table import step_table, table_of
 from thunder_zero.tools.time.estimate import Estimate
 from thunder_zero.tools.views.page.data import Data, data_of, differences, top_of
+from thunder_zero.tools.views.page.recorded import data_of_step
 from thunder_zero.traces.compiled import Traces
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ BY_TIMES = (
 
 
 def report(
-    model_or_traces: ThunderModule | Traces,
+    model_or_traces: ThunderModule | Traces | Verdict,
     path: str | PathLike[str],
     *,
     device: Device | str,
@@ -71,7 +73,13 @@ def report(
     ``measured`` is the result of :func:`thunder_zero.tools.measure_times`, and is shown beside the forecast.
     With ``types``, each line shows what it writes on each axis of the mesh. ``between`` is the link between sites, as
     for :func:`thunder_zero.tools.estimate`, for traces with an outer step.
+
+    A verdict of :func:`thunder_zero.tools.check_step` shows the step that was checked, with the types; it takes no
+    other arguments than ``device`` and ``title``.
     """
+    if isinstance(model_or_traces, Verdict):
+        Path(path).write_text(html_of(page_of_step(model_or_traces, device, title)), encoding="utf-8")
+        return
     step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "between": between}
     data = page_of(model_or_traces, device, measured, beside, **step, title=title, types=types)
     Path(path).write_text(html_of(data), encoding="utf-8")
@@ -114,17 +122,40 @@ def page_of(
     programs = [data_of(name, table, BY_TIMES * (name == "measured times")) for name, table in shown.items()]
     parameters = sum(prod(traces.plan.whole_shape(param)) for param in traces.plan.params)
     model = "A step" if isinstance(model_or_traces, Traces) else type(plain_of(model_or_traces)).__name__
-    most = 1.06 * max((row.highest or 0 for table in tables for row in table.lines), default=0) or 1.0
     dtypes = dict.fromkeys(name_of(param.compute_dtype) for param in traces.plan.params)
     return {
         "title": title or model,
         "facts": [f"{count(parameters)} parameters", f"compute in {', '.join(dtypes)}", f"on {device.name}"],
         "top": top_of(programs, device.memory_bytes),
         "programs": programs,
-        "most_bytes": most,
-        "scale": [size(round(most * part)) for part in (0.0, 0.5, 1.0)],
+        **_scale(programs),
         "differences": differences(programs, tables),
     }
+
+
+def page_of_step(verdict: Verdict, device: Device | str, title: str = "") -> Data:
+    """Return the page of a step that was checked as JSON data."""
+    if verdict.step is None:
+        raise ValueError(f"the step was not recorded: {verdict.faults[0].text if verdict.faults else 'no faults'}")
+    device = device_of(device)
+    data = data_of_step(verdict, verdict.step, device)
+    numel = sum(count for _, count in verdict.step.parameters.values())
+    faults = sum(fault.kind != "warning" for fault in verdict.faults)
+    said = f"{faults} faults" if faults else "nothing wrong"
+    return {
+        "title": title or "A step",
+        "facts": [f"{count(numel)} parameters on this rank", f"on {device.name}", f"{said} on these inputs"],
+        "top": top_of([data], device.memory_bytes),
+        "programs": [data],
+        **_scale([data]),
+        "differences": [],
+    }
+
+
+def _scale(programs: Sequence[Data]) -> Data:
+    """Return the top of the picture of memory, with room above the highest line, and the words beside it."""
+    most = 1.06 * max((highest or 0 for program in programs for highest in program["lines"]["highest"]), default=0)
+    return {"most_bytes": most or 1.0, "scale": [size(round(most * part)) for part in (0.0, 0.5, 1.0)]}
 
 
 def report_of(
