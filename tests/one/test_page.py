@@ -121,6 +121,7 @@ def test_each_operation_is_on_its_line_of_the_trace(stage: int) -> None:
     phases = list(dict.fromkeys(row.phase for row in table.lines))
     digests = ["digests"] if stage == 1 else []
     assert phases == [*digests, "forward", "loss", "backward", "optimizer step"]
+    assert {table.lines[line].phase for line, _ in table.spans} == {*phases}  # each has its time
     spans = [(row.start, row.end) for row in table.lines]
     assert all(before[1] <= after[1] and after[0] <= after[1] for before, after in pairwise(spans))
 
