@@ -15,6 +15,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--store", default="127.0.0.1:29400", metavar="HOST:PORT")
     parser.add_argument("--every", type=int, default=32, help="steps between two exchanges (default: 32)")
     parser.add_argument("--wire", choices=WIRES, default="float32", help="the encoding of what is exchanged")
+    parser.add_argument("--momentum", type=float, default=0.5, help="of the outer optimizer; the papers have 0.9")
     parser.add_argument("--fragments", type=int, default=1)
     parser.add_argument("--delay", type=int, default=0)
     parser.add_argument("--inner", choices=("adamw", "muon"), default="adamw")
@@ -83,9 +85,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     outer = None
     if options.site:
         sites = tz.sites(options.store, name=options.site, timeout=options.timeout)
-        wire = WIRES[options.wire]
         outer = tz.DiLoCo(
-            model, sites, sync_every=options.every, wire=wire, fragments=options.fragments, delay=options.delay
+            model,
+            sites,
+            sync_every=options.every,
+            outer_optimizer=partial(torch.optim.SGD, lr=0.7, momentum=options.momentum, nesterov=True),
+            wire=WIRES[options.wire],
+            fragments=options.fragments,
+            delay=options.delay,
         )
     seconds = []
     for step in range(options.steps):
@@ -106,6 +113,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         seconds.append(time.perf_counter() - start)
         if rank == 0 and step % 50 == 0:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
+    if outer is not None:
+        outer.leave()
     with torch.no_grad():
         whole = Shape(64, 64, rank, ranks)
         losses = torch.stack([loss_of(model, windows) for windows in validation_batches(text, 8, whole)]).mean()
@@ -113,8 +122,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if rank == 0:
         result = {"loss": losses.item() / ranks, "exchanges": outer.counts.version if outer else 0, "seconds": seconds}
         print(json.dumps(result), flush=True)
-    if outer is not None:
-        outer.leave()
     dist.destroy_process_group()
 
 

@@ -37,6 +37,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # options of the worker; those without
     "ZeRO-2, int8": ("--wire", "int8"),
     "H 8": ("--every", "8"),
     "H 32": ("--every", "32"),
+    "H 32, momentum 0.9": ("--every", "32", "--momentum", "0.9"),
     "H 32, int8": ("--every", "32", "--wire", "int8"),
     "H 32, int8, streamed": ("--every", "32", "--wire", "int8", *STREAMED),
     "H 128": ("--every", "128"),

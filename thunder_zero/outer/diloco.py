@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from thunder_zero.comm.small_collectives import all_gather_object, all_gather_te
 from thunder_zero.compat.torch.groups import at_exit
 from thunder_zero.encodings.encoding import Encoding
 from thunder_zero.outer.exchange import Change, Exchanged
-from thunder_zero.outer.meeting import Announcement
+from thunder_zero.outer.meeting import Announcement, Unsettled
 from thunder_zero.outer.rounds import Flight, SiteLink
 from thunder_zero.outer.store import NotReached, Sites
 from thunder_zero.plan.outer import WIRE, Outer, Vector, copies_of
@@ -42,6 +43,7 @@ from thunder_zero.sharded.beside import RowsBeside
 from thunder_zero.sharded.digests import digests_of
 from thunder_zero.sharded.dtensors import dtensor_like, local
 
+OF_SCHEDULES = ("params", "lr", "initial_lr")  # what may differ between sites for a while
 REMEDY = "give all ranks of a site the same arguments"
 MakeOuter = Callable[[Sequence[Tensor]], Optimizer]
 SGD: MakeOuter = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)  # as in the papers
@@ -51,16 +53,28 @@ SGD: MakeOuter = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)  
 class OuterCounts:
     """Numbers of an outer step, which a checkpoint saves and restores."""
 
+    optimizer: Optimizer | None = None  # the outer optimizer, whose options are saved, too
     steps: int = 0  # the number of calls of ``step``
-    version: int = 0  # the number of exchanges whose results the agreed parameters have
+    version: int = 0  # the number of exchanges with changes that the agreed parameters have
+    state: str = ""  # the last exchange in this life, equal at all sites that took part
     meets: bool = True  # False after the first exchange, or the first after a load
-    met: bool = False  # True if that exchange succeeded: what the parameters have changed since is a contribution
+    is_loaded: bool = False  # True if a checkpoint gave the agreed parameters
 
-    def state_dict(self) -> dict[str, int]:
-        return {"steps": self.steps, "version": self.version}
+    @property
+    def met(self) -> bool:
+        """True if what the parameters have changed since the last exchange is a contribution."""
+        return bool(self.state)
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.steps, self.version, self.meets, self.met = state["steps"], state["version"], True, False
+    def state_dict(self) -> dict[str, Any]:
+        groups = self.optimizer.param_groups if self.optimizer else []
+        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        return {"steps": self.steps, "version": self.version, "options": options}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps, self.version, self.state, self.meets = state["steps"], state["version"], "", True
+        self.is_loaded = True
+        for group, options in zip(self.optimizer.param_groups if self.optimizer else [], state["options"], strict=True):
+            group.update(options)
 
 
 class DiLoCo(RowsBeside):
@@ -132,6 +146,7 @@ class DiLoCo(RowsBeside):
                 Claim("the site", "; ".join(self._options()), REMEDY),
             ]
         self._sites = replace(sites, life=broadcast_object_from_rank_0(sites.life, group))
+        self.counts.optimizer, self.state.before_first_step = self.optimizer, self._begin
         self.state.outer = self.outer = replace(self.outer, states=len(self.saved()) - 1)
         self._link = SiteLink(self._sites, group.rank(), group.size(), self.outer.wire, self._fragments)
         self._flight: Flight | None = None
@@ -143,6 +158,13 @@ class DiLoCo(RowsBeside):
             f"DiLoCo({self.outer}) of {self.state.name}, site {self._sites.name!r}: {self.counts.steps} steps, "
             f"{self.counts.version} exchanges"
         )
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Take the parameters before the first step of an optimizer, which may have been loaded since."""
+        if not self.counts.is_loaded:
+            for name, agreed in self.agreed.items():
+                local(agreed).copy_(local(self._trained[name]))
 
     @torch.no_grad()
     def step(self) -> None:
@@ -167,8 +189,11 @@ class DiLoCo(RowsBeside):
         """Return a digest of the agreed parameters: after an exchange, that of all sites. Call it on all ranks."""
         return _hash(self._digests(self.agreed.values()))
 
+    @torch.no_grad()
     def leave(self) -> None:
         """Tell the other sites that this one ends. A script that ends does so, too."""
+        if self._flight is not None:
+            self._land(self._flight)
         self._link.leave()
 
     def saved(self) -> dict[str, dict[str, Tensor]]:
@@ -183,7 +208,13 @@ class DiLoCo(RowsBeside):
         return Claim(f"{name} of {self.state.name}", value, "call step on every rank")
 
     def _options(self) -> list[str]:
-        return [f"an outer step {self.outer}", f"the outer optimizer {' '.join(repr(self.optimizer).split())}"]
+        groups = [{name: group[name] for name in sorted(group)} for group in self.optimizer.param_groups]
+        options = [(name, value) for group in groups for name, value in group.items() if name not in OF_SCHEDULES]
+        return [
+            f"an outer step {self.outer}",
+            f"{type(self.optimizer).__name__} as outer optimizer",
+            *(f"{name} {value!r} of the outer optimizer" for name, value in options),
+        ]
 
     def _claims(self) -> str:
         """Return what must be equal at all sites, a sentence each line."""
@@ -211,7 +242,7 @@ class DiLoCo(RowsBeside):
             name=self._sites.name,
             life=self._sites.life,
             version=counts.version,
-            digest="" if counts.met else self.digest(),
+            state=counts.state or self.digest(),
             met=counts.met,
             fragment=fragment,
         )
@@ -230,20 +261,24 @@ class DiLoCo(RowsBeside):
 
     def _land(self, flight: Flight) -> None:
         """Wait for an exchange. Apply its result if all ranks of this site have it."""
-        exchanged, failure, self._flight = None, "", None
+        exchanged, failure, is_unsettled, self._flight = None, "", False, None
         with all_or_none(self.state.group, "the outer step"):
             try:
                 exchanged = flight.land()
             except NotReached as error:
-                failure = str(error)
+                failure, is_unsettled = str(error), isinstance(error, Unsettled)
         failures = [reason for reason in all_gather_object(failure, self.state.group) if reason]
         self.counts.meets = False
+        if any(all_gather_object(is_unsettled, self.state.group)):
+            self.counts.state = ""  # its change may have been averaged, and must not count twice
         if exchanged is None or failures:
             self._tell(f"site {self._sites.name!r} trains on alone after step {self.counts.steps}: {failures[0]}")
             return
         self._tell_changes(exchanged)
         self._apply(exchanged)
-        self.counts.version, self.counts.met = exchanged.members.next_version, True
+        members = exchanged.members
+        self.counts.version = members.next_version
+        self.counts.state = f"{members.turn} {members.next_version} {members.reference.life}"
 
     def _tell(self, sentence: str) -> None:
         if self.state.group.rank() == 0:

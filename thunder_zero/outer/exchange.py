@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -68,17 +69,17 @@ class Peers:
             own = tuple(change.elements for change in changes)
             return Exchanged(members, (), own if members.contributors else ())
         messages = Messages(self._connected(members, store), sign)
-        taken: tuple[Tensor, ...] = ()
-        if index == reference and receivers:
-            messages.trade({receiver: rows for receiver in receivers}, {})
-        elif index in receivers:
-            taken = tuple(torch.empty_like(row, device="cpu") for row in rows)
-            messages.trade({}, {reference: taken})
         senders = [names.index(name) for name in members.contributors]
         if index not in senders:  # it adds the others' changes, perhaps of another fragment than its own
             changes = [Change(torch.zeros(vector.elements), "") for vector in self._fragments[members.fragment]]
         means = [messages.average(change, index, senders, self._wire, members.turn) for change in changes if senders]
-        return Exchanged(members, taken, tuple(means))
+        taken = [torch.empty_like(row, device="cpu") for row in rows] if index in receivers else []
+        for row, new in zip_longest(rows, taken):  # one at a time, which the reference may copy from a GPU
+            if index == reference and receivers:
+                messages.trade({receiver: [row.cpu()] for receiver in receivers}, {})
+            elif index in receivers:
+                messages.trade({}, {reference: [new]})
+        return Exchanged(members, tuple(taken), tuple(means))
 
     def _connected(self, members: Members, store: TCPStore) -> ProcessGroup:
         """Return the group of this turn's members. A collective of the ranks of this place."""

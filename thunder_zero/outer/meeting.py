@@ -1,15 +1,17 @@
 """Who takes part in an exchange: signs of life, announcements, and turns that close.
 
-Sites share a store. Its turn "15.0" is exchange 15, first attempt. In each turn, the leader (rank 0) of each site
+Sites share a store. Its turn "15.0" is the 16th exchange, first attempt. In each turn, the leader (rank 0) of each site
 announces itself, and one of them closes the turn with a compare-and-set, so that all sites agree on its members::
 
-    alive/a         counts up while site a lives             every site watches all counts
-    owner/a         the process that leads a                 refuses a second job with this name
+    owner/a         the life of site a: of the job that leads it
+    alive/LIFE      counts up while this job lives           every site watches all counts
     turn            "15.0" -> "15.1" after a failure, "16.0" after a success
+    newest          the highest version of a site so far
     15.0/here/a     {"version": 15, ...}                     an announcement
     15.0/closed     [the announcements of all members]       set once
+    15.0/progress   counts up while rows arrive
     15.0/arrived    number of ranks that have all rows
-    15.0/outcome    "" if all ranks have arrived, else a reason: set once
+    15.0/outcome    "arrived" if all ranks have, else a reason: set once
 
 A turn closes when all living sites have announced themselves, or when the time-out has passed. A site that has missed
 an exchange does not close a turn while a site that has not is alive: it waits for that site's next exchange.
@@ -22,6 +24,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from time import monotonic, sleep
 from typing import Any
 
@@ -31,6 +34,11 @@ from thunder_zero.outer.store import NotReached, Sites, connect, host_store
 
 POLL_SECONDS = 0.02  # between two looks at a key
 BEATS = 8  # signs of life of a site within the time-out
+ARRIVED = "arrived"  # the outcome of an exchange that succeeded
+
+
+class Unsettled(NotReached):
+    """It is unknown whether the exchange succeeded."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +46,11 @@ class Announcement:
     """What a site says of itself in a turn."""
 
     name: str
-    life: str  # the process that leads the site
-    version: int  # the number of exchanges whose results it has
-    digest: str  # of its agreed parameters, if it has not met the others yet
-    met: bool  # whether it has met the others in this life
-    fragment: int  # the fragment of which it has a change; -1 if it has none
+    life: str  # the job that leads the site
+    version: int  # the number of exchanges whose changes its agreed parameters have
+    state: str  # equal at sites with equal agreed parameters: the last exchange, or a digest before the first
+    met: bool  # whether it has met the others in this life, so that its change since then counts
+    fragment: int  # the fragment of its change
 
 
 @dataclass(frozen=True)
@@ -57,14 +65,10 @@ class Members:
         """The site whose agreed parameters all members take: the first that has most exchanges."""
         return max(self.all, key=lambda site: (site.version, site.met))  # max returns the first of equals
 
-    def takes_rows(self, site: Announcement) -> bool:
-        """Return whether a site takes the reference's rows before the exchange."""
-        newest = self.reference
-        return site.version < newest.version or (not site.met and site.digest != newest.digest)
-
     @property
     def receivers(self) -> tuple[str, ...]:
-        return tuple(site.name for site in self.all if self.takes_rows(site))
+        """The sites that take the reference's rows."""
+        return tuple(site.name for site in self.all if site.state != self.reference.state)
 
     @property
     def contributors(self) -> tuple[str, ...]:
@@ -81,46 +85,64 @@ class Members:
 
     @property
     def next_version(self) -> int:
-        return max(int(self.turn.partition(".")[0]), self.reference.version) + 1
+        """The version after the exchange: a meeting without changes is no progress."""
+        return self.reference.version + bool(self.contributors)
 
 
 class Presence:
     """Signs of life of all sites, in a thread of each site's leader.
 
-    A site is alive if its count has changed within the time-out.
+    A site is alive if its count has changed within the time-out. It is absent from when it has missed a turn until it
+    announces itself.
     """
 
     def __init__(self, address: Sites) -> None:
-        self._address, self._seen = address, dict[str, tuple[int, float]]()
+        self._address, self._seen = address, dict[str, tuple[str, int, float]]()
         self._ended, self._is_started = threading.Event(), False
-        self.refusal = ""  # why this site may not take part: another job has its name
+        self.absent = set[str]()
 
-    def start(self, store: TCPStore) -> None:
-        """Take the name of this site, or raise ValueError if another living job has it. Then give signs of life."""
+    def start(self, store: TCPStore, claims: str) -> None:
+        """Give signs of life, and take the name of this site, once. Raise ValueError if another living job has it, or
+        if living sites train something else."""
         if self._is_started:
             return
+        self.look(store)
+        if not self.alive():
+            store.set("claims", claims)
+            store.set("newest", "0")
+        others = store.compare_set("claims", "", claims).decode()
+        if others != claims:
+            raise ValueError(
+                f"site {self._address.name!r} differs from the sites at {self._address.address}: it has "
+                f"{_unlike(claims.splitlines(), others.splitlines())}; train the same at all sites, or start the store "
+                f"anew"
+            )
+        threading.Thread(target=self._give_signs, name="thunder_zero presence", daemon=True).start()
+        self._take_name(store)
+        names = store.compare_set("names", "", self._address.name).decode()
+        while self._address.name not in names.split():  # another site may register at the same time
+            names = store.compare_set("names", names, f"{names} {self._address.name}").decode()
+        self._is_started = True
+
+    def _take_name(self, store: TCPStore) -> None:
         owner, own = f"owner/{self._address.name}", self._address.life
-        end, other = monotonic() + self._address.timeout, store.compare_set(owner, "", own).decode()
+        other = store.compare_set(owner, "", own).decode()
         if other != own:
-            self.look(store)
-            while not self._is_silent(self._address.name):
-                if monotonic() > end:
+            count, end = store.add(f"alive/{other}", 0), monotonic() + self._address.timeout
+            while monotonic() < end:
+                if store.add(f"alive/{other}", 0) != count:
+                    self._ended.set()
                     raise ValueError(
                         f"another job is site {self._address.name!r} at {self._address.address}, and it is alive; give "
                         f"this one another name in tz.sites, or end the other job"
                     )
                 sleep(POLL_SECONDS)
-                self.look(store)
             store.set(owner, own)
-        self._register(store)
-        self._beat(store)
-        self._is_started = True
-        threading.Thread(target=self._give_signs, name="thunder_zero presence", daemon=True).start()
 
-    def _register(self, store: TCPStore) -> None:
-        names = store.compare_set("names", "", self._address.name).decode()
-        while self._address.name not in names.split():  # another site may register at the same time
-            names = store.compare_set("names", names, f"{names} {self._address.name}").decode()
+    def require_name(self, store: TCPStore) -> None:
+        """Raise ValueError if another job has taken the name, since this one was silent for long."""
+        if store.compare_set(f"owner/{self._address.name}", "", self._address.life).decode() != self._address.life:
+            raise ValueError(f"another job has taken the name of site {self._address.name!r}; end one of them")
 
     def end(self) -> None:
         """Leave, so that the others do not wait for this site."""
@@ -133,53 +155,52 @@ class Presence:
 
     def alive(self) -> list[str]:
         """Return the names of the sites that are alive, this one included, in order."""
-        return sorted(name for name in tuple(self._seen) if not self._is_silent(name))
+        since = monotonic() - self._address.timeout
+        return sorted(name for name, (_, _, last) in tuple(self._seen.items()) if last > since)
 
-    def _is_silent(self, name: str) -> bool:
-        return monotonic() - self._seen.get(name, (0, float("-inf")))[1] > self._address.timeout
-
-    def _give_signs(self) -> None:
-        store: TCPStore | None = None
-        while not self._ended.wait(self._address.timeout / BEATS):
-            try:
-                store = store or connect(self._address)
-                self._beat(store)
-            except (NotReached, DistError):
-                store = None  # connect again: the store may come back
-
-    def _beat(self, store: TCPStore) -> None:
-        owner = store.compare_set(f"owner/{self._address.name}", "", self._address.life).decode()
-        store.add(f"alive/{self._address.name}", int(owner == self._address.life))
-        if owner != self._address.life:
-            self.refusal = f"another job has taken the name of site {self._address.name!r}; end one of them"
-            self._ended.set()
-        self.look(store)
+    def has(self, site: Announcement) -> bool:
+        """Return whether this life of a site is alive."""
+        return site.name in self.alive() and self._seen[site.name][0] == site.life
 
     def look(self, store: TCPStore) -> None:
         """Look which sites have given a sign of life since the last look."""
         names = store.get("names").decode().split() if store.check(["names"]) else ()
         for name in dict.fromkeys(names):
-            count = store.add(f"alive/{name}", 0)
-            if not store.check([f"owner/{name}"]):
+            life = store.get(f"owner/{name}").decode() if store.check([f"owner/{name}"]) else ""
+            count = store.add(f"alive/{life}", 0) if life else 0
+            if not life:
                 self._seen.pop(name, None)  # it has left
-            elif self._seen.get(name, (-1, 0.0))[0] != count:
-                self._seen[name] = count, monotonic()
+            elif self._seen.get(name, ("", 0, 0.0))[:2] != (life, count):
+                self._seen[name] = life, count, monotonic()
+
+    def _give_signs(self) -> None:
+        store: TCPStore | None = None
+        while True:
+            try:
+                store = store or connect(self._address)
+                store.add(f"alive/{self._address.life}", 1)
+                self.look(store)
+            except (NotReached, DistError):
+                store = None  # connect again: the store may come back
+            if self._ended.wait(self._address.timeout / BEATS):
+                return
 
 
 class Meeting:
-    """One rank's connection to the store, for one exchange at a time."""
+    """One rank's part in the turns of one exchange. Other ranks follow their leader, which has the presence."""
 
     def __init__(self, address: Sites, store: TCPStore, presence: Presence | None, sign: Callable[[], None]) -> None:
         self._address, self.store, self._presence, self._sign = address, store, presence, sign
 
-    def members(self, key: str, me: Announcement) -> Members:
-        """Return the members of the next turn in which this site takes part. Other ranks follow their leader."""
+    def members(self, key: str, me: Announcement, claims: str) -> Members:
+        """Return the members of the next turn in which this site takes part."""
         if self._presence is None:
             members, failure = json.loads(self._from_leader(key))
             if failure:
                 raise NotReached(failure)
             return _members(*members)
         try:
+            self._presence.start(self.store, claims)
             members = self._lead(me, self._presence)
         except Exception as error:
             self.store.set(key, json.dumps([None, f"{error}"]))
@@ -188,57 +209,76 @@ class Meeting:
         return members
 
     def _lead(self, me: Announcement, presence: Presence) -> Members:
-        presence.start(self.store)
         while True:
-            if presence.refusal:
-                raise ValueError(presence.refusal)
-            turn = self.store.compare_set("turn", "", f"{me.version}.0").decode()
+            presence.require_name(self.store)
+            turn = self.store.compare_set("turn", "", "0.0").decode()
             self.store.set(f"{turn}/here/{me.name}", json.dumps(asdict(me)))
             members = self._close(turn, me, presence)
             if me in members.all:
                 return members
-            # Closed without this site, which now is late: it waits for the next turn.
+            # Closed without this site, which now is late: it waits for the next turn, or for the end of its members.
             while self.store.get("turn").decode() == turn:
+                presence.look(self.store)
+                if not any(map(presence.has, members.all)):
+                    self._end(members, "its members have ended")
                 self._pause()
 
     def _close(self, turn: str, me: Announcement, presence: Presence) -> Members:
         """Close a turn, or wait until another leader has closed it."""
-        deadline, version = monotonic() + self._address.timeout, int(turn.partition(".")[0])
+        deadline, newest = monotonic() + self._address.timeout, int(self._value("newest", "0"))
         presence.look(self.store)  # it may not know a site yet that has just come
         while not self.store.check([f"{turn}/closed"]):
             alive, is_late = presence.alive(), monotonic() > deadline
             here = [name for name in alive if self.store.check([f"{turn}/here/{name}"])]
+            presence.absent -= {*here}
             sites = [self.store.get(f"{turn}/here/{name}").decode() for name in here]
             is_enough = me.met or is_late or len(here) >= self._address.expected
-            has_current = any(json.loads(site)["version"] >= version for site in sites)
-            if (here == alive and is_enough) or (is_late and has_current):
+            has_current = any(json.loads(site)["version"] >= newest for site in sites)
+            missing = {*alive} - {*here} - (presence.absent if has_current else set())
+            if (not missing and is_enough) or (is_late and has_current):
+                presence.absent |= missing
                 self.store.compare_set(f"{turn}/closed", "", f"[{', '.join(sites)}]")
             self._pause()
         return _members(turn, json.loads(self.store.get(f"{turn}/closed")))
 
     def settle(self, members: Members, ranks: int, failure: str) -> str:
         """Tell the others how the exchange went on this rank. Return what all agree on: "", or why it failed."""
-        turn, number = members.turn, int(members.turn.partition(".")[2])
-        if failure:
-            self.store.compare_set(f"{turn}/outcome", "", failure)
-        elif self.store.add(f"{turn}/arrived", 1) == ranks * len(members.all):
-            self.store.compare_set(f"{turn}/outcome", "", "arrived")
+        turn, progress = members.turn, -1
         end = monotonic() + self._address.timeout
-        while not self.store.check([f"{turn}/outcome"]):
-            if monotonic() > end:
-                self.store.compare_set(f"{turn}/outcome", "", "a rank does not say whether it has all rows")
-            self._pause()
-        outcome = self.store.get(f"{turn}/outcome").decode()
-        version, _, _ = turn.partition(".")
-        following = f"{members.next_version}.0" if outcome == "arrived" else f"{version}.{number + 1}"
-        self.store.compare_set("turn", turn, following)
-        return "" if outcome == "arrived" else outcome
+        try:
+            if not failure and self.store.add(f"{turn}/arrived", 1) == ranks * len(members.all):
+                self._end(members, ARRIVED)
+            while not self.store.check([f"{turn}/outcome"]):
+                if (now := self.store.add(f"{turn}/progress", 0)) != progress:
+                    progress, end = now, monotonic() + self._address.timeout
+                if failure or monotonic() > end:
+                    self._end(members, failure or "a rank does not say whether it has all rows")
+                self._pause()
+            outcome = self.store.get(f"{turn}/outcome").decode()
+            self._end(members, outcome)
+        except DistError as error:
+            raise Unsettled(f"the store was lost at the end of an exchange: {error}".partition("\n")[0]) from None
+        return "" if outcome == ARRIVED else outcome
+
+    def _end(self, members: Members, outcome: str) -> None:
+        """End a turn with this outcome, or with that of another rank, and begin the next. Idempotent."""
+        outcome = self.store.compare_set(f"{members.turn}/outcome", "", outcome).decode()
+        number, _, attempt = members.turn.partition(".")
+        if outcome == ARRIVED:
+            newest = self._value("newest", "0")
+            if members.next_version > int(newest):
+                self.store.compare_set("newest", newest, f"{members.next_version}")
+        following = f"{int(number) + 1}.0" if outcome == ARRIVED else f"{number}.{int(attempt) + 1}"
+        self.store.compare_set("turn", members.turn, following)
+
+    def _value(self, key: str, default: str) -> str:
+        return self.store.compare_set(key, "", default).decode()
 
     def _from_leader(self, key: str) -> str:
         """Wait for a value of this site's leader, as long as that gives signs of life."""
         last, count = monotonic(), -1
         while not self.store.check([key]):
-            if (beats := self.store.add(f"alive/{self._address.name}", 0)) != count:
+            if (beats := self.store.add(f"alive/{self._address.life}", 0)) != count:
                 last, count = monotonic(), beats
             if monotonic() - last > self._address.timeout:
                 raise NotReached(f"rank 0 of site {self._address.name!r} gives no sign of life")
@@ -254,16 +294,22 @@ def _members(turn: str, announcements: Sequence[Mapping[str, Any]]) -> Members:
     return Members(turn, tuple(Announcement(**site) for site in announcements))
 
 
+def _unlike(claims: Sequence[str], others: Sequence[str]) -> str:
+    """Return the first claims in which two sites differ, as "this, and the others have that"."""
+    pairs = zip_longest(claims, others, fillvalue="nothing more")
+    return next(f"{mine}, and the others have {theirs}" for mine, theirs in pairs if mine != theirs)
+
+
 def serve(address: str) -> None:
     """Run a store until it is interrupted. Print the sites that are alive, and the number of exchanges."""
     own = Sites(address, "store", BEATS, 1)
     if (store := host_store(own)) is None:
         raise ValueError(f"cannot run a store at {address}: give an address of this machine, and a free port")
-    presence, last = Presence(own), tuple[str, ...]()
+    presence, last = Presence(own), ""
     while True:
         presence.look(store)
-        exchanges = store.get("turn").decode().partition(".")[0] if store.check(["turn"]) else 0
-        if (alive := tuple(presence.alive())) != last:
-            print(f"{', '.join(alive) or 'no site'}, after {exchanges} exchanges", flush=True)
+        turn = store.get("turn").decode().partition(".")[0] if store.check(["turn"]) else "0"
+        if (alive := ", ".join(presence.alive()) or "no site") != last:
+            print(f"{alive}, after {turn} exchanges", flush=True)
         last = alive
         sleep(1)

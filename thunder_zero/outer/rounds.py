@@ -2,19 +2,18 @@
 
 ::
 
-    Flight(link, me, changes, rows)     members -> exchange -> settle: "" ?  -> Exchanged
-                                                                 else the next attempt, without the silent sites
+    Flight(me, claims, changes, rows)     members -> exchange -> settle: "" ?  -> Exchanged
+                                                                    else the next attempt, without the silent sites
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from time import monotonic
 
 from torch import Tensor
-from torch.distributed import DistError, TCPStore
+from torch.distributed import TCPStore
 
 from thunder_zero.compat.torch.groups import wait_for_a_core
 from thunder_zero.encodings.encoding import Encoding
@@ -24,70 +23,78 @@ from thunder_zero.outer.store import NotReached, Sites, connect, host_store, rea
 from thunder_zero.plan.outer import Vector
 
 ATTEMPTS = 4  # of one exchange; each loses at least one site, or takes a time-out
-CLAIMS = "claims"
+PATIENCE = 3  # time-outs without a sign of life of the thread, after which it is abandoned
+TELL_SECONDS = 0.5  # between two signs of progress for the other sites
 
 
 class SiteLink:
     """This rank's way to the other sites: connections that outlive an exchange."""
 
     def __init__(
-        self,
-        address: Sites,
-        rank: int,
-        ranks: int,
-        wire: Encoding,
-        fragments: Sequence[Sequence[Vector]],
+        self, address: Sites, rank: int, ranks: int, wire: Encoding, fragments: Sequence[Sequence[Vector]]
     ) -> None:
         self.address, self.ranks = address, ranks
-        self._rank = rank
+        self._rank, self._wire, self._fragments = rank, wire, fragments
         self._hosted: TCPStore | None = None  # the store, if this process runs it
         self._presence = Presence(address) if rank == 0 else None
-        self._peers = Peers(address, rank, wire, fragments)
+        self._last: Flight | None = None
+        self._peers = self._no_peers()
         self._flights = 0  # equal on all ranks of a site
+
+    def _no_peers(self) -> Peers:
+        return Peers(self.address, self._rank, self._wire, self._fragments)
 
     def fly(self, me: Announcement, claims: str, changes: Sequence[Change], rows: Sequence[Tensor]) -> Flight:
         """Launch an exchange. The first has ``claims``, which must be equal at all sites."""
         self._flights += 1
-        number = self._flights
-        return Flight(lambda sign: self._run(number, me, claims, changes, rows, sign), 3 * self.address.timeout)
+        if self._last is not None and self._last.is_alive():  # abandoned: it may still use its peers
+            self._peers = self._no_peers()
+        number, peers = self._flights, self._peers
+
+        def run(sign: Callable[[], None]) -> Exchanged:
+            try:
+                with reaching(self.address):
+                    return self._run(f"{me.life}/{number}", me, claims, changes, rows, peers, sign)
+            except BaseException:
+                peers.drop()
+                raise
+
+        self._last = Flight(run, PATIENCE * self.address.timeout)
+        return self._last
 
     def _run(
         self,
-        number: int,
+        key: str,
         me: Announcement,
         claims: str,
         changes: Sequence[Change],
         rows: Sequence[Tensor],
+        peers: Peers,
         sign: Callable[[], None],
     ) -> Exchanged:
         if self._rank == 0:
             self._hosted = host_store(self.address) or self._hosted
         store = connect(self.address, 0.0 if me.met else self.address.timeout)
-        meeting, failure = Meeting(self.address, store, self._presence, sign), ""
-        with reaching(self.address):
-            self._compare(store, claims)
-            for attempt in range(ATTEMPTS):
-                members = meeting.members(f"{me.life}/{number}/{attempt}", me)
-                failure = ""
-                try:
-                    exchanged = self._peers.exchange(members, store, changes, rows, sign)
-                except (RuntimeError, OSError) as error:
-                    failure = f"site {me.name!r}: {str(error).partition(chr(10))[0]}"
-                failure = meeting.settle(members, self.ranks, failure)
-                if not failure:
-                    return exchanged
-                self._peers.drop()
-        raise NotReached(f"{ATTEMPTS} attempts failed, the last one with {failure}")
+        meeting, failure, last = Meeting(self.address, store, self._presence, sign), "", 0.0
+        for attempt in range(ATTEMPTS):
+            members, failure = meeting.members(f"{key}/{attempt}", me, claims), ""
 
-    def _compare(self, store: TCPStore, claims: str) -> None:
-        """Raise ValueError if another model meets at the store."""
-        others = store.compare_set(CLAIMS, "", claims).decode() if claims else ""
-        if others != claims:
-            raise ValueError(
-                f"site {self.address.name!r} differs from the sites at {self.address.address}: it has "
-                f"{_unlike(claims.splitlines(), others.splitlines())}; train the same on all sites, or start the "
-                f"store anew"
-            )
+            def tell(turn: str = members.turn) -> None:
+                nonlocal last
+                sign()
+                if monotonic() - last > TELL_SECONDS:  # the others wait for whoever makes progress
+                    last = monotonic()
+                    store.add(f"{turn}/progress", 1)
+
+            try:
+                exchanged = peers.exchange(members, store, changes, rows, tell)
+            except (RuntimeError, OSError) as error:
+                failure = f"site {me.name!r}: {str(error).partition(chr(10))[0]}"
+            failure = meeting.settle(members, self.ranks, failure)
+            if not failure:
+                return exchanged
+            peers.drop()
+        raise NotReached(f"{ATTEMPTS} attempts failed, the last one with {failure}")
 
     def leave(self) -> None:
         """Tell the others that this site ends, and close the connections."""
@@ -104,14 +111,13 @@ class Flight(threading.Thread):
         self._call, self._patience, self._last_sign = call, patience, monotonic()
         self._result: Exchanged | None = None
         self._error: Exception | None = None
+        self._is_abandoned = False
         self.start()
 
     def run(self) -> None:
         wait_for_a_core(threading.get_native_id())
         try:
             self._result = self._call(self._sign)
-        except DistError as error:
-            self._error = NotReached(str(error).partition("\n")[0])
         except Exception as error:
             self._error = error
 
@@ -120,6 +126,7 @@ class Flight(threading.Thread):
         while self.is_alive():
             self.join(self._patience / 10)
             if self.is_alive() and monotonic() - self._last_sign > self._patience:
+                self._is_abandoned = True
                 raise NotReached("a message to another site hangs")
         if self._error is not None:
             raise self._error
@@ -127,10 +134,6 @@ class Flight(threading.Thread):
         return self._result
 
     def _sign(self) -> None:
+        if self._is_abandoned:
+            raise NotReached("nobody waits for this exchange any more")
         self._last_sign = monotonic()
-
-
-def _unlike(claims: Sequence[str], others: Sequence[str]) -> str:
-    """Return the first claims in which two sites differ, as "this, and the others have that"."""
-    pairs = zip_longest(claims, others, fillvalue="nothing more")
-    return next(f"{mine}, and the others have {theirs}" for mine, theirs in pairs if mine != theirs)

@@ -32,8 +32,7 @@ class Sites:
     life: str = field(default_factory=lambda: uuid4().hex[:12], compare=False, repr=False)  # of this job
 
     def __post_init__(self) -> None:
-        host, _, port = str(self.address).rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < PORTS:
+        if not re.fullmatch(r"[\w.-]+:\d+", str(self.address)) or not 0 < self.port < PORTS:
             raise ValueError(f"address is {self.address!r}; give 'host:port' of the store, such as '10.0.0.1:29400'")
         if not isinstance(self.name, str) or not re.fullmatch(r"[\w.-]+", self.name):
             raise ValueError(f"name is {self.name!r}; give this site a name of letters and digits, such as 'attic'")

@@ -126,6 +126,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stepped = _stepped(optimizer)
     _refuse_early(optimizer, stepped)
     _check_first_step(optimizer, stepped)
+    for state in stepped:
+        if (begin := state.before_first_step) is not None:
+            state.before_first_step = None
+            begin()
 
 
 def _stepped(optimizer: Optimizer) -> dict[State, list[ShardedParam]]:

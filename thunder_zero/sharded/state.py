@@ -5,7 +5,7 @@ Training code steps the shards. Compiled traces reach this state through ``runti
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -125,6 +125,7 @@ class State(LocalState):
         self.in_module: Literal["shards", "placeholders", "full parameters"] = "shards"
         self.averaged: frozenset[Tensor] = frozenset()  # parameters that hold their averages (``EMA.applied``)
         self.outer: Outer | None = None  # the outer step between sites, for forecasts (``outer/diloco.py``)
+        self.before_first_step: Callable[[], None] | None = None  # called before an optimizer's first step
         self.saves: Any = None  # the thread of asynchronous saves (``checkpoint/save.py``)
         self.class_name = type(module).__name__
         name = f"model {next_number(self.group)} ({self.class_name})"
