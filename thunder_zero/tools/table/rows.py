@@ -95,6 +95,13 @@ class Row:
         return summed_up(self, f"{self.phase}, {self.kind or 'no operation'}: {clip(self.statement, WIDTH)}")
 
     @property
+    def ran(self) -> int:
+        """The index in the timeline of its operation. Raise ValueError if the line runs none."""
+        if self.op is None:
+            raise ValueError(f"this line runs no operation of the timeline: {self!r}")
+        return self.op
+
+    @property
     def wire_seconds(self) -> float:
         """Seconds of its collective on the wire."""
         return 0.0 if self.wire_start is None or self.wire_end is None else self.wire_end - self.wire_start

@@ -108,7 +108,7 @@ class Table:
 
     def wait_of(self, launch: Row) -> Row:
         """Return the row that first waits for a collective. ``launch`` is the row that launches it."""
-        return self.of(self._ends[self.traces.timeline.ops[launch.op or 0].writes[0]])
+        return self.of(self._ends[self.traces.timeline.ops[launch.ran].writes[0]])
 
     @cached_property
     def _ends(self) -> dict[str, int]:
