@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -152,7 +154,7 @@ def test_a_step_takes_the_seconds_of_arithmetic() -> None:
     assert estimate.mfu == pytest.approx(5 * product / estimate.seconds)
 
 
-def test_a_step_of_a_site_has_its_share_of_the_exchanges() -> None:
+def test_a_step_of_a_site_has_its_share_of_the_exchanges(tmp_path: Path) -> None:
     with torch.device("meta"):
         module, x = narrow(), torch.empty(3, 4)
     outer = tz.Outer(sync_every=8, fragments=2, wire=tz.Int8(block=8))
@@ -163,16 +165,24 @@ def test_a_step_of_a_site_has_its_share_of_the_exchanges() -> None:
     assert estimate.seconds == pytest.approx(plain.seconds + sum(sent) / 1e6 / 8)
     assert (estimate.seconds_alone, estimate.sent_bytes) == (plain.seconds, plain.sent_bytes)
     assert estimate.exposed_on["site"] == pytest.approx(estimate.wire_seconds["site"])
-    rows = tz.tools.step_table(traces, device=H100, between=between).rows(lambda row: row.over == "site")
+    table = tz.tools.step_table(traces, device=H100, between=between)
+    rows = table.rows(lambda row: row.over == "site")
     assert [(row.params, row.sent, row.lane) for row in rows] == [
         ((f"{name}.weight",), nbytes // 2, "site") for name, nbytes in zip("02", sent, strict=True)
     ]
     assert [row.exposed for row in rows] == pytest.approx([nbytes / 1e6 / 8 for nbytes in sent])
     assert rows[-1].end == estimate.seconds
+    with pytest.raises(ValueError, match=r"runs no operation of the timeline: .*outer step, site"):
+        table.wait_of(rows[0])
     assert "between 2 sites, an exchange of 48 B takes" in str(estimate).replace("\n ", "")
     page = page_of(traces, H100, between=between)
     assert page["programs"][0]["lanes"][-1] == "other sites"
     assert "waiting for other sites" in page["top"][0]["note"]
+    tz.tools.save_timeline(tmp_path / "step.json", traces, device=H100, between=between)
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    exchanges = [event for event in events if event["name"] == "outer.step()"]
+    assert [event["args"]["sent_bytes"] for event in exchanges] == [row.sent for row in rows]
+    assert sum(event["dur"] for event in exchanges) == pytest.approx(estimate.wire_seconds["site"] * 1e6)
 
 
 def test_wrong_traces_and_devices_are_refused() -> None:

@@ -32,7 +32,9 @@ def test_a_question_to_the_table_is_answered_as_the_page_says(capsys: pytest.Cap
     assert f"```text\n{printed}```" in PAGE
     storages = tz.tools.memory(table.traces).storages
     kept = sum(storage.nbytes for storage in storages if storage.kind is tz.tools.Holds.SAVED and storage.line >= 0)
-    assert sum(names["kept_for_backward"](table).values()) == kept > 0
+    assert sum(tz.tools.kept_for_backward(table).values()) == kept > 0
+    with pytest.raises(ValueError, match="no forecast of memory: cannot forecast the loss"):
+        tz.tools.kept_for_backward(tz.tools.step_table(table.traces, loss=lambda y: y.sum() * y.sum().item()))
     assert [row["code"] for row in table.as_dicts()] == [row.code for row in table.lines]
 
 

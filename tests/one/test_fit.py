@@ -50,8 +50,8 @@ def recorded(start: tz.Policy = tz.ZERO3, make: Callable[[], nn.Module] = net) -
     return source, recorder_of(source.under(start), None, torch.optim.SGD)
 
 
-def peak(policy: tz.Policy, shape: tuple[int, ...] = SHORT) -> int:
-    return tz.tools.memory(traced(net, shape, policy), optimizer=torch.optim.SGD).peak
+def peak(policy: tz.Policy, shape: tuple[int, ...] = SHORT, *, fused: bool = False) -> int:
+    return tz.tools.memory(traced(net, shape, policy, fused=fused), optimizer=torch.optim.SGD).peak
 
 
 def fit(memory_bytes: int, shape: tuple[int, ...] = SHORT, module: Any = None, **options: Any) -> tz.Policy:
@@ -140,10 +140,11 @@ def test_units_are_not_recomputed_if_memory_allows() -> None:
 
 
 @pytest.mark.slow
-def test_prices_decide_between_recomputing_and_regathering_units() -> None:
-    budget = int(0.95 * peak(tz.Policy(keep_unsharded=UNITS), LONG))
-    assert fit(budget, LONG, flops_per_byte=1e9).recompute_units
-    assert not fit(budget, LONG, flops_per_byte=0.01).recompute_units
+@pytest.mark.parametrize(("fuse", "needed"), [(None, 0), ("inductor", 1)])  # needed: to fit at all
+def test_prices_decide_between_recomputing_and_regathering_units(fuse: str | None, needed: int) -> None:
+    budget = int(0.95 * peak(tz.Policy(keep_unsharded=UNITS), LONG, fused=fuse is not None))
+    assert len(fit(budget, LONG, flops_per_byte=1e9, fuse=fuse).recompute_units) > needed
+    assert len(fit(budget, LONG, flops_per_byte=0.01, fuse=fuse).recompute_units) == needed
 
 
 @pytest.mark.slow

@@ -177,6 +177,8 @@ def test_traces_and_reports_have_the_format() -> None:
     assert (cost.sent_bytes, cost.traffic_bytes) == (3 * 32 * 72, 128 * (72 + 512)), (
         "reads encoded bytes, writes decoded values"
     )
+    lines = tz.tools.step_table(traces).rows(where=lambda row: row.op is not None)
+    assert [row.moved for row in lines] == [costs[row.ran].traffic_bytes for row in lines]
     text = str(tz.explain(traces, "0.weight"))
     assert "rows 0 to 31 of 128 on this rank, 2.25 KiB of 9.00 KiB, as nf4/64" in text
     assert "as nf4/64: rounded to nearest, off by at most 15.2% of" in " ".join(text.split())

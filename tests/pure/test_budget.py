@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, product
 
 import pytest
@@ -53,9 +54,10 @@ def test_alive_bytes_count_gathered_units(stage: int) -> None:
 
 def test_repeating_costs_a_products_flops_or_the_written_elements() -> None:
     timeline = model(Policy(), "a.w").with_ops((), {"x": Value(24, "float32"), "y": Value(40, "float64")})
-    product = Compute(("x",), ("y",), work=Work.MATMUL, flops=60)
+    product = Compute(("x",), ("y",), repeated=True, work=Work.MATMUL, flops=60)
     assert flops_to_repeat(product, timeline) == 60
-    assert flops_to_repeat(Compute(("x",), ("y",), work=Work.POINTWISE), timeline) == 5
+    assert flops_to_repeat(replace(product, work=Work.POINTWISE, flops=0), timeline) == 5
+    assert flops_to_repeat(replace(product, repeated=False), timeline) == 0
 
 
 def longer(signs: str, marks: list[int], copies: int) -> str:

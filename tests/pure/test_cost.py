@@ -24,7 +24,7 @@ from thunder_zero.schedule.ops import Compute, Gather, Launch, Op, Reduce, Wait,
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Timeline, Value
 from thunder_zero.tools.devices.device import A100, DEVICES, H100, TPU_V2, Cost, Device, Lane, Link
-from thunder_zero.tools.time.estimate import compute_dtype, ring, simulate, step_time, traffic_bytes
+from thunder_zero.tools.time.estimate import compute_dtype, ring, simulate, step_time
 from thunder_zero.tools.time.lanes import Lanes
 from thunder_zero.tools.time.sites import Exchanges, exchanges_of
 
@@ -160,7 +160,7 @@ def traffic(work: Work, *, reads: tuple[str, ...] = ("x", "table"), updates: tup
     values = {"x": Value(4, "float32"), "table": Value(100, "float32"), "y": Value(8, "float32")}
     values["wide"] = Value(64, "float32", base="x")  # expanded
     op = Compute(reads, ("y",), work=work, updates=updates)
-    return traffic_bytes(op, Timeline((op,), values, PLAN))
+    return Timeline((op,), values, PLAN).moved(op)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_traffic_counts_the_bytes_read_and_written() -> None:
     assert traffic(Work.INDEX) == 4 + 8 + 8  # the rows that are written
     assert traffic(Work.VIEW) == traffic(Work.NONE) == 0
     launches = model(Policy(3), "a.w")
-    assert traffic_bytes(launches.ops[0], launches) == 0
+    assert launches.moved(launches.ops[0]) == 0
 
 
 def test_a_product_computes_in_the_dtype_of_its_inputs() -> None:

@@ -29,7 +29,7 @@ from functools import cached_property
 from thunder_zero.encodings.encoding import Encoding
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.plan.traffic import Traffic, bucket_traffic
+from thunder_zero.plan.traffic import Traffic, bucket_traffic, gather_work, reduce_work
 from thunder_zero.schedule.ops import (
     Compute,
     Defer,
@@ -200,6 +200,30 @@ class Timeline:
             return bucket_traffic(self.plan, op.params, op.over if isinstance(op, Reduce) else None)
         of_gradients, params = isinstance(op, Defer) or ends(op, Reduce), self.params_of(op)
         return Traffic(full=sum(param.grad_bytes if of_gradients else param.full_bytes for param in params))
+
+    def moved(self, op: Op) -> int:
+        """Return the bytes that a computation reads and writes in memory, or a launch to encode and decode messages.
+
+        Views and operations of other kinds have 0. Count each tensor once, and for an expanded tensor the memory that
+        it views. For an indexed tensor, such as an embedding table, count at most the written bytes. Count only the
+        inputs and outputs of a fused region.
+        """
+        if isinstance(op, Launch):
+            return sum(self.coded(op))
+        if not isinstance(op, Compute) or op.between_slices or op.work in (Work.NONE, Work.VIEW):
+            return 0
+        bytes_of, written_bytes = self.nbytes, sum(self.nbytes(name) for name in op.updates or op.writes)
+        read = [name for name in dict.fromkeys(op.reads) if name not in op.updates]
+        read_bytes = [min(bytes_of(name), bytes_of(self.memory(name)) or bytes_of(name)) for name in read]
+        if op.work is Work.INDEX:
+            read_bytes = [min(nbytes, written_bytes) for nbytes in read_bytes]
+        return written_bytes + sum(read_bytes)
+
+    def coded(self, op: Launch) -> tuple[int, ...]:
+        """Return the bytes that a launch reads and writes to encode its messages, and to decode messages."""
+        plan, params, is_gather = self.plan, self.params_of(op), isinstance(op, Gather)
+        work = (gather_work(plan, param) if is_gather else reduce_work(plan, param, op.over) for param in params)
+        return tuple(map(sum, zip(*work, strict=True)))
 
     def travels_as(self, op: Launch, param: Param) -> Encoding:
         """Return the encoding in which a launch sends a parameter, or its gradient."""

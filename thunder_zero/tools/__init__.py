@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # the public names, which are imported when they are first us
     from thunder_zero.tools.views.diff import Difference as Difference
     from thunder_zero.tools.views.diff import diff as diff
     from thunder_zero.tools.views.explain import Explanation as Explanation
+    from thunder_zero.tools.views.kept import kept_for_backward as kept_for_backward
     from thunder_zero.tools.views.page.report import report as report
     from thunder_zero.tools.views.save_timeline import save_timeline as save_timeline
     from thunder_zero.traces.compiled import Traces as Traces

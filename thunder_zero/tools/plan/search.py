@@ -25,7 +25,7 @@ from typing import NamedTuple
 from thunder_zero.plan.amounts import itemsize
 from thunder_zero.plan.params import ROOT
 from thunder_zero.plan.policy import STAGES, Policy
-from thunder_zero.schedule.ops import Compute, Gather, Launch, Op
+from thunder_zero.schedule.ops import Gather, Launch, Op
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.schedule.units import backward_ends, runs
 from thunder_zero.tools.forecast.fold import Fold
@@ -74,7 +74,7 @@ class Candidate:
     @cached_property
     def flops(self) -> int:
         """The FLOPs of recomputed work."""
-        return sum(self._recomputed_flops(op) for op in self.timeline.ops)
+        return sum(sum(self.timeline.repeats(op)) for op in self.timeline.ops)
 
     @cached_property
     def cost(self) -> int:
@@ -125,16 +125,14 @@ class Candidate:
 
     def _cost(self, op: Op) -> float:
         launch = LAUNCH_BYTES * isinstance(op, Launch)
-        return self.timeline.traffic(op).sent + launch + self._recomputed_flops(op) / self.flops_per_byte
-
-    def _recomputed_flops(self, op: Op) -> int:
-        return flops_to_repeat(op, self.timeline) if isinstance(op, Compute) and self.timeline.recomputes(op) else 0
+        return self.timeline.traffic(op).sent + launch + flops_to_repeat(op, self.timeline) / self.flops_per_byte
 
 
-def flops_to_repeat(op: Compute, timeline: Timeline) -> int:
-    """Return the FLOPs to repeat an operation. If it has no FLOPs, return the number of written elements."""
-    values = (timeline.values[name] for name in op.writes if name in timeline.values)
-    return op.flops or max((value.nbytes // itemsize(value.dtype) for value in values), default=0)
+def flops_to_repeat(op: Op, timeline: Timeline) -> int:
+    """Return the FLOPs that an operation repeats. Repeated work without FLOPs costs the number of written elements."""
+    repeats = timeline.repeats(op)
+    values = (timeline.values[name] for name in op.writes if repeats and name in timeline.values)
+    return sum(repeats) or max((value.nbytes // itemsize(value.dtype) for value in values), default=0)
 
 
 MOST_PARTIAL = 20_000  # with more partial choices, bytes are rounded up to a thousandth of the budget

@@ -62,9 +62,9 @@ class Row:
     unit: str = ""  # the unit of its parameters, or else of the lines around it
     form: str = ""  # the encoding of a collective's messages, such as "int8/128"; "" without an encoding
     work: str = ""  # the class of its computation, such as "matmul"
-    # FLOPs of its products, attention and convolutions. Of a loss and an optimizer's step, a forecast of time has them
-    flops: int = 0
-    moved: int = 0  # bytes that it reads and writes in memory, if there is a forecast of time
+    # flops, moved: of a loss and an optimizer's step, a forecast of time has them
+    flops: int = 0  # of its products, attention and convolutions
+    moved: int = 0  # bytes that it reads and writes in memory
     repeats: tuple[int, ...] = ()  # the FLOPs of each operation of forward that it computes again
     over: str = ""  # the axis of the mesh over which it launches a collective; "site" for an exchange with other sites
     # bytes that this rank sends, in an exchange with other sites not in every step; None if it launches no collective
@@ -93,6 +93,13 @@ class Row:
 
     def __repr__(self) -> str:
         return summed_up(self, f"{self.phase}, {self.kind or 'no operation'}: {clip(self.statement, WIDTH)}")
+
+    @property
+    def ran(self) -> int:
+        """The index in the timeline of its operation. Raise ValueError if the line runs none."""
+        if self.op is None:
+            raise ValueError(f"this line runs no operation of the timeline: {self!r}")
+        return self.op
 
     @property
     def wire_seconds(self) -> float:
@@ -161,6 +168,7 @@ def _meaning(op: Op, timeline: Timeline) -> dict[str, Any]:
         "form": str(encoding) if encoding and encoding.block else "",
         "work": str(op.work) if isinstance(op, Compute) else "",
         "flops": op.flops if isinstance(op, Compute) else 0,
+        "moved": timeline.moved(op),
         "repeats": timeline.repeats(op),
         "over": op.over if isinstance(op, Launch) else TENSOR * starts,
         "sent": traffic.sent if starts else None,

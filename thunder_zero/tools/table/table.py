@@ -108,7 +108,7 @@ class Table:
 
     def wait_of(self, launch: Row) -> Row:
         """Return the row that first waits for a collective. ``launch`` is the row that launches it."""
-        return self.of(self._ends[self.traces.timeline.ops[launch.op or 0].writes[0]])
+        return self.of(self._ends[self.traces.timeline.ops[launch.ran].writes[0]])
 
     @cached_property
     def _ends(self) -> dict[str, int]:
@@ -198,8 +198,9 @@ def with_times(rows: Iterable[Row], spans: Iterable[tuple[int, Span]], costs: Se
         start = min([span.start for span in computed], default=now)
         now = max([now, *(span.end for span in computed)])
         exposed = sum(span.seconds for span in computed if span.waits)
-        flops = row.flops or sum(costs[span.op].flops for span in computed if not span.waits)
-        moved = sum(costs[op].traffic_bytes for op in {span.op for span in in_row})
+        worked = [costs[span.op] for span in computed if not span.waits]
+        flops = row.flops or sum(cost.flops for cost in worked)
+        moved = row.moved or sum(cost.traffic_bytes for cost in worked)
         row = replace(row, start=start, end=now, exposed=exposed, flops=flops, moved=moved)
         for wire in [span for span in in_row if span.lane is not Lane.COMPUTE][-1:]:
             row = replace(row, lane=str(wire.lane), wire_start=wire.start, wire_end=wire.end)

@@ -26,7 +26,6 @@ from functools import cached_property
 
 from thunder_zero.plan.amounts import duration, folded, summed_up
 from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR, Mesh
-from thunder_zero.plan.traffic import gather_work, reduce_work
 from thunder_zero.schedule.ops import (
     Compute,
     Exchange,
@@ -259,22 +258,6 @@ def ring(op: Op, timeline: Timeline) -> Ring | None:
     return lane, ("all_reduce", ranks, stride, nbytes, 2 * (ranks - 1), tensors)
 
 
-def traffic_bytes(op: Op, timeline: Timeline) -> int:
-    """Return the bytes that a computation reads and writes, or 0 for a view and for an operation of another kind.
-
-    Count each tensor once, and for an expanded tensor the memory that it views. For an indexed tensor, such as an
-    embedding table, count at most the written bytes. Count only the inputs and outputs of a fused region.
-    """
-    if not isinstance(op, Compute) or op.between_slices or op.work in (Work.NONE, Work.VIEW):
-        return 0
-    size, written_bytes = timeline.nbytes, sum(timeline.nbytes(name) for name in op.updates or op.writes)
-    read = [name for name in dict.fromkeys(op.reads) if name not in op.updates]
-    read_bytes = [min(size(name), size(timeline.memory(name)) or size(name)) for name in read]
-    if op.work is Work.INDEX:
-        read_bytes = [min(nbytes, written_bytes) for nbytes in read_bytes]
-    return written_bytes + sum(read_bytes)
-
-
 def compute_dtype(op: Op, timeline: Timeline) -> str:
     """Return the dtype of the first floating-point tensor that an operation reads.
 
@@ -288,18 +271,13 @@ def _cost(op: Op, timeline: Timeline, device: Device) -> Cost:
     if isinstance(op, Compute) and isinstance(op.work, Exchange):
         return _cost_of_ring(op, timeline, device)
     if isinstance(op, Launch):
-        cost, plan = _cost_of_ring(op, timeline, device), timeline.plan
-        work = [
-            gather_work(plan, param) if isinstance(op, Gather) else reduce_work(plan, param, op.over)
-            for param in timeline.params_of(op)
-        ]
-        coding = [sum(nbytes) for nbytes in zip(*work, strict=True)]  # memory traffic to encode, and to decode
+        cost, coding = _cost_of_ring(op, timeline, device), timeline.coded(op)
         encode, decode = (device.seconds(0, "", nbytes, Work.POINTWISE) if nbytes else 0.0 for nbytes in coding)
         launch, finish = cost.launch_seconds + encode, cost.finish_seconds + decode
         return replace(cost, traffic_bytes=sum(coding), launch_seconds=launch, finish_seconds=finish)
     if not isinstance(op, Compute) or op.work in (Work.NONE, Work.AWAIT):
         return Cost()
-    nbytes = traffic_bytes(op, timeline)
+    nbytes = timeline.moved(op)
     seconds = device.seconds(op.flops, compute_dtype(op, timeline), nbytes, str(op.work))
     return Cost(flops=op.flops, traffic_bytes=nbytes, seconds=seconds)
 

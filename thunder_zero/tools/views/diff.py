@@ -121,7 +121,7 @@ def _by_unit(table: Table) -> dict[str | None, dict[str, int]]:
         rows[None].append(row)
         if row.kind != TENSOR:
             # operations are computed again for the unit whose gradients are complete next
-            unit = next((unit for unit, end in ends if end >= (row.op or 0)), ROOT) if row.repeats else row.unit
+            unit = next((unit for unit, end in ends if end >= row.ran), ROOT) if row.repeats else row.unit
             rows[unit].append(row)
     return {unit: _figures(rows[unit], timeline, unit) for unit in (*table.traces.plan.units, None)}
 

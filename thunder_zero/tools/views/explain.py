@@ -138,7 +138,7 @@ def explanation_of(step: Table, param: Param) -> Explanation:
 
 def _gather(step: Table, rows: Sequence[Row], launch: Row) -> dict[str, Row]:
     wait = step.wait_of(launch)
-    later = [row for row in rows if (row.op or 0) > (wait.op or 0)]
+    later = [row for row in rows if row.ran > wait.ran]
     kinds = [row.kind for row in later]
     free = later[kinds.index("free")] if "free" in kinds else None
     until = kinds.index("wait") if "wait" in kinds else None
@@ -154,7 +154,7 @@ def _gradient(step: Table, rows: Sequence[Row], path: str) -> dict[str, Row]:
         return {}
     first, last = launches[0], launches[-1]  # two launches with replicas
     timeline = step.traces.timeline
-    op = timeline.ops[first.op or 0]
+    op = timeline.ops[first.ran]
     made = timeline.writer.get(op.reads[op.params.index(path) if len(op.reads) == len(op.params) else 0])
     found = {
         "made": None if made is None else step.of(made),
@@ -230,7 +230,7 @@ def _gather_lines(rows: Mapping[str, Row], explanation: Explanation) -> Iterator
     launch, wait, free = rows["gather"], rows["wait"], rows.get("free")
     yield launch.phase
     yield from _code("gather", launch)
-    op = step.traces.timeline.ops[launch.op or 0]
+    op = step.traces.timeline.ops[launch.ran]
     yield from _part("", f"{_company(launch, explanation)}; {why_launch(step, op)}")
     yield from _code("wait", wait)
     for name in ("first use", "last use", "free"):
@@ -241,7 +241,7 @@ def _gather_lines(rows: Mapping[str, Row], explanation: Explanation) -> Iterator
         yield from _part("  free", f"never: {why}")
     else:
         yield from _part("", why)
-        most = max(row.unsharded for row in step.lines[step.place[launch.op or 0] : step.place[free.op or 0]])
+        most = max(row.unsharded for row in step.lines[step.place[launch.ran] : step.place[free.ran]])
         memory = f"; at most {size(most)} of all gathered parameters are alive meanwhile"
     yield from _part("  memory", f"{size(param.full_bytes)} of its own{memory}")
     condition = ", if an optimizer has changed it since the last gather" if param.resident else ""
@@ -288,7 +288,7 @@ def _company(launch: Row, explanation: Explanation) -> str:
     timeline, others = explanation.step.traces.timeline, len(launch.params) - 1
     if not others:
         return "alone"
-    bucket, unit = size(timeline.traffic(timeline.ops[launch.op or 0]).full), explanation.param.unit or "the root unit"
+    bucket, unit = size(timeline.traffic(timeline.ops[launch.ran]).full), explanation.param.unit or "the root unit"
     return f"in a bucket of {bucket} with {others} other{'s' * (others > 1)} of {unit}"
 
 
@@ -359,15 +359,15 @@ def why_free(table: Table, wait: Row, free: Row | None, *, is_read: bool) -> str
         return "nothing reads it: it is gathered with its bucket"
     if free.phase != wait.phase:
         return "after its last use in backward, which reads what forward gathered"
-    later = (row for path in free.params for row in table.by_param[path] if (row.op or 0) > (free.op or 0))
-    if any(row.kind == "gather" for row in later):
+    gathers = (row for path in free.params for row in table.by_param[path] if row.kind == "gather")
+    if any(row.ran > free.ran for row in gathers):
         return "after its last use in this phase; it is gathered again"
     return "after its last use" if free.phase == "backward" else f"after its last use; {_no_backward(table)}"
 
 
 def why_wait(table: Table, wait: Row) -> str:
     """Return the reason for the position of a wait for a reduction."""
-    ops, index, reads = table.traces.timeline.ops, wait.op or 0, table.last_reads
+    ops, index, reads = table.traces.timeline.ops, wait.ran, table.last_reads
     if index > max(reads.values(), default=-1):
         return "at the end of backward, behind all of its compute"
     if any(reads.get(gradient, -1) > index for gradient in ops[index].writes):

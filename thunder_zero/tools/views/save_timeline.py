@@ -13,7 +13,7 @@ from thunder_zero.capture.zero_module import as_traces
 from thunder_zero.schedule.names import label_of
 from thunder_zero.schedule.ops import Work
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.devices.device import Device, Lane, device_of
+from thunder_zero.tools.devices.device import Device, Lane, Link, device_of
 from thunder_zero.tools.printing.words import place_of
 from thunder_zero.tools.table.rows import Row, label
 from thunder_zero.tools.table.table import Table, table_of
@@ -31,6 +31,7 @@ LANES = {
     Lane.SHARD: "wire of the shard group",
     Lane.REPLICATE: "wire of the replicate group",
     Lane.TENSOR: "wire of tensor parallelism",
+    Lane.SITE: "link between sites",
 }
 
 
@@ -40,6 +41,7 @@ def save_timeline(
     *,
     device: Device | str,
     measured: str | PathLike[str] | None = None,
+    between: Link | str | None = None,
 ) -> None:
     """Write the forecast of a step for https://ui.perfetto.dev, optionally beside a profile of measured steps.
 
@@ -53,9 +55,10 @@ def save_timeline(
     >>> tz.tools.save_timeline("trace.json", model, device="h100", measured="measured.json")
 
     ``measured`` is a file from ``torch.profiler.profile.export_chrome_trace``, which may be compressed (``.gz``).
+    ``between`` is the link between sites, as for :func:`thunder_zero.tools.estimate`.
     """
     device, traces = device_of(device), as_traces(model_or_traces)
-    table = table_of(traces, time=estimate(traces, device))
+    table = table_of(traces, time=estimate(traces, device, between=between))
     profile = [] if measured is None else events_of(Path(measured))
     pid = 1 + max((event["pid"] for event in profile if isinstance(event.get("pid"), int)), default=0)
     title = f"forecast: {place_of(traces.plan)}, {device.name}"
@@ -86,13 +89,18 @@ def _named(span: Span, row: Row, timeline: Timeline) -> Event:
     """Return the name and the arguments of the event of a span."""
     args: Event = {"line": row.statement, "phase": row.phase, "parameters": list(row.params)}
     if span.lane is not Lane.COMPUTE:
-        return {"name": label_of(timeline.ops[span.op], timeline), "args": args | {"sent_bytes": row.sent}}
+        return {"name": _label(row, timeline), "args": args | {"sent_bytes": row.sent}}
     if span.waits:
-        name = label_of(timeline.ops[span.op], timeline)
+        name = _label(row, timeline)
         return {"name": f"wait for {name}" if row.sent is not None else name, "args": args}
     work = row.work or str(Work.NONE)
     name = label(row.params, timeline.plan, gradients=row.gradients) or work
     return {"name": name, "args": args | {"work": work, "flops": row.flops, "traffic_bytes": row.moved}}
+
+
+def _label(row: Row, timeline: Timeline) -> str:
+    """Return the label of a launch, a wait or an exchange with other sites."""
+    return row.statement if row.op is None else label_of(timeline.ops[row.op], timeline)
 
 
 def events_of(path: Path) -> list[Event]:
@@ -113,9 +121,8 @@ def _aligned(events: list[Event], table: Table) -> list[Event]:
 
     The first common launch of a collective is aligned. Otherwise the profile's first event is aligned.
     """
-    timeline = table.traces.timeline
-    launched = [span for _, span in table.spans if span.lane is not Lane.COMPUTE]
-    names = {label_of(timeline.ops[span.op], timeline): span.start * MICRO for span in reversed(launched)}
+    launched = [(table.lines[line], span.start) for line, span in table.spans if span.lane is not Lane.COMPUTE]
+    names = {_label(row, table.traces.timeline): start * MICRO for row, start in reversed(launched)}
     timed = [event for event in events if isinstance(event.get("ts"), int | float)]
     launches = [event for event in timed if event.get("name") in names]
     first: Event = min(launches or timed, key=lambda event: event["ts"], default={"ts": 0.0})

@@ -298,7 +298,7 @@ def _collectives(table: Table) -> list[Data]:
                 "label": f"{op.work} of {op.reads[0]}" if isinstance(op, Compute) else names,
                 "sent_bytes": row.sent,
                 "launch": launch,
-                "wait": table.place[wait.op or 0],
+                "wait": table.place[wait.ran],
                 "wire_seconds": round(seconds, DIGITS),
                 "exposed_seconds": round(exposed, DIGITS),
                 "why": why_launch(table, op),
