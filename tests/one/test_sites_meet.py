@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 from torch.distributed import TCPStore
@@ -137,4 +138,4 @@ def test_announcements_are_plain_data() -> None:
     site = Announcement("a", "life", 3, "state", True, 0)
     assert Announcement(**json.loads(json.dumps(asdict(site)))) == site
     for address, name in (("http://x:1", "a"), ("[::1]:29400", "a"), ("x:0", "a"), ("x:29400", "a b"), ("x:29400", "")):
-        fails(lambda address=address, name=name: Sites(address, name, 1.0, 1), "ValueError", "give ")
+        fails(partial(Sites, address, name, 1.0, 1), "ValueError", "give ")
