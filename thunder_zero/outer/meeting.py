@@ -30,6 +30,7 @@ from typing import Any
 
 from torch.distributed import DistError, TCPStore
 
+from thunder_zero.comm.handle import EXIT_SECONDS
 from thunder_zero.outer.store import NotReached, Sites, connect, host_store
 
 POLL_SECONDS = 0.02  # between two looks at a key
@@ -99,6 +100,7 @@ class Presence:
     def __init__(self, address: Sites) -> None:
         self._address, self._seen = address, dict[str, tuple[str, int, float]]()
         self._ended, self._is_started = threading.Event(), False
+        self._thread: threading.Thread | None = None
         self.absent = set[str]()
 
     def start(self, store: TCPStore, claims: str) -> None:
@@ -117,7 +119,8 @@ class Presence:
                 f"{_unlike(claims.splitlines(), others.splitlines())}; train the same at all sites, or start the store "
                 f"anew"
             )
-        threading.Thread(target=self._give_signs, name="thunder_zero presence", daemon=True).start()
+        self._thread = threading.Thread(target=self._give_signs, name="thunder_zero presence", daemon=True)
+        self._thread.start()
         self._take_name(store)
         names = store.compare_set("names", "", self._address.name).decode()
         while self._address.name not in names.split():  # another site may register at the same time
@@ -147,6 +150,8 @@ class Presence:
     def end(self) -> None:
         """Leave, so that the others do not wait for this site."""
         self._ended.set()
+        if self._thread is not None:
+            self._thread.join(EXIT_SECONDS)
         owner = f"owner/{self._address.name}"
         with suppress(NotReached, DistError):
             store = connect(self._address)

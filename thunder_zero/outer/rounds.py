@@ -15,6 +15,7 @@ from time import monotonic
 from torch import Tensor
 from torch.distributed import TCPStore
 
+from thunder_zero.comm.handle import EXIT_SECONDS
 from thunder_zero.compat.torch.groups import wait_for_a_core
 from thunder_zero.encodings.encoding import Encoding
 from thunder_zero.outer.exchange import Change, Exchanged, Peers
@@ -97,7 +98,9 @@ class SiteLink:
         raise NotReached(f"{ATTEMPTS} attempts failed, the last one with {failure}")
 
     def leave(self) -> None:
-        """Tell the others that this site ends, and close the connections."""
+        """Tell the others that this site ends, and close the connections. A thread in torch would abort an exit."""
+        if self._last is not None:
+            self._last.abandon()
         if self._presence is not None:
             self._presence.end()
         self._peers.drop()
@@ -126,12 +129,17 @@ class Flight(threading.Thread):
         while self.is_alive():
             self.join(self._patience / 10)
             if self.is_alive() and monotonic() - self._last_sign > self._patience:
-                self._is_abandoned = True
+                self.abandon(0.0)
                 raise NotReached("a message to another site hangs")
         if self._error is not None:
             raise self._error
         assert self._result is not None, "the thread has ended"
         return self._result
+
+    def abandon(self, seconds: float = EXIT_SECONDS) -> None:
+        """Let the thread end at its next sign of life. Wait for it this long."""
+        self._is_abandoned = True
+        self.join(seconds)
 
     def _sign(self) -> None:
         if self._is_abandoned:
