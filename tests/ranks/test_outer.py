@@ -172,6 +172,9 @@ def come_and_go(rank: int, world_size: int, folder: Path) -> None:
     train(model, optimizer, outer, site, rank % 2, range(5, 8))  # the other's first step takes the rows
     assert outer.counts.version == 7, outer
     tz.save(folder / f"{site}/last", model, optimizer, extra={"outer": outer})
+    fails(
+        lambda: tz.load(folder / f"{site}/last", model), "has an outer step that has begun", "pass its DiLoCo in extra"
+    )
     outer.leave()
 
     alone = dist.new_subgroups(1)[0]

@@ -66,6 +66,7 @@ ROOTS = {
 }
 NO_MODEL = f"save it as {{{MODEL!r}: get_model_state_dict(...)}}, or load a checkpoint of this model"
 NO_OPTIMIZER = f"load without one, or save it as {{{OPTIM!r}: get_optimizer_state_dict(...)}}"
+OUTER = "outer"  # the root of a DiLoCo
 BUILD = "build the model as it was saved"
 States = Sequence[tuple[Any, Callable[[], object]]]  # (object with a state, call that loads the state) tuples
 VALUES = (int, float, str, bytes, Tensor, dict, list, tuple, type(None))  # types of extras that :class:`Loaded` returns
@@ -119,6 +120,12 @@ def load(
             claims, "load from", Path(path), model, optimizer, extra, verify_files=verify_files
         )
         wait_for_last(state)  # the next save raises its error
+        steps_out = any(isinstance(value, RowsBeside) and value.root == OUTER for value in extra.values())
+        if state.outer is not None and state.before_first_step is None and not steps_out:
+            raise ValueError(
+                f"{state.name} has an outer step that has begun, and its agreed parameters would not fit the loaded "
+                f"ones; pass its DiLoCo in extra, or load before the first step"
+            )
         for name, value in extra.items():
             if not isinstance(value, (Stateful, RowsBeside, *VALUES)):
                 raise TypeError(
