@@ -335,7 +335,8 @@ def test_zeros_hide_no_error_but_a_gradient_that_is_zero_but_for_rounding_is_rig
             nn.init.zeros_(self.outer.weight)  # the gradients of inner are zero
 
         def forward(self, x: Tensor) -> Tensor:
-            return F.softmax(10 * self.outer(self.inner(x)) + self.shift / 3, -1)  # like a bias of keys, shift changes nothing
+            # like a bias of keys, shift changes nothing but rounding
+            return F.softmax(10 * self.outer(self.inner(x)) + self.shift / 3, -1)
 
     wrong = errors(hooked("inner.weight", lambda grad: 3 * grad), build=Adapter)
     assert wrong["inner.weight"] == "3 times the true value"
