@@ -139,7 +139,8 @@ class Flight(threading.Thread):
     def abandon(self, seconds: float = EXIT_SECONDS) -> None:
         """Let the thread end at its next sign of life. Wait for it this long."""
         self._is_abandoned = True
-        self.join(seconds)
+        if self.is_alive():
+            self.join(seconds)
 
     def _sign(self) -> None:
         if self._is_abandoned:
