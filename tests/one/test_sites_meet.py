@@ -23,7 +23,7 @@ class Site:
     """The leader of a site, without a model."""
 
     def __init__(self, port: int, name: str, version: int = 0, state: str = "start", *, met: bool = False) -> None:
-        self.address = sites(f"127.0.0.1:{port}", name=name, timeout=TIMEOUT, expected=1)
+        self.address = sites(f"127.0.0.1:{port}", name=name, timeout=TIMEOUT, expected=2)
         self.me = Announcement(name, self.address.life, version, state, met, 0)
         self.presence, self.flights = Presence(self.address), 0
 
