@@ -53,7 +53,7 @@ SGD: MakeOuter = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)  
 class OuterCounts:
     """Numbers of an outer step, which a checkpoint saves and restores."""
 
-    optimizer: Optimizer | None = None  # the outer optimizer, whose options are saved, too
+    optimizer: Optimizer  # the outer optimizer, whose options are saved, too
     steps: int = 0  # the number of calls of ``step``
     version: int = 0  # the number of exchanges with changes that the agreed parameters have
     state: str = ""  # the last exchange in this life, equal at all sites that took part
@@ -66,14 +66,14 @@ class OuterCounts:
         return bool(self.state)
 
     def state_dict(self) -> dict[str, Any]:
-        groups = self.optimizer.param_groups if self.optimizer else []
+        groups = self.optimizer.param_groups
         options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         return {"steps": self.steps, "version": self.version, "options": options}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps, self.version, self.state, self.meets = state["steps"], state["version"], "", True
         self.is_loaded = True
-        for group, options in zip(self.optimizer.param_groups if self.optimizer else [], state["options"], strict=True):
+        for group, options in zip(self.optimizer.param_groups, state["options"], strict=True):
             group.update(options)
 
 
@@ -131,7 +131,7 @@ class DiLoCo(RowsBeside):
         cast = Encoding(wire) if isinstance(wire, torch.dtype) else wire
         self.outer = Outer(sync_every, fragments, delay, alpha, cast, sites.expected, cpu_offload=cpu_offload)
         super().__init__(model)
-        self.counts, plan, group = OuterCounts(), self.state.plan, self.state.group
+        plan, group = self.state.plan, self.state.group
         self._is_sharded = STAGES[plan.policy.stage].sharded
         with all_or_none(group, "its outer step") as claims:
             rows = self.copies()
@@ -141,12 +141,9 @@ class DiLoCo(RowsBeside):
             self.optimizer = _with_states(outer_optimizer, list(self.agreed.values()))
             self._require_planned()
             self._fragments = self.outer.vectors_of(plan)
-            claims += [
-                Claim("the site", repr(sites), REMEDY),
-                Claim("the site", "; ".join(self._options()), REMEDY),
-            ]
+            claims.append(Claim("the site", "; ".join([repr(sites), *self._options()]), REMEDY))
         self._sites = replace(sites, life=broadcast_object_from_rank_0(sites.life, group))
-        self.counts.optimizer, self.state.before_first_step = self.optimizer, self._begin
+        self.counts, self.state.before_first_step = OuterCounts(self.optimizer), self._begin
         self.state.outer = self.outer = replace(self.outer, states=len(self.saved()) - 1)
         self._link = SiteLink(self._sites, group.rank(), group.size(), self.outer.wire, self._fragments)
         self._flight: Flight | None = None
@@ -267,9 +264,10 @@ class DiLoCo(RowsBeside):
                 exchanged = flight.land()
             except NotReached as error:
                 failure, is_unsettled = str(error), isinstance(error, Unsettled)
-        failures = [reason for reason in all_gather_object(failure, self.state.group) if reason]
+        outcomes = all_gather_object((failure, is_unsettled), self.state.group)
+        failures = [reason for reason, _ in outcomes if reason]
         self.counts.meets = False
-        if any(all_gather_object(is_unsettled, self.state.group)):
+        if any(unsettled for _, unsettled in outcomes):
             self.counts.state = ""  # its change may have been averaged, and must not count twice
         if exchanged is None or failures:
             self._tell(f"site {self._sites.name!r} trains on alone after step {self.counts.steps}: {failures[0]}")
