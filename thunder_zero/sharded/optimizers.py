@@ -133,22 +133,21 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _stepped(optimizer: Optimizer) -> dict[State, list[ShardedParam]]:
-    """Return the parameters that an optimizer steps, by model."""
-    tensors, found = set(parameters_of(optimizer)), dict[State, list[ShardedParam]]()
+    """Return the parameters that an optimizer steps, by model. Every step asks twice, and a tensor hashes slowly."""
+    ids, found = set(map(id, parameters_of(optimizer))), dict[State, list[ShardedParam]]()
     for state in sharded_model.states():
-        if params := [param for param in state.params.values() if param.shard in tensors]:
+        if params := [param for param in state.params.values() if id(param.shard) in ids]:
             found[state] = params
     return found
 
 
 def _refuse_replaced(optimizer: Optimizer) -> None:
-    for param in parameters_of(optimizer):
-        if (owner := sharded_model.owner_of_replaced(param)) is not None:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} holds the plain module's parameter {owner[1].path!r}, which the "
-                f"transform replaced, so its step would be lost; build the optimizer on model.parameters() of the "
-                f"model that thunder.jit or thunder_zero.compile returned"
-            )
+    for _, param in sharded_model.replaced_among(parameters_of(optimizer)):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} holds the plain module's parameter {param.path!r}, which the transform "
+            f"replaced, so its step would be lost; build the optimizer on model.parameters() of the model that "
+            f"thunder.jit or thunder_zero.compile returned"
+        )
 
 
 def _refuse_early(optimizer: Optimizer, stepped: Mapping[State, list[ShardedParam]]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from traceback import walk_tb
@@ -241,7 +241,12 @@ def owner_of_replaced(param: Tensor) -> tuple[State, ShardedParam] | None:
     return _owner(_replaced, param)
 
 
+def replaced_among(params: Iterable[Tensor]) -> Iterable[tuple[State, ShardedParam]]:
+    """Return the owners of parameters that shards replaced. Usually no replaced parameter is alive."""
+    return filter(None, map(owner_of_replaced, params)) if _replaced else ()
+
+
 def _owner(owners: WeakTensorKeyDictionary, param: Tensor) -> tuple[State, ShardedParam] | None:
-    reference, path = owners.get(param, (None, "")) if owners else (None, "")  # usually nothing replaced is alive
+    reference, path = owners.get(param, (None, ""))
     state: State | None = reference and reference()
     return None if state is None else (state, state.params[path])
