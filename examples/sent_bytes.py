@@ -24,7 +24,7 @@ from torch import Tensor
 
 from thunder_zero.comm import pairwise
 from thunder_zero.comm.handle import WaitsBy
-from thunder_zero.traces import symbols
+from thunder_zero.sharded.runtime import ModelRuntime
 
 # Of Linux's struct tcp_info: bytes written that no packet has yet, bytes in packets, those of packets sent again.
 TCP_INFO = struct.Struct("@144xI52xQQ")
@@ -88,7 +88,7 @@ def counted_lines() -> Iterator[list[SentLine]]:
     """
     lines: list[SentLine] = []
     sent: list[int] = []
-    send, functions_of = pairwise.send, symbols.functions_of
+    send, function_of = pairwise.send, ModelRuntime.function
 
     def counted_send(message: Tensor, *args: Any) -> Any:
         sent.append(message.nbytes)
@@ -110,12 +110,12 @@ def counted_lines() -> Iterator[list[SentLine]]:
 
         return counted
 
-    def counting_functions(*args: Any) -> dict[str, Callable[..., Any]]:
-        return {name: counting(name, function) for name, function in functions_of(*args).items()}
+    def counting_function(runtime: ModelRuntime, name: str) -> Callable[..., Any]:
+        return counting(name, function_of(runtime, name))
 
     with (
         mock.patch.object(pairwise, "send", counted_send),
-        mock.patch.object(symbols, "functions_of", counting_functions),
+        mock.patch.object(ModelRuntime, "function", counting_function),
     ):
         yield lines
 

@@ -29,8 +29,9 @@ from tests.harness.traced import mean_square, traced
 from thunder_zero.plan.amounts import itemsize
 from thunder_zero.schedule.lifetimes import bytes_alive, lifetimes
 from thunder_zero.schedule.ops import Compute
+from thunder_zero.sharded.runtime import ModelRuntime
 from thunder_zero.tools import Holds
-from thunder_zero.tools.forecast import figures, recorder
+from thunder_zero.tools.forecast import figures
 from thunder_zero.tools.forecast.run_lines import run_region
 from thunder_zero.tools.forecast.watch import NoForecast
 
@@ -343,7 +344,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = [
 def test_what_cannot_be_forecast_is_refused() -> None:
     all_refused(*REFUSED)
     traces = traces_of(replace(tz.ZERO3, check_gradients=True))
-    with mock.patch.object(recorder, "functions_of", return_value={"zero_check_finite": reads_a_value}):
+    with mock.patch.object(ModelRuntime, "functions", {"zero_check_finite": reads_a_value}):
         message = error_of(lambda: tz.tools.memory(traces))
         out = StringIO()
         tz.print_trace(traces, file=out)

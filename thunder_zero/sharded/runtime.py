@@ -14,8 +14,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,37 @@ class ModelRuntime(Runtime):
     @property
     def device(self) -> torch.device:
         return self._state.device
+
+    def function(self, name: str) -> Callable[..., Any]:
+        return self.functions[name]
+
+    @cached_property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """The functions that the lines of a trace call, by the names of their symbols.
+
+        ``over`` is the axis of a collective. A launch returns a handle whose ``wait()`` returns full parameters, means,
+        or payloads for ``decode`` and ``decode_grad``.
+        """
+        launches = {"all_gather": self.all_gather, "all_reduce": self.reduce, "reduce_scatter": self.reduce}
+        codes = {
+            "encode": self.encode,
+            "decode": self.decode,
+            "encode_grad": self.encode_grad,
+            "decode_grad": self.decode_grad,
+        }
+        return {
+            **{f"zero_{name}": _launch_one(launch) for name, launch in launches.items()},
+            **{f"zero_{name}": _code_one(code) for name, code in codes.items()},
+            **{f"zero_{name}_coalesced": function for name, function in (launches | codes).items()},
+            "zero_wait": lambda handle: handle.wait()[0],
+            "zero_wait_coalesced": lambda handle: handle.wait(),
+            "zero_defer_reduction": self.defer,
+            "zero_enter": self.enter,
+            "zero_reduce_deferred": self.reduce_deferred_at_end,
+            "zero_check_finite": self.check_finite,
+            "zero_wait_offloaded": self.wait_offloaded,
+            "zero_cast": lambda full, path: full.to(self._state.plan.by_name[path].compute_dtype),
+        }
 
     def enter(self, phase: str, schedule: str) -> None:
         """Set the collective tag of a phase, at its start. Ranks raise if their launches differ.
@@ -133,3 +165,13 @@ class ModelRuntime(Runtime):
         """
         if self._state.transport.announces or not self._compared:
             self._state.require_same_launches(f"a compilation that failed ({type(error).__name__}: {error})", ())
+
+
+def _launch_one(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a launch as a function of one tensor and one path."""
+    return lambda tensor, path, *axis: launch((tensor,), (path,), *axis)
+
+
+def _code_one(code: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
+    """Return an encoder or decoder as a function of one tensor and one path."""
+    return lambda tensor, path, *axis: code((tensor,), (path,), *axis)[0]

@@ -145,12 +145,12 @@ def _last_lines(timeline: Timeline, writer: Writer) -> Iterator[BoundSymbol]:
     gradients = sorted(timeline.gradients, key=lambda gradient: timeline.writer[gradient[1]])  # as backward makes them
     paths, means = tuple(path for path, _ in gradients), tuple(writer.proxies[name] for _, name in gradients)
     if means and plan.policy.cpu_offload:
-        yield executor.wait_offloaded.bind(means, output=None)
+        yield executor.effect("zero_wait_offloaded").bind(means, output=None)
     if means and plan.policy.check_gradients:
-        yield executor.check_finite.bind(means, paths, output=None)
+        yield executor.effect("zero_check_finite").bind(means, paths, output=None)
     unreached = tuple(param.path for param in plan.params if param.requires_grad and param.path not in paths)
     if unreached and writer.facts.inputs:
-        yield executor.reduce_deferred.bind(unreached, output=None)
+        yield executor.effect("zero_reduce_deferred").bind(unreached, output=None)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from keyword import iskeyword
 from math import prod
@@ -87,25 +87,16 @@ class JointTrace:
 
 
 class Runtime:
-    """The functions that lines call. Here they refuse to run, and a model's runtime implements them.
-
-    ``over`` is the axis of a collective. A launch returns a handle whose ``wait()`` returns full parameters, means, or
-    payloads for ``decode`` and ``decode_grad``.
-    """
+    """What runs the lines of a program. Here they refuse to run, and a model's runtime has their functions."""
 
     @property
     def device(self) -> torch.device | None:
         """The device of compute; None if it is the parameters' device."""
         return None
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            "cannot run this trace: thunder_zero.trace made it without a process group, only to be read; to run the "
-            "model, jit the module with ZeroTransform and call it"
-        )
-
-    enter = encode = all_gather = decode = encode_grad = reduce = decode_grad = _refuse
-    defer = reduce_deferred_at_end = check_finite = wait_offloaded = _refuse
+    def function(self, name: str) -> Callable[..., Any]:
+        """Return the function that the lines of a symbol call."""
+        return _refuse
 
     def note_launches(self, schedule: str, launches: Sequence[str]) -> None:
         """Do nothing: the trace does not run."""
@@ -121,11 +112,8 @@ class ZeroExecutor(OperatorExecutor):
         super().__init__("thunder_zero")
         self.plan = plan
         self.runtime = runtime
-        functions = functions_of(runtime, plan)
-
-        def register(name: str, meta: Callable[..., Any], tags: tuple[prims.OpTags, ...] = ()) -> Symbol:
-            return self.register_operator(name, meta=meta, fn=functions[name], tags=tags)
-
+        self.effect = cache(partial(self._register, meta=_no_meta, tags=(prims.OpTags.DONT_DCE,)))
+        register = self._register
         self.all_gather = register("zero_all_gather", self._gather_meta)
         self.all_reduce = register("zero_all_reduce", self._reduce_meta)
         self.reduce_scatter = register("zero_reduce_scatter", self._reduce_meta)
@@ -138,14 +126,12 @@ class ZeroExecutor(OperatorExecutor):
         singles = (self.all_gather, self.all_reduce, self.reduce_scatter, self.wait, *codes)
         self.coalesced = {symbol: register(f"{symbol.name}_coalesced", _no_meta) for symbol in singles}
         self.defer = register("zero_defer_reduction", _no_meta)
-        tags = (prims.OpTags.DONT_DCE,)
-        self.enter = register("zero_enter", _no_meta, tags)
-        self.reduce_deferred = register("zero_reduce_deferred", _no_meta, tags)
-        self.check_finite = register("zero_check_finite", _no_meta, tags)
-        self.wait_offloaded = register("zero_wait_offloaded", _no_meta, tags)
         self.cast = register("zero_cast", _no_meta)
-        self.synchronize = register("zero_synchronize", _no_meta)
-        self.reduce = register("zero_reduce", _no_meta)
+        self.synchronize = self.register_operator("zero_synchronize", meta=_no_meta, fn=_is_lowered)
+        self.reduce = self.register_operator("zero_reduce", meta=_no_meta, fn=_is_lowered)
+
+    def _register(self, name: str, meta: Callable[..., Any], tags: tuple[prims.OpTags, ...] = ()) -> Symbol:
+        return self.register_operator(name, meta=meta, fn=self.runtime.function(name), tags=tags)
 
     def reduction(self, param: Param, axis: str) -> Symbol:
         """Return the symbol that reduces the parameter's gradient over an axis."""
@@ -269,36 +255,6 @@ class ZeroExecutor(OperatorExecutor):
         return TensorProxy(shape=shape, device=device, dtype=dtypes.to_dtype(dtype), requires_grad=False, prefix="q")
 
 
-def functions_of(runtime: Runtime, plan: Plan) -> dict[str, Callable[..., Any]]:
-    """Return a mapping from names of symbols to the functions that the lines of a trace call."""
-    return {
-        "zero_all_gather": _launch_one(runtime.all_gather),
-        "zero_all_reduce": _launch_one(runtime.reduce),
-        "zero_reduce_scatter": _launch_one(runtime.reduce),
-        "zero_wait": lambda handle: handle.wait()[0],
-        "zero_encode": _code_one(runtime.encode),
-        "zero_decode": _code_one(runtime.decode),
-        "zero_encode_grad": _code_one(runtime.encode_grad),
-        "zero_decode_grad": _code_one(runtime.decode_grad),
-        "zero_encode_coalesced": runtime.encode,
-        "zero_decode_coalesced": runtime.decode,
-        "zero_encode_grad_coalesced": runtime.encode_grad,
-        "zero_decode_grad_coalesced": runtime.decode_grad,
-        "zero_all_gather_coalesced": runtime.all_gather,
-        "zero_all_reduce_coalesced": runtime.reduce,
-        "zero_reduce_scatter_coalesced": runtime.reduce,
-        "zero_wait_coalesced": lambda handle: handle.wait(),
-        "zero_defer_reduction": runtime.defer,
-        "zero_synchronize": _is_lowered,
-        "zero_reduce": _is_lowered,
-        "zero_enter": runtime.enter,
-        "zero_reduce_deferred": runtime.reduce_deferred_at_end,
-        "zero_check_finite": runtime.check_finite,
-        "zero_wait_offloaded": runtime.wait_offloaded,
-        "zero_cast": lambda full, path: full.to(plan.by_name[path].compute_dtype),
-    }
-
-
 def free_name(name: str) -> str:
     """Return an identifier for a name or path, different from the names of values and of our symbols."""
     name = re.sub(r"\W", "_", name)
@@ -312,14 +268,11 @@ def first_free(name: str, names: Collection[str]) -> str:
     return next(free for free in candidates if free not in names and free not in TAKEN and not iskeyword(free))
 
 
-def _launch_one(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a launch as a function of one tensor and one path."""
-    return lambda tensor, path, *axis: launch((tensor,), (path,), *axis)
-
-
-def _code_one(code: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
-    """Return an encoder or decoder as a function of one tensor and one path."""
-    return lambda tensor, path, *axis: code((tensor,), (path,), *axis)[0]
+def _refuse(*args: Any) -> NoReturn:
+    raise RuntimeError(
+        "cannot run this trace: thunder_zero.trace made it without a process group, only to be read; to run the model, "
+        "jit the module with ZeroTransform and call it"
+    )
 
 
 def _is_lowered(tensor: Any, path: str) -> NoReturn:

@@ -244,7 +244,7 @@ class Writer:
         launches = self.launches_of(ops)
         digest = hashlib.sha256("\n".join(launches).encode()).hexdigest()[:8]
         self._executor.runtime.note_launches(digest, launches)
-        return self._executor.enter.bind(self.facts.named(phase), digest, output=None)
+        return self._executor.effect("zero_enter").bind(self.facts.named(phase), digest, output=None)
 
     def launches_of(self, ops: Iterable[Op]) -> list[str]:
         """Return the launches in order, such as ``all_gather h.0.w, h.0.b``. Frees and waits are left out, since they

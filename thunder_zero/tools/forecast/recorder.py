@@ -33,7 +33,6 @@ from thunder_zero.tools.table.rows import OPTIMIZER_STEP
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.lift import read_by, written_by
 from thunder_zero.traces.operators import operator_of
-from thunder_zero.traces.symbols import functions_of
 from thunder_zero.traces.work import work_of
 
 from thunder.core.proxies import Proxy
@@ -121,7 +120,7 @@ class Recorder:
             elif self._copies(line):
                 run_convolution(line, values, watch.record)
             else:
-                run_line(line, functions_of(self._runtime, self.plan), values)
+                run_line(line, self._runtime.functions, values)
 
     def _copies(self, line: Any) -> bool:
         return self.backend != "nccl" and work_of(line) is Work.CONVOLUTION
