@@ -1,4 +1,4 @@
-"""The symbols of our lines in a trace (``zero_all_gather``, ...), and what shapes and dtypes they return.
+"""The symbols of our lines in a trace (``zero_all_gather``, ...), and the shapes that they return.
 
 Each program has its own executor, so a line of a trace needs no process group and no state. Its arguments are only
 tensors and paths of parameters::
