@@ -58,7 +58,8 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("plan/amounts.py",   IMPORT, NOT,     NOT,     NOTHING),
     Room("plan/layout.py",    NOT,    NOT,     NOT,     NOTHING),
     Room("plan/precision.py", IMPORT, NOT,     NOT,     NOTHING),
-    Room("plan/formats.py",   IMPORT, NOT,     NOT,     rooms("encodings plan/precision")),
+    Room("plan/stored.py",    IMPORT, NOT,     NOT,     rooms("encodings")),
+    Room("plan/formats.py",   IMPORT, NOT,     NOT,     rooms("encodings plan/precision plan/stored")),
     Room("plan/policy.py",    TYPES,  NOT,     NOT,     rooms("plan/formats plan/precision")),
     Room("plan/mesh.py",      NOT,    NOT,     NOT,     rooms("plan/policy")),
     Room("plan/geometry.py",  NOT,    NOT,     NOT,     rooms("plan/layout plan/mesh")),
@@ -66,7 +67,8 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("plan/params.py",    TYPES,  NOT,     NOT,     rooms("encodings plan/amounts plan/geometry plan/layout "
                                                               "plan/mesh plan/policy plan/sizes")),
     Room("plan/make_plan.py", TYPES,  NOT,     NOT,     rooms("plan/amounts plan/formats plan/geometry plan/layout "
-                                                              "plan/mesh plan/params plan/policy plan/precision")),
+                                                              "plan/mesh plan/params plan/policy plan/precision "
+                                                              "plan/stored")),
     Room("plan/rows.py",      IMPORT, NOT,     NOT,     rooms("plan/params")),
     Room("plan/outer.py",     IMPORT, NOT,     NOT,     rooms("encodings plan/params plan/policy")),
     Room("plan/",             NOT,    NOT,     NOT,     NOTHING),

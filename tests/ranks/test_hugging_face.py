@@ -6,6 +6,7 @@ Models are made from configs, without a download. Hugging Face's libraries are i
 
 from __future__ import annotations
 
+import copy
 import errno
 import importlib
 import importlib.util
@@ -462,6 +463,48 @@ def test_adapters_of_peft_are_trained_and_saved_alone(ranks_pool: RanksPool, tmp
     logits, _ = ranks_pool.run(2, train_adapters, tmp_path / "adapter")
     for folder in (tmp_path / "adapter", tmp_path / "adapter/again"):
         assert torch.equal(peft.PeftModel.from_pretrained(make_llama(), folder)(TOKENS).logits, logits)
+
+
+def train_on_a_base_of_bitsandbytes(rank: int, world_size: int, folder: Path) -> None:
+    """Train the page's model; merge, save and load what one process with bitsandbytes has."""
+    torch.manual_seed(0)
+    one = run_page("A base of bitsandbytes", {"tz": Uncompiled, "start": folder / "start"})["model"]
+    torch.manual_seed(rank)
+    model = run_page("A base of bitsandbytes", {"tz": tz, "start": folder / "start"})["model"]
+    for module in (one, model):
+        optimizer = torch.optim.AdamW([param for param in module.parameters() if param.requires_grad], lr=1e-2)
+        for batch in make_batches(0, 1):
+            module(input_ids=batch, labels=batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    adapters, full = (
+        {name: param for name, param in one.named_parameters() if param.requires_grad},
+        tz.full_state_dict(model),
+    )
+    assert_close({name: full[name] for name in adapters}, adapters, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        for name, adapter in adapters.items():  # a rounding error may decide on a level in 4 bits
+            adapter.copy_(full[name])
+    with tz.full_parameters(model) as module, torch.no_grad():
+        merged, expected = copy.deepcopy(module).merge_and_unload(), one.merge_and_unload()
+        assert torch.equal(merged(TOKENS).logits, expected(TOKENS).logits)
+        if rank == 0:
+            merged.save_pretrained(folder / "merged")
+            loaded = library("transformers").AutoModelForCausalLM.from_pretrained(folder / "merged")
+            assert torch.equal(loaded(TOKENS).logits, expected(TOKENS).logits)
+
+
+class Uncompiled:
+    @staticmethod
+    def compile(module: Any, **arguments: Any) -> Any:
+        return module
+
+
+@pytest.mark.slow
+def test_a_base_of_bitsandbytes_is_that_of_one_process(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    make_llama().save_pretrained(tmp_path / "start")
+    ranks_pool.run(2, train_on_a_base_of_bitsandbytes, tmp_path)
 
 
 ADAPTERS: dict[str, dict[str, Any]] = {

@@ -38,6 +38,7 @@ from thunder_zero.plan.policy import Policy
 from thunder_zero.sharded import optimizers
 from thunder_zero.sharded.casts import cast_borders
 from thunder_zero.sharded.initial_values import Sources, initial_values
+from thunder_zero.sharded.quantized import taken
 from thunder_zero.sharded.state import State
 
 import thunder
@@ -83,7 +84,7 @@ class ZeroTransform(Transform):
         return self._arguments.policy
 
     def transform_module(self, model: ThunderModule) -> None:
-        with transforming(plain_of(model)):
+        with transforming(plain_of(model)), taken(plain_of(model)):
             self._shard(model)
 
     def transform_traces_pre_prologue(self, *traces: Any, **kwargs: Any) -> NoReturn:

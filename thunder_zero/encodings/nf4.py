@@ -85,6 +85,18 @@ class NF4(Blocks):
             self._codes(payload[start:stop], width).copy_(pairs[:, : -(-width // 2)])
         return payload
 
+    def parts(self, payload: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Return views of the codes and the scales of rows of ``width`` elements."""
+        return self._codes(payload, width), payload.view(torch.float32)[:, : self.blocks(width)]
+
+    def joined(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Return the payload of rows: uint8 codes, two a byte, of shape (rows, n / 2), and float32 scales."""
+        width = 2 * codes.shape[1]
+        payload = codes.new_zeros(len(codes), self.nbytes(width))
+        for part, value in zip(self.parts(payload, width), (codes, scales), strict=True):
+            part.copy_(value)
+        return payload
+
     @torch.no_grad()
     def decode(self, payload: Tensor, out: Tensor, *, piece: int | None = None) -> Tensor:
         """Decode the bytes of rows into ``out``, of shape (rows, ...), and return ``out``."""

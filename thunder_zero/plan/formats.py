@@ -20,6 +20,7 @@ from thunder_zero.encodings.encoding import Blocks
 from thunder_zero.encodings.int8 import Int8
 from thunder_zero.encodings.nf4 import NF4
 from thunder_zero.plan.precision import around
+from thunder_zero.plan.stored import Stored
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,6 +98,8 @@ def frozen_format_of(
     formats: Formats, names: Sequence[str], param: nn.Parameter, embeddings: frozenset[str]
 ) -> NF4 | None:
     """Return the format of a sharded parameter at rest; None if the parameter trains or would not get smaller."""
+    if isinstance(param, Stored):
+        return param.format
     if param.requires_grad or param.dim() < 2 or param.dtype not in DTYPES:
         return None
     fmt: NF4 | None = format_of("frozen_format", formats, names, param, embeddings)

@@ -20,6 +20,7 @@ from thunder_zero.plan.geometry import Geometry
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.plan.precision import MixedPrecision, around
+from thunder_zero.plan.stored import Stored
 
 if TYPE_CHECKING:
     from torch import nn
@@ -109,12 +110,30 @@ def _names(module: nn.Module, policy: Policy, modules: set[str]) -> dict[nn.Para
         for param, paths in names.items()
         if not any(part in policy.ignored for path in paths for part in around(path))
     }
+    _require_rows(names, policy)
     if not names:
         raise ValueError(
             f"{type(module).__name__} has no parameters{' that are not ignored' * bool(policy.ignored)}; there is "
             f"nothing to shard or to reduce"
         )
     return names
+
+
+def _require_rows(names: Mapping[nn.Parameter, Sequence[str]], policy: Policy) -> None:
+    """Raise ValueError for a parameter of a library that quantises, unless its rows can rest as they are."""
+    for param, (name, *_) in names.items():
+        kind = type(param)
+        if kind.__module__.startswith(("bitsandbytes.", "torchao.")):
+            raise ValueError(
+                f"parameter {name!r} is a {kind.__name__} of {kind.__module__.partition('.')[0]}, which cannot be cut "
+                f"into rows; thunder_zero takes bitsandbytes' Linear4bit with nf4, or a plain base with "
+                f"frozen_format=thunder_zero.NF4()"
+            )
+        if isinstance(param, Stored) and policy.stage < 2:
+            raise ValueError(
+                f"parameter {name!r} rests in 4 bits, as bitsandbytes has it, and stage {policy.stage} keeps "
+                f"parameters in full on every rank; take stage 2 or 3"
+            )
 
 
 def _require_units(plan: Plan, module: nn.Module) -> None:

@@ -87,6 +87,12 @@ class Param:
         return self.shape if fmt is None else (self.shape[0], fmt.nbytes(prod(self.shape[1:])))
 
     @property
+    def at_rest(self) -> Param:
+        """The parameter with its values as they rest: if ``frozen_format`` encodes rows, these are the values."""
+        dtype = self.rest_dtype
+        return replace(self, shape=self.rest_shape, dtype=dtype, compute_dtype=dtype, frozen_format=None)
+
+    @property
     def rest_dtype(self) -> torch.dtype:
         """The dtype at rest."""
         return self.dtype if self.frozen_format is None else self.frozen_format.dtype

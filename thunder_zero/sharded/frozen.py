@@ -25,9 +25,15 @@ from thunder_zero.sharded.wire import decode_frozen
 
 
 def rows_at_rest(full: Tensor, param: Param, plan: Plan) -> Tensor:
-    """Return this rank's rows of a full parameter: padded, and encoded if the parameter has a frozen format."""
+    """Return this rank's rows of a full parameter: padded, and encoded if the parameter has a frozen format.
+
+    The full parameter may come encoded (``Stored``).
+    """
+    fmt = param.frozen_format
+    if fmt is not None and full.dtype is fmt.dtype:
+        return local_rows(full, param.at_rest, plan)
     rows = local_rows(full, param, plan)
-    return rows if param.frozen_format is None else param.frozen_format.encode(rows)
+    return rows if fmt is None else fmt.encode(rows)
 
 
 def frozen_param(tensor: object) -> Param | None:
@@ -59,7 +65,9 @@ def encoded_values(module: nn.Module, values: Mapping[str, Any]) -> dict[str, An
         if encoding and isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.shape:
             start = shard.__create_chunk_list__()[0].offsets[0]
             rows = value[start : start + len(local(shard))].to(local(shard).device, param.dtype)
-            encoded[name] = dtensor_like(encoding.encode(rows), shard, shard.shape)
+            # bitsandbytes' scales need not be the largest magnitudes, so equal values keep their bytes
+            same = torch.equal(decode_frozen(local(shard), param, param.dtype), rows)
+            encoded[name] = shard if same else dtensor_like(encoding.encode(rows), shard, shard.shape)
     return encoded
 
 

@@ -9,7 +9,7 @@ into the shards::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from thunder_zero.sharded.casts import without_casts
 from thunder_zero.sharded.dtensors import local, parameter_like
 from thunder_zero.sharded.frozen import rows_at_rest
 from thunder_zero.sharded.placeholders import as_slice
+from thunder_zero.sharded.quantized import StoredLinear, given_back, packed, stored_weights, unpacked
 from thunder_zero.sharded.sharded_model import sharded_model
 from thunder_zero.sharded.state import State
 
@@ -49,14 +50,15 @@ def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bo
     """
     sharded = sharded_model(model)
     state, module = sharded.state, sharded.plain
-    full = _gathered(state, writeback, rank0_only)
+    layers = stored_weights(module)
+    full = _gathered(state, layers, writeback, rank0_only)
     values: dict[str, Tensor] = {}
     failure: Exception | None = None
     try:
-        with without_casts(module), state.holding(full):
+        with without_casts(module), state.holding(full), given_back(layers.values()):
             yield module
             if writeback and full:
-                values = {param.path: _value(module, param, full[param.path]) for param in state.plan.params}
+                values = {param.path: _value(module, param, full[param.path], layers) for param in state.plan.params}
     except Exception as error:
         if not writeback:
             raise
@@ -66,10 +68,12 @@ def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bo
             with all_or_none(state.group, "the block of full_parameters"):
                 if failure is not None:
                     raise failure
-            _write_back(state, values)
+            _write_back(state, values, layers)
 
 
-def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.Parameter]:
+def _gathered(
+    state: State, layers: Mapping[str, StoredLinear], writeback: bool, rank0_only: bool
+) -> dict[str, nn.Parameter]:
     """Gather full parameters, keyed by path. This is a collective. With ``rank0_only``, return {} on other ranks."""
     group = state.group
     full: dict[str, nn.Parameter] = {}
@@ -85,28 +89,36 @@ def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.P
                 )
         require_same([Claim("writeback", str(writeback)), Claim("rank0_only", str(rank0_only))], group)
         for param in state.plan.params:
-            value = as_slice(state.gather_now(param), state.params[param.path].placeholder)
-            if not rank0_only or group.rank() == 0:
+            layer, fmt = layers.get(param.path), param.frozen_format
+            value = state.gather_now(param if layer is None else param.at_rest)
+            if rank0_only and group.rank():
+                continue
+            if layer is not None and fmt is not None:
+                full[param.path] = packed(value, layer, fmt, param.dtype)
+            else:
+                value = as_slice(value, state.params[param.path].placeholder)
                 full[param.path] = parameter_like(state.params[param.path].shard, value)
     return full
 
 
-def _value(module: nn.Module, param: Param, original: Tensor) -> Tensor:
-    value = module.get_parameter(param.path).detach()
+def _value(module: nn.Module, param: Param, original: Tensor, layers: Mapping[str, StoredLinear]) -> Tensor:
+    value = module.get_parameter(param.path)
     if local(value).shape != local(original).shape or value.dtype is not original.dtype:
         raise ValueError(
             f"parameter {param.path!r} is {tuple(value.shape)} {value.dtype} at the end of full_parameters, and was "
             f"{tuple(original.shape)} {original.dtype}; write new values into it in place"
         )
-    return value
+    layer = layers.get(param.path)
+    return value.detach() if layer is None or not param.frozen_format else unpacked(value, layer, param.path)
 
 
 @torch.no_grad()
-def _write_back(state: State, values: dict[str, Tensor]) -> None:
+def _write_back(state: State, values: dict[str, Tensor], as_bytes: Container[str]) -> None:
     """Copy the values of the first data rank into the shards."""
     for path, param in state.params.items():
         if (value := values.get(path)) is None:
-            value = torch.empty(param.planned.shape, dtype=param.planned.dtype, device=param.rows.device)
+            planned = param.planned.at_rest if path in as_bytes else param.planned
+            value = torch.empty(planned.shape, dtype=planned.dtype, device=param.rows.device)
         value = local(value)
         broadcast(value, 0, state.ranks.data, state.device)
         param.rows.copy_(rows_at_rest(value, param.planned, state.plan))

@@ -50,6 +50,7 @@ from thunder_zero.sharded.placeholders import (
     set_tensor,
     without_memory,
 )
+from thunder_zero.sharded.quantized import taken
 from thunder_zero.sharded.reduce import tensors_in
 from thunder_zero.spmd.of_trace import require_right_types
 from thunder_zero.tools.devices.device import Device, device_of
@@ -119,8 +120,9 @@ def trace(
     require_unwrapped(module)
     _refuse_unknown_arguments(module, kwargs)
     planned, slices, partial = planned_mesh(module, world_size, rank, replicas, mesh, dp_mesh_dims)
-    source = ProgramSource(module, args, kwargs, policy, planned, synced, fuse, device, slices, partial, dynamic)
-    traces = source.under(policy)
+    with taken(module, restore=True):
+        source = ProgramSource(module, args, kwargs, policy, planned, synced, fuse, device, slices, partial, dynamic)
+        traces = source.under(policy)
     require_right_types(traces)
     if outer is not None:
         outer.paths_of(traces.plan)  # refuses more fragments than units

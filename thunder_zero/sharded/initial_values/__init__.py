@@ -16,6 +16,7 @@ from thunder_zero.comm import agree
 from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.small_collectives import broadcast
 from thunder_zero.plan.params import Plan
+from thunder_zero.plan.stored import Stored
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.initial_values.data import (
     CPU,
@@ -55,7 +56,12 @@ def initial_values(
     are_read, weights = sources.weights is not None, sources.weights or {}
     saved = module.state_dict() if are_read else {}  # state dicts have no non-persistent buffers
     read = {tensor: names for tensor, names in model.names.items() if any(name in saved for name in names)}
-    missing = {tensor for tensor in model.names if tensor.is_meta and not model.arrives(tensor) and tensor not in read}
+    if stored := next((names for tensor, names in read.items() if isinstance(tensor, Stored)), None):
+        raise ValueError(
+            f"weights cannot replace {stored[0]!r}, which comes encoded from bitsandbytes; leave weights out"
+        )
+    to_draw = [tensor for tensor in model.names if tensor.is_meta and not isinstance(tensor, Stored)]
+    missing = {tensor for tensor in to_draw if not model.arrives(tensor) and tensor not in read}
     sharder = Sharder(model, are_read=are_read)
     drawn = Drawn(model, missing, sharder, all_draw=not are_read)
     with agree.all_or_none(group):
@@ -69,6 +75,8 @@ def initial_values(
         drawn.require_written()
 
     def value_here(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, Stored):
+            return tensor.payload if plan.by_name[model.name_of(tensor)].frozen_format else tensor.decoded()
         if tensor in read:
             return _read(tensor, read[tensor], weights, failures)
         return drawn.full(tensor) if drawn.has(tensor) else _existing(tensor, model)
@@ -142,7 +150,7 @@ def _full(tensor: Tensor, model: PlainModel, value_here: FullOf) -> Tensor:
     """Return a tensor's full values. This is a collective if rank ``policy.broadcast_from`` sends the values."""
     if model.sender is None or not model.travels(tensor):
         return value_here(tensor)
-    if not model.arrives(tensor):
+    if not model.arrives(tensor) or isinstance(tensor, Stored):
         full = value_here(tensor)
     elif tensor.is_meta:
         full = torch.empty_like(tensor, device=model.device, requires_grad=False)

@@ -115,7 +115,8 @@ class Sharder:
     def shard(self, full: Tensor, path: str) -> Tensor:
         """Return this rank's rows of a parameter, or a resident parameter in full. ``full`` may be a local slice."""
         param, plan, device = self._model.plan.by_name[path], self._model.plan, self._model.device
-        is_slice = tuple(full.shape) != plan.whole_shape(param)
+        is_encoded = param.frozen_format is not None and full.dtype is param.rest_dtype
+        is_slice = not is_encoded and tuple(full.shape) != plan.whole_shape(param)
         if self._model.sender is None and self._model.ranks.world.size() > 1:
             self._claims[is_slice][path] = self._claim(path, agree.digest(full))
         full = full if is_slice else local_slice(full, param, plan)
