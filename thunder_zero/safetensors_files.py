@@ -85,6 +85,9 @@ class SafetensorsWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self.rows(name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._files  # a Mapping's own would read the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 
@@ -97,6 +100,10 @@ class SafetensorsWeights(Mapping[str, Tensor]):
             part = file.get_slice(name)
             value: Tensor = file.get_tensor(name) if stop is None or not part.get_shape() else part[start:stop]
         return value
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        with _opened(self._files[name]) as file:
+            return tuple(file.get_slice(name).get_shape())
 
     def describe(self, name: str, key: str, dtype: torch.dtype | None) -> TensorToWrite:
         """Describe a tensor, with the aliases that the metadata of its file names. ``dtype`` replaces a float dtype."""

@@ -85,7 +85,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("comm/",             IMPORT, IMPORT,  NOT,     rooms("plan compat/plans_of_transformers compat/private "
                                                               "compat/torch")),
     Room("traces/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule compat")),
-    Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("encodings plan schedule comm traces "
+    Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("safetensors_files encodings plan schedule comm traces "
                                                               "compat/private compat/torch compat/accelerate")),
     Room("optim/",            IMPORT, NOT,     NOT,     rooms("plan compat/torch comm sharded")),
     Room("outer/",            IMPORT, IMPORT,  NOT,     rooms("encodings plan comm compat/torch sharded")),

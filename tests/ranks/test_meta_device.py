@@ -27,6 +27,8 @@ from tests.harness.models import Mlp
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.comm.small_collectives import broadcast
+from thunder_zero.safetensors_files import SafetensorsWeights
+from thunder_zero.sharded.dtensors import local
 from thunder_zero.tools.models import DecoderSizes, Llama
 from thunder_zero.tools.plan.training_plan import MeshShape, PlanRow, code_of
 
@@ -167,6 +169,26 @@ def load_weights(rank: int, world_size: int, folder: Path) -> None:
     ]
     for number, (module, arguments) in enumerate(sources):
         assert_like(jit(module, **arguments), expected, number)
+    read_only_rows(folder / f"mlp{rank}")
+
+
+def read_only_rows(folder: Path) -> None:
+    """From a folder, each rank reads its own rows, and the rows that all ranks compare."""
+    folder.mkdir()
+    expected = build_ordinary(partial(nn.Linear, 64, 300))
+    save_file(dict(expected.state_dict()), folder / "model.safetensors")
+    read, rows_of = list[int](), SafetensorsWeights.rows
+
+    def counted(*args: Any) -> Tensor:
+        rows = rows_of(*args)
+        read.append(rows.nbytes)
+        return rows
+
+    with mock.patch.object(SafetensorsWeights, "rows", counted):
+        model = jit(build_on_meta(partial(nn.Linear, 64, 300)), weights=folder)
+    assert_like(model, expected, "rows")
+    own = sum(real.nbytes for real in (local(param) for param in model.parameters()))  # 300 rows have no padding
+    assert sum(read) == own + 3 * 4 * (64 + 1), "the first row, a middle one and the last, of the weight and the bias"
 
 
 @pytest.mark.parametrize("world_size", [3, *slow(1)])
@@ -283,12 +305,18 @@ ONES = torch.ones(11, 7)
 TWO_VALUES = ("weights has unlike values for 'embed.weight' and 'head.weight', which this module ties",)
 
 
-def let_ranks_differ(rank: int, world_size: int) -> None:
+def let_ranks_differ(rank: int, world_size: int, folder: Path) -> None:
     """Check that every rank raises, and that the module and the group can still be used."""
     last = rank == world_size - 1
     state = build_ordinary(Net).state_dict()
     short = {name: value for name, value in state.items() if name != "norm.bias" or not last}
     unlike = {**state, "head.weight": state["head.weight"] + torch.eye(*state["head.weight"].shape)} if last else state
+    others = folder / f"{last}"  # ranks with equal files write the same folder
+    if rank in (0, world_size - 1):
+        others.mkdir()
+        values = {name: (value + last).contiguous() for name, value in state.items() if name != "head.weight"}
+        save_file(values, others / "a.safetensors")
+    dist.barrier()
     module = build_ordinary(Net) if last else build_on_meta(Net)
     weight = nn.Parameter(torch.empty(5, 3, device="meta"))
     tied = nn.Sequential(Bare(weight), Bare(weight))
@@ -301,6 +329,7 @@ def let_ranks_differ(rank: int, world_size: int) -> None:
         (net(), {"init": fail_on_last_rank}, ("differs between ranks", "seed every rank alike")),
         # Other ranks gather the weight for its second owner before they hear of the error.
         (tied, {"init": fail_on_last_rank}, ("init fails here; try another",)),
+        (net(), {"weights": others}, ("initial value of parameter", "differs", "give every rank the same weights")),
         (net(), {"weights": short}, ("weights has no 'norm.bias'", "give the state dict of a Net")),
         (net(), {"weights": unlike, "stage": 0}, (*TWO_VALUES, "at [0, 0]", "leave one of the two names out")),
         (net(), {"weights": unlike}, TWO_VALUES),
@@ -315,8 +344,8 @@ def let_ranks_differ(rank: int, world_size: int) -> None:
     assert_like(jit(net()), build_ordinary(Net), "after all")
 
 
-def test_ranks_that_differ_all_raise(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(3, let_ranks_differ)
+def test_ranks_that_differ_all_raise(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    ranks_pool.run(3, let_ranks_differ, tmp_path)
 
 
 LLAMA = DecoderSizes(blocks=2, width=8, heads=2, key_heads=1, hidden=16, vocabulary=11, length=6)

@@ -32,8 +32,11 @@ def rows_at_rest(full: Tensor, param: Param, plan: Plan) -> Tensor:
     fmt = param.frozen_format
     if fmt is not None and full.dtype is fmt.dtype:
         return local_rows(full, param.at_rest, plan)
-    rows = local_rows(full, param, plan)
-    return rows if fmt is None else fmt.encode(rows)
+    return encoded_rows(local_rows(full, param, plan), param)
+
+
+def encoded_rows(rows: Tensor, param: Param) -> Tensor:
+    return rows if param.frozen_format is None else param.frozen_format.encode(rows)
 
 
 def frozen_param(tensor: object) -> Param | None:

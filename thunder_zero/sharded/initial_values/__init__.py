@@ -8,6 +8,7 @@ shards and one module's full parameters. The entry point is :func:`initial_value
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from thunder_zero.comm import agree
 from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.small_collectives import broadcast
-from thunder_zero.plan.params import Plan
+from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.stored import Stored
+from thunder_zero.safetensors_files import SafetensorsWeights
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.initial_values.data import (
     CPU,
@@ -27,6 +29,7 @@ from thunder_zero.sharded.initial_values.data import (
     UnplannedValue,
     fitted,
     names_of,
+    require_shape,
     whole_like,
 )
 from thunder_zero.sharded.initial_values.drawn import Drawn
@@ -81,7 +84,14 @@ def initial_values(
             return _read(tensor, read[tensor], weights, failures)
         return drawn.full(tensor) if drawn.has(tensor) else _existing(tensor, model)
 
-    values = _collected(model, lambda tensor: _full(tensor, model, value_here), drawn, sharder)
+    def rows_here(tensor: Tensor) -> Tensor | None:
+        present = [name for name in read.get(tensor, ()) if name in weights]
+        param = model.param_of(tensor)
+        if len(present) != 1 or param is None or not _reads_rows(weights, param, model):
+            return None
+        return _read_rows(weights, present[0], tensor, param, sharder, failures)
+
+    values = _collected(model, lambda tensor: _full(tensor, model, value_here), rows_here, drawn, sharder)
     with agree.all_or_none(group):
         failures.raise_first()
     sharder.compare()
@@ -124,6 +134,25 @@ def _read(tensor: Tensor, names: Sequence[str], weights: Mapping[str, Tensor], f
     return buffer
 
 
+def _reads_rows(weights: object, param: Param, model: PlainModel) -> TypeGuard[SafetensorsWeights]:
+    """Return whether this rank can read its rows of a parameter without the others."""
+    is_cut = param.sharded and not param.resident and param.sliced is None
+    return is_cut and model.sender is None and isinstance(weights, SafetensorsWeights)
+
+
+def _read_rows(
+    weights: SafetensorsWeights, name: str, tensor: Tensor, param: Param, sharder: Sharder, failures: agree.Failures
+) -> Tensor:
+    """Read this rank's rows. All ranks also read the first row, a middle one and the last, and compare them."""
+    own, last = sharder.rows(param), len(tensor) - 1
+    rows = sample = torch.zeros(0, *tensor.shape[1:], dtype=tensor.dtype)
+    with failures.capture():
+        require_shape(weights.shape(name), tensor, f"weights has {name!r}")
+        rows = weights.rows(name, own.start, own.stop).to(tensor.dtype)
+        sample = torch.cat([weights.rows(name, row, row + 1) for row in (0, last // 2, last)])
+    return sharder.take(rows, param.path, sample)
+
+
 def _require_equal(value: Tensor, expected: Tensor, name: str, first: str) -> None:
     """Raise ValueError unless two values of a tied tensor are equal after a cast to the less precise dtype."""
     narrow = max(
@@ -160,7 +189,9 @@ def _full(tensor: Tensor, model: PlainModel, value_here: FullOf) -> Tensor:
     return full
 
 
-def _collected(model: PlainModel, full_of: FullOf, drawn: Drawn, sharder: Sharder) -> InitialValues:
+def _collected(
+    model: PlainModel, full_of: FullOf, rows_of: Callable[[Tensor], Tensor | None], drawn: Drawn, sharder: Sharder
+) -> InitialValues:
     """Return all values. This is a collective if one rank sends values. At most one full tensor is alive at a time."""
     at_rest: dict[str, Tensor] = {}
     unplanned = []
@@ -172,7 +203,7 @@ def _collected(model: PlainModel, full_of: FullOf, drawn: Drawn, sharder: Sharde
                 unplanned.append(
                     UnplannedValue(names, tensor, full.to(model.device if tensor.is_meta else tensor.device))
                 )
-        elif (rows := drawn.at_rest(tensor)) is not None:
+        elif (rows := drawn.at_rest(tensor)) is not None or (rows := rows_of(tensor)) is not None:
             at_rest[param.path] = rows
         else:
             at_rest[param.path] = sharder.shard(full_of(tensor), param.path)

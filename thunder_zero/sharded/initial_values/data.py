@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from thunder_zero.comm import agree
 from thunder_zero.comm.group import Ranks
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.plan.rows import local_slice
+from thunder_zero.plan.rows import local_slice, stored_rows
 from thunder_zero.sharded.dtensors import parameter_like
-from thunder_zero.sharded.frozen import rows_at_rest
+from thunder_zero.sharded.frozen import encoded_rows, rows_at_rest
 from thunder_zero.sharded.wire import rest_device
 
 CPU = torch.device("cpu")  # values are drawn on the CPU, so that a seed gives equal values on every device
@@ -90,12 +90,16 @@ def fitted(value: object, like: Tensor, subject: str) -> Tensor:
     if not isinstance(value, Tensor) or value.is_meta:
         kind = "tensor on the meta device (without values)" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{subject} as a {kind}; give a tensor of shape {tuple(like.shape)}")
-    if value.shape != like.shape:
-        raise ValueError(
-            f"{subject} with shape {tuple(value.shape)}, where the module has shape {tuple(like.shape)}; build the "
-            f"module that the values belong to"
-        )
+    require_shape(value.shape, like, subject)
     return value.detach().to(like.dtype)
+
+
+def require_shape(shape: Sequence[int], like: Tensor, subject: str) -> None:
+    if tuple(shape) != tuple(like.shape):
+        raise ValueError(
+            f"{subject} with shape {tuple(shape)}, where the module has shape {tuple(like.shape)}; build the module "
+            f"that the values belong to"
+        )
 
 
 def whole_like(tensor: Tensor) -> Tensor:
@@ -124,6 +128,17 @@ class Sharder:
             return full.to(device)
         # Select rows on the full value's device, so that only rows are copied to another device.
         return rows_at_rest(full, param, plan).to(rest_device(param, plan, device))
+
+    def rows(self, param: Param) -> slice:
+        return self._model.plan.geometry(param).rows
+
+    def take(self, rows: Tensor, path: str, sample: Tensor) -> Tensor:
+        """Return this rank's rows, which it has read alone, at rest. All ranks have read the ``sample``."""
+        param, plan, device = self._model.plan.by_name[path], self._model.plan, self._model.device
+        if self._model.ranks.world.size() > 1:
+            self._claims[False][path] = self._claim(path, agree.digest(sample))
+        at_rest = encoded_rows(stored_rows(rows, param, plan), param)
+        return at_rest.to(rest_device(param, plan, device))
 
     def compare(self) -> None:
         """Raise on all ranks if their full values differ. This is a collective, unless one rank sent the values."""
