@@ -68,7 +68,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("plan/make_plan.py", TYPES,  NOT,     NOT,     rooms("plan/amounts plan/formats plan/geometry plan/layout "
                                                               "plan/mesh plan/params plan/policy plan/precision")),
     Room("plan/rows.py",      IMPORT, NOT,     NOT,     rooms("plan/params")),
-    Room("plan/outer.py",     IMPORT, NOT,     NOT,     rooms("encodings plan/params plan/policy")),
+    Room("plan/outer.py",     IMPORT, NOT,     NOT,     rooms("encodings plan/mesh plan/params plan/policy")),
     Room("plan/",             NOT,    NOT,     NOT,     NOTHING),
     Room("schedule/",         TYPES,  NOT,     NOT,     rooms("encodings plan")),
     Room("compat/private.py", TYPES,  TYPES,   NOT,     NOTHING),

@@ -279,7 +279,7 @@ def stream(rank: int, world_size: int, kind: str) -> None:
     digests: list[Any] = [None] * world_size
     dist.all_gather_object(digests, outer.digest())
     assert len(set(digests)) == 1, "the sites differ"
-    for name, row in outer.agreed.items():  # equal rows of a site stay equal, though each rank rounds at random
+    for name, row in outer.agreed.rows.items():  # equal rows of a site stay equal, though each rank rounds at random
         assert local(row).dtype is torch.float32, name
         if kind != "slices" or name.startswith("layers.0"):
             everyone: list[Any] = [None] * world_size

@@ -34,6 +34,7 @@ from thunder_zero.comm.handle import EXIT_SECONDS
 from thunder_zero.outer.store import NotReached, Sites, connect, host_store
 
 POLL_SECONDS = 0.02  # between two looks at a key
+PATIENCE = 3  # time-outs without a step or a message, after which a job hangs
 BEATS = 8  # signs of life of a site within the time-out
 ARRIVED = "arrived"  # the outcome of an exchange that succeeded
 
@@ -93,20 +94,20 @@ class Members:
 class Presence:
     """Signs of life of all sites, in a thread of each site's leader.
 
-    A site is alive if its count has changed within the time-out. It is absent from when it has missed a turn until it
-    announces itself.
+    A site is alive if its count has changed within the time-out. The count of a job that hangs stops, so that nobody
+    waits for what it has. A site is absent from when it has missed a turn until it announces itself.
     """
 
     def __init__(self, address: Sites) -> None:
         self._address, self._seen = address, dict[str, tuple[str, int, float]]()
-        self._ended, self._is_started = threading.Event(), False
+        self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self.absent = set[str]()
+        self.absent, self.touched = set[str](), monotonic()  # when the job last took a step or sent a message
 
     def start(self, store: TCPStore, claims: str) -> None:
         """Give signs of life, and take the name of this site, once. Raise ValueError if another living job has it, or
         if living sites train something else."""
-        if self._is_started:
+        if self._thread is not None:
             return
         self.look(store)
         if not self.alive():
@@ -119,13 +120,12 @@ class Presence:
                 f"{_unlike(claims.splitlines(), others.splitlines())}; train the same at all sites, or start the store "
                 f"anew"
             )
-        self._thread = threading.Thread(target=self._give_signs, name="thunder_zero presence", daemon=True)
-        self._thread.start()
         self._take_name(store)
         names = store.compare_set("names", "", self._address.name).decode()
         while self._address.name not in names.split():  # another site may register at the same time
             names = store.compare_set("names", names, f"{names} {self._address.name}").decode()
-        self._is_started = True
+        self._thread = threading.Thread(target=self._give_signs, name="thunder_zero presence", daemon=True)
+        self._thread.start()
 
     def _take_name(self, store: TCPStore) -> None:
         owner, own = f"owner/{self._address.name}", self._address.life
@@ -133,8 +133,8 @@ class Presence:
         if other != own:
             count, end = store.add(f"alive/{other}", 0), monotonic() + self._address.timeout
             while monotonic() < end:
+                store.add(f"alive/{own}", 1)
                 if store.add(f"alive/{other}", 0) != count:
-                    self._ended.set()
                     raise ValueError(
                         f"another job is site {self._address.name!r} at {self._address.address}, and it is alive; give "
                         f"this one another name in tz.sites, or end the other job"
@@ -155,7 +155,7 @@ class Presence:
         owner = f"owner/{self._address.name}"
         with suppress(NotReached, DistError):
             store = connect(self._address)
-            if self._is_started and not store.compare_set(owner, self._address.life, ""):
+            if not store.compare_set(owner, self._address.life, ""):
                 store.delete_key(owner)
 
     def alive(self) -> list[str]:
@@ -183,7 +183,8 @@ class Presence:
         while True:
             try:
                 store = store or connect(self._address)
-                store.add(f"alive/{self._address.life}", 1)
+                if monotonic() - self.touched < PATIENCE * self._address.timeout:
+                    store.add(f"alive/{self._address.life}", 1)
                 self.look(store)
             except (NotReached, DistError):
                 store = None  # connect again: the store may come back
