@@ -328,7 +328,7 @@ def train_as(rank: int, world_size: int, kind: str) -> None:
     """Train sites as ``kind`` says, with ``tz.DiLoCo`` and with a full outer step: equal to the bit."""
     site, group = sites_of_two(rank)
     where = tz.sites(address(), name=NAMES[site], timeout=60)
-    options = {"fragments": 2, "delay": 1, "alpha": 0.25} if kind == "muon" else {}
+    options: dict[str, Any] = {"fragments": 2, "delay": 1, "alpha": 0.25} if kind == "muon" else {}
     precision = tz.MixedPrecision(torch.bfloat16, output_dtype=torch.float32)
     policy = tz.Policy(2) if kind == "slices" else tz.Policy(3, mixed_precision=precision)
 
