@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from time import monotonic, sleep
-from typing import Any
 
 from torch.distributed import DistError, TCPStore
 
@@ -201,18 +200,22 @@ class Meeting:
     def members(self, key: str, me: Announcement, claims: str) -> Members:
         """Return the members of the next turn in which this site takes part."""
         if self._presence is None:
-            members, failure = json.loads(self._from_leader(key))
+            turn, _, failure = self._from_leader(key).partition(" ")
             if failure:
                 raise NotReached(failure)
-            return _members(*members)
+            return self._closed(turn)
         try:
             self._presence.start(self.store, claims)
             members = self._lead(me, self._presence)
         except Exception as error:
-            self.store.set(key, json.dumps([None, f"{error}"]))
+            self.store.set(key, f"no {error}")
             raise
-        self.store.set(key, json.dumps([[members.turn, [asdict(site) for site in members.all]], ""]))
+        self.store.set(key, members.turn)
         return members
+
+    def _closed(self, turn: str) -> Members:
+        sites = json.loads(self.store.get(f"{turn}/closed"))
+        return Members(turn, tuple(Announcement(**site) for site in sites))
 
     def _lead(self, me: Announcement, presence: Presence) -> Members:
         while True:
@@ -245,7 +248,7 @@ class Meeting:
                 presence.absent |= missing
                 self.store.compare_set(f"{turn}/closed", "", f"[{', '.join(sites)}]")
             self._pause()
-        return _members(turn, json.loads(self.store.get(f"{turn}/closed")))
+        return self._closed(turn)
 
     def settle(self, members: Members, ranks: int, failure: str) -> str:
         """Tell the others how the exchange went on this rank. Return what all agree on: "", or why it failed."""
@@ -293,11 +296,9 @@ class Meeting:
 
     def _pause(self) -> None:
         self._sign()
+        if self._presence is not None:
+            self._presence.touched = monotonic()
         sleep(POLL_SECONDS)
-
-
-def _members(turn: str, announcements: Sequence[Mapping[str, Any]]) -> Members:
-    return Members(turn, tuple(Announcement(**site) for site in announcements))
 
 
 def _unlike(claims: Sequence[str], others: Sequence[str]) -> str:

@@ -48,13 +48,9 @@ class SiteLink:
         number, peers = self._flights, self._peers
 
         def run(sign: Callable[[], None]) -> Exchanged:
-            def touch() -> None:
-                sign()
-                self.touch()
-
             try:
                 with reaching(self.address):
-                    return self._run(f"{offer.me.life}/{number}", offer, peers, touch)
+                    return self._run(f"{offer.me.life}/{number}", offer, peers, sign)
             except BaseException:
                 peers.drop()
                 raise
@@ -73,6 +69,7 @@ class SiteLink:
             def tell(turn: str = members.turn) -> None:
                 nonlocal last
                 sign()
+                self.touch()
                 if monotonic() - last > TELL_SECONDS:  # the others wait for whoever makes progress
                     last = monotonic()
                     store.add(f"{turn}/progress", 1)
