@@ -89,7 +89,8 @@ class DiLoCo(RowsBeside):
         sync_every: steps of the inner optimizer between two exchanges of a parameter, H in the papers. More steps send
             fewer bytes, and cost quality: docs/two-sites.md has a table.
         outer_optimizer: a function from parameters to an elementwise optimizer, by default SGD with learning rate 0.7
-            and Nesterov momentum 0.9. The optimizer is ``outer.optimizer``.
+            and Nesterov momentum 0.5. The papers' 0.9 is for trainings with hundreds of exchanges. The optimizer is
+            ``outer.optimizer``.
         wire: the encoding of changes: ``torch.float32``, ``torch.bfloat16`` or :class:`Int8`. The outer step adds its
             error once in an exchange.
         fragments: number of groups of units that are exchanged in turn, which spreads the bytes (Streaming DiLoCo).
