@@ -208,7 +208,7 @@ def refuse(rank: int, world_size: int) -> None:
 
     def outer_of(module: nn.Module, name: str, **options: Any) -> tuple[Any, tz.DiLoCo]:
         model = sharded(module, 2, process_group=group)
-        return model, tz.DiLoCo(model, tz.sites(where, name=name, timeout=3, expected=1), sync_every=2, **options)
+        return model, tz.DiLoCo(model, tz.sites(where, name=name, timeout=20, expected=1), sync_every=2, **options)
 
     def first_step(module: nn.Module, name: str, **options: Any) -> None:
         model, outer = outer_of(module, name, **options)
