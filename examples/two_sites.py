@@ -47,7 +47,6 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=160, help="features of each of 4 blocks (default: 160)")
     parser.add_argument("--rows", type=int, default=16, help="sequences in a step of all sites (default: 16)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--digests", action="store_true", help="print a digest of what all sites agree on")
     return parser.parse_args(argv)
 
 
@@ -62,12 +61,6 @@ def optimizers_of(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
     matrices = [param for name, param in model.named_parameters() if param.ndim == 2 and "blocks" in name]
     others = [param for param in model.parameters() if all(param is not matrix for matrix in matrices)]
     return [tz.whole(torch.optim.Muon, matrices, lr=0.02), torch.optim.AdamW(others, 2e-3, betas=(0.9, 0.95))]
-
-
-def print_digest(outer: tz.DiLoCo, site: str, step: int) -> None:
-    digest = outer.digest()
-    if dist.get_rank() == 0:
-        print(f"{time.time():.2f} {site} step {step}: exchange {outer.counts.version}, digest {digest}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -106,10 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             optimizer.step()
             optimizer.zero_grad()
         if outer is not None:
-            before = outer.counts.version
             outer.step()
-            if options.digests and outer.counts.version > before:
-                print_digest(outer, options.site, step)
         seconds.append(time.perf_counter() - start)
         if rank == 0 and step % 50 == 0:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)

@@ -2,10 +2,11 @@
 
     python -m examples.bench.sites loss                # trains each setting on loopback: the loss does not depend on it
     sudo python -m examples.bench.sites speed          # 30 steps or two exchanges each, on links made with tc
+    sudo python -m examples.bench.sites faults         # kills at given places, a cut link, old checkpoints, three sites
     python -m examples.bench.sites faults --kills 50   # random kills and stops; compares what the sites agree on
 
-A site is two processes of ``examples/two_sites.py``. On a link, each site is in a network namespace, in which its ranks
-use loopback. Prints Markdown tables. docs/two-sites.md has them.
+A site is two processes of ``examples/two_sites.py``, or of ``sites_worker.py`` for faults. On a link, each site is in a
+network namespace, in which its ranks use loopback. Prints Markdown tables. docs/two-sites.md has them.
 """
 
 from __future__ import annotations
@@ -14,22 +15,26 @@ import argparse
 import json
 import os
 import random
-import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 from examples.bench.network import LOOPBACK, Seat, seats
 
 ROOT = Path(__file__).parents[2]
-WORKER = "examples/two_sites.py"
-SITES, RANKS = ("attic", "lab"), 2
+WORKER, FAULTY = "examples/two_sites.py", "examples/bench/sites_worker.py"
+NAMES, RANKS = ("attic", "lab", "office"), 2
+SITES = NAMES[:2]
+TIMEOUT = 10
 STEPS = 512
 STREAMED = ("--fragments", "4", "--delay", "2")
 SETTINGS: dict[str, tuple[str, ...]] = {  # options of the worker; those without --every are one job of all ranks
@@ -48,7 +53,6 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # options of the worker; those without
 SEEDS = {"ZeRO-2": 3, "H 32": 3, "H 128": 3}
 LINKS = LOOPBACK, "1gbit", "100mbit", "20mbit"
 SECONDS = 900
-EXCHANGE = re.compile(r"\S+ (\w+) step (\d+): exchange (\d+), digest (\w+)")
 
 
 def free_port() -> int:
@@ -57,7 +61,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(seat: Seat, options: Sequence[str], rank: int, world: int, master: str, log: Path) -> subprocess.Popen[bytes]:
+def start(
+    seat: Seat, options: Sequence[str], rank: int, world: int, master: str, log: Path, worker: str = WORKER
+) -> subprocess.Popen[bytes]:
     host, port = master.split(":")
     environment = {
         **os.environ,
@@ -69,7 +75,7 @@ def start(seat: Seat, options: Sequence[str], rank: int, world: int, master: str
         "MASTER_PORT": port,
         "GLOO_SOCKET_IFNAME": seat.interface if world > RANKS else "lo",
     }
-    command = [*seat.prefix, sys.executable, str(ROOT / WORKER), *options]
+    command = [*seat.prefix, sys.executable, str(ROOT / worker), *options]
     return subprocess.Popen(command, env=environment, stdout=log.open("ab"), stderr=subprocess.STDOUT)
 
 
@@ -137,81 +143,171 @@ def speeds(names: Sequence[str], links: Sequence[str]) -> Iterator[str]:
             yield f"| {name} | {link} | {step * 1e3:.1f} | {step / alone:.2f} | {sent / max(steps, 30):,.0f} |"
 
 
-def faults(kills: int, seed: int) -> Iterator[str]:
-    """Kill or stop a random site, or one rank of it, again and again, and start it again."""
-    chance, address = random.Random(seed), f"127.0.0.1:{free_port()}"
-    options: tuple[str, ...] = (
-        "--every",
-        "8",
-        "--wire",
-        "int8",
-        "--fragments",
-        "2",
-        "--steps",
-        "1000000",
-        "--store",
-        address,
-    )
-    options += ("--width", "32", "--rows", "8", "--timeout", "10", "--digests")
-    with tempfile.TemporaryDirectory() as folder, seats(len(SITES), LOOPBACK) as places:
-        store = subprocess.Popen([sys.executable, "-m", "thunder_zero", "sites", address], cwd=ROOT)
-        logs = {site: Path(folder) / f"{site}.log" for site in SITES}
+class Jobs:
+    """Sites of ``sites_worker.py``, each a job of two ranks, and what they print."""
 
-        def begin(site: str) -> list[subprocess.Popen[bytes]]:
-            master = f"127.0.0.1:{free_port()}"
-            own = ("--site", site, *options)
-            return [start(places[0], own, rank, RANKS, master, logs[site]) for rank in range(RANKS)]
+    def __init__(self, places: Sequence[Seat], folder: Path, count: int = 2) -> None:
+        self.names, self.folder, self.places = NAMES[:count], folder, places
+        self.store = f"{places[0].address}:{free_port()}"
+        command = [*places[0].prefix, sys.executable, "-m", "thunder_zero", "sites", self.store]
+        self._store = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+        self.ranks = dict[str, list[subprocess.Popen[bytes]]]()
+        for name in self.names:
+            self.begin(name)
 
-        running = {site: begin(site) for site in SITES}
-        ended = list[float]()
+    def begin(self, name: str, *options: str) -> None:
+        master, log = f"127.0.0.1:{free_port()}", self.folder / f"{name}.log"
+        own = ("--site", name, "--store", self.store, "--timeout", f"{TIMEOUT}", "--sites", f"{len(self.names)}")
+        options = (*own, *options)
+        seat = self.places[self.names.index(name)]
+        self.ranks[name] = [start(seat, options, rank, RANKS, master, log, FAULTY) for rank in range(RANKS)]
+
+    def kill(self, name: str, ranks: Sequence[int] = range(RANKS)) -> float:
+        """Kill ranks of a site. Return the seconds after which its other ranks have ended."""
+        begun = time.monotonic()
+        for rank in ranks:
+            self.ranks[name][rank].kill()
+        for process in self.ranks[name]:
+            process.wait(SECONDS)
+        return time.monotonic() - begun
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        log = (self.folder / f"{name}.log").read_text().splitlines()
+        return [json.loads(line) for line in log if line.startswith("{") and line.endswith("}")]
+
+    def exchanges(self, *names: str) -> dict[str, set[str]]:
+        """Return the digests of the exchanges in which all of these sites took part."""
+        made = [{line["exchange"]: line["digest"] for line in self.lines(name) if "exchange" in line} for name in names]
+        return {key: {each[key] for each in made} for key in set.intersection(*map(set, made))}
+
+    def exchange(self, count: int, *names: str) -> float:
+        """Wait until these sites, or all, have exchanged some more times. Return the seconds."""
+        names, begun = names or self.names, time.monotonic()
+        goal = len(self.exchanges(*names)) + count
+        while len(self.exchanges(*names)) < goal:
+            if time.monotonic() > begun + SECONDS:
+                raise TimeoutError(f"{names} did not exchange {count} times in {SECONDS} s")
+            time.sleep(0.1)
+        return time.monotonic() - begun
+
+    def end(self) -> None:
+        for process in (self._store, *(rank for ranks in self.ranks.values() for rank in ranks)):
+            process.kill()
+
+
+@contextmanager
+def jobs(count: int = 2, link: str = LOOPBACK) -> Iterator[Jobs]:
+    with tempfile.TemporaryDirectory() as folder, seats(count, link) as places:
+        running = Jobs(places, Path(folder), count)
         try:
-            for _ in range(kills):
-                await_exchanges(list(logs.values()), 2)
-                time.sleep(chance.uniform(0, 5))
-                site, what = chance.choice(SITES), chance.choice(("all ranks", "rank 0", "rank 1", "stop"))
-                ranks = running[site] if what in ("all ranks", "stop") else [running[site][int(what[-1])]]
-                for rank in ranks:
-                    rank.send_signal(signal.SIGSTOP if what == "stop" else signal.SIGKILL)
-                if what == "stop":
-                    time.sleep(chance.uniform(1, 15))
-                    for rank in ranks:
-                        rank.send_signal(signal.SIGCONT)
-                    continue
-                begun = time.monotonic()
-                for rank in running[site]:
-                    rank.wait(SECONDS)
-                ended.append(time.monotonic() - begun)
-                running[site] = begin(site)
-            await_exchanges(list(logs.values()), 4)
+            running.exchange(2)
+            yield running
         finally:
-            for process in (store, *(rank for ranks in running.values() for rank in ranks)):
-                process.kill()
-        yield from verdict(logs, kills, ended)
+            running.end()
 
 
-def await_exchanges(logs: Sequence[Path], count: int) -> None:
-    """Wait until both sites have made some more exchanges together."""
-
-    def common() -> int:
-        made = [{match[3] for match in EXCHANGE.finditer(log.read_text())} for log in logs]
-        return len(set.intersection(*made))
-
-    goal, end = common() + count, time.monotonic() + SECONDS
-    while common() < goal:
-        if time.monotonic() > end:
-            raise TimeoutError(f"the sites did not exchange {count} times in {SECONDS} s")
-        time.sleep(0.5)
+def lost_steps(lines: Sequence[dict[str, Any]]) -> int:
+    """Return the steps since the last exchange."""
+    return lines[-1]["step"] - max(line["step"] for line in lines if "exchange" in line)
 
 
-def verdict(logs: dict[str, Path], kills: int, ended: Sequence[float]) -> Iterator[str]:
-    digests: dict[str, dict[str, str]] = {}
-    for site, log in logs.items():
-        for match in EXCHANGE.finditer(log.read_text()):
-            digests.setdefault(match[3], {})[site] = match[4]
-    common = [each for each in digests.values() if len(each) == len(SITES)]
-    different = [each for each in common if len(set(each.values())) > 1]
-    yield f"{kills} kills and stops: {len(digests)} exchanges, {len(common)} of both sites, {len(different)} different"
-    yield f"the other ranks of a site with a killed rank ended within {max(ended, default=0):.0f} s"
+def aimed() -> Iterator[str]:
+    """Yield a table of faults at given places."""
+    yield f"| {TIMEOUT} s time-out: what happens | the others wait at most | it waits when it is back | steps lost |"
+    yield "|---|---:|---:|---:|"
+    for count in (2, 3):
+        with jobs(count, "100mbit") as running:
+            for what, fault in FAULTS.items():
+                if ("three" in what) == (count == 3):
+                    begun = time.monotonic()
+                    lost = fault(running)
+                    running.exchange(2)
+                    waits = [
+                        max(line["seconds"] for line in running.lines(name) if line["time"] > begun)
+                        for name in ("attic", "lab")
+                    ]
+                    different = [each for each in running.exchanges(*running.names).values() if len(each) > 1]
+                    assert not different, f"{what}: sites differ after an exchange"
+                    yield f"| {what} | {waits[0]:.1f} s | {waits[1]:.1f} s | {lost} |"
+
+
+def in_a_step(running: Jobs, ranks: Sequence[int] = range(RANKS)) -> str:
+    while (line := running.lines("lab")[-1])["step"] % 16 != 9:
+        time.sleep(0.001)
+    running.kill("lab", ranks)
+    lost = lost_steps(running.lines("lab"))
+    running.exchange(2, "attic")
+    running.begin("lab")
+    return f"{lost} of step {line['step']}"
+
+
+def in_an_exchange(running: Jobs, what: str = "changes") -> str:
+    """Start a site anew that dies while it averages changes, or takes rows."""
+    running.kill("lab")
+    running.begin("lab", "--dies-in", what)
+    for process in running.ranks["lab"]:
+        process.wait(SECONDS)
+    lost = lost_steps(running.lines("lab")) if what == "changes" else 0
+    running.exchange(2, *(name for name in running.names if name != "lab"))
+    running.begin("lab")
+    return f"{lost}"
+
+
+def without_link(running: Jobs) -> str:
+    (_, _), (hub, port) = running.places[1].ends
+    for state, seconds in (("down", 20), ("up", 0)):
+        subprocess.run(["ip", "netns", "exec", hub, "ip", "link", "set", port, state], check=True)
+        time.sleep(seconds)
+    return "0"
+
+
+def from_other_rounds(running: Jobs) -> str:
+    for options in ("--save", "--load"):
+        for name in running.names:
+            running.kill(name)
+            folder = running.folder / name
+            chosen = max if name == "lab" else min
+            saved = chosen((int(path.name) for path in folder.glob("[0-9]*")), default="")
+            running.begin(name, options, f"{folder / str(saved)}")
+        running.exchange(20)
+    return "those after the older"
+
+
+FAULTS: dict[str, Callable[[Jobs], str]] = {
+    "a site is killed in an inner step": in_a_step,
+    "a site is killed in an exchange": in_an_exchange,
+    "a site is killed while it takes rows": partial(in_an_exchange, what="rows"),
+    "one rank of a site is killed": partial(in_a_step, ranks=[1]),
+    "the link is cut for 20 s": without_link,
+    "both restart from checkpoints of different rounds": from_other_rounds,
+    "one of three sites is killed in an exchange": in_an_exchange,
+}
+
+
+def faults(kills: int, seed: int) -> Iterator[str]:
+    """Yield aimed faults, then kill or stop a random site, or one rank of it, again and again."""
+    if not kills:
+        yield from aimed()
+        return
+    chance, ended = random.Random(seed), [0.0]
+    with jobs() as running:
+        for _ in range(kills):
+            running.exchange(2)
+            time.sleep(chance.uniform(0, 5))
+            site, what = chance.choice(running.names), chance.choice(("all ranks", "rank 0", "rank 1", "stop"))
+            if what == "stop":
+                for number in (signal.SIGSTOP, signal.SIGCONT):
+                    for rank in running.ranks[site]:
+                        rank.send_signal(number)
+                    time.sleep(chance.uniform(1, 15) if number == signal.SIGSTOP else 0)
+                continue
+            ended.append(running.kill(site, range(RANKS) if what == "all ranks" else [int(what[-1])]))
+            running.begin(site)
+        running.exchange(4)
+        made, both = (running.exchanges(*names) for names in (("attic",), running.names))
+        different = [each for each in both.values() if len(each) > 1]
+        yield f"{kills} kills and stops: {len(made)} exchanges, {len(both)} of both sites, {len(different)} different"
+        yield f"the other ranks of a site with a killed rank ended within {max(ended):.0f} s"
 
 
 def main() -> None:
@@ -220,7 +316,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--kills", type=int, default=0, help="random ones, in place of faults at given places")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     lines = {

@@ -134,6 +134,16 @@ def test_a_site_that_hangs_costs_one_time_out(port: int) -> None:
     assert [each.names for each in at_once(a.exchange, b.exchange)] == [("a", "b")] * 2
 
 
+def test_nobody_waits_for_what_a_site_has_that_hangs(port: int) -> None:
+    """Its thread still gives signs of life, but it has taken no step for long."""
+    a = Site(port, "a", 12, "trained", met=True)
+    a.exchange()
+    a.presence.touched = float("-inf")
+    begun = time.monotonic()
+    assert Site(port, "b").exchange().names == ("b",)
+    assert time.monotonic() - begun < 3 * TIMEOUT
+
+
 def test_announcements_are_plain_data() -> None:
     site = Announcement("a", "life", 3, "state", True, 0)
     assert Announcement(**json.loads(json.dumps(asdict(site)))) == site

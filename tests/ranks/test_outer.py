@@ -116,9 +116,9 @@ def equals_simulation(rank: int, world_size: int, stage: int) -> None:
     expected = simulate(Small, inner)[site]
     model = sharded(fresh(Small), stage, process_group=group)
     outer = tz.DiLoCo(model, where, sync_every=EVERY, outer_optimizer=OUTER)
-    with counted() as sent:
+    with counted() as sent, mock.patch("thunder_zero.plan.outer.PIECE_BETWEEN_SITES", 9):  # several pieces a vector
         train(model, inner(model.parameters()), outer, site, rank % 2, range(1, STEPS + 1))
-    planned = outer.outer.sent(outer.outer.vectors_of(model.state.plan)[0], 2)
+        planned = outer.outer.sent(outer.outer.vectors_of(model.state.plan)[0], 2)
     assert sum(sent) == STEPS // EVERY * planned, (sent, planned)
     for name, value in weights(model).items():
         assert torch.equal(value, expected.state_dict()[name]), name
@@ -208,7 +208,7 @@ def refuse(rank: int, world_size: int) -> None:
 
     def outer_of(module: nn.Module, name: str, **options: Any) -> tuple[Any, tz.DiLoCo]:
         model = sharded(module, 2, process_group=group)
-        return model, tz.DiLoCo(model, tz.sites(where, name=name, timeout=3, expected=1), sync_every=2, **options)
+        return model, tz.DiLoCo(model, tz.sites(where, name=name, timeout=20, expected=1), sync_every=2, **options)
 
     def first_step(module: nn.Module, name: str, **options: Any) -> None:
         model, outer = outer_of(module, name, **options)
@@ -279,7 +279,7 @@ def stream(rank: int, world_size: int, kind: str) -> None:
     digests: list[Any] = [None] * world_size
     dist.all_gather_object(digests, outer.digest())
     assert len(set(digests)) == 1, "the sites differ"
-    for name, row in outer.agreed.items():  # equal rows of a site stay equal, though each rank rounds at random
+    for name, row in outer.agreed.rows.items():  # equal rows of a site stay equal, though each rank rounds at random
         assert local(row).dtype is torch.float32, name
         if kind != "slices" or name.startswith("layers.0"):
             everyone: list[Any] = [None] * world_size
@@ -291,6 +291,90 @@ def stream(rank: int, world_size: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["slices", *slow("replicas", "bfloat16")])
 def test_fragments_are_exchanged_beside_compute(ranks_pool: RanksPool, kind: str) -> None:
     ranks_pool.run(4, stream, kind)
+
+
+class WholeOuter:
+    """The outer step as in the papers, on full tensors in plain torch."""
+
+    def __init__(self, model: Any, outer: tz.Outer) -> None:
+        self.model, self.outer = model, outer
+        trained = {name for name, param in model.named_parameters() if param.requires_grad}
+        self.agreed = {name: nn.Parameter(value) for name, value in weights(model).items() if name in trained}
+        self.optimizer = OUTER(list(self.agreed.values()))
+        self.steps, self.exchanges, self.landing = 0, 0, dict[int, dict[str, Tensor]]()  # means, by step
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        now, everyone = weights(self.model), list[Any]([None]) * dist.get_world_size()
+        if self.outer.is_due(self.steps):
+            dist.all_gather_object(everyone, now)
+            sites = everyone[:: len(everyone) // self.outer.sites]
+            paths = self.outer.paths_of(self.model.state.plan)[self.exchanges % self.outer.fragments]
+            means = {path: sum(self.agreed[path] - own[path] for own in sites).div(len(sites)) for path in paths}
+            self.landing[self.steps + self.outer.delay] = means
+            self.exchanges += 1
+        for path, mean in self.landing.pop(self.steps, {}).items():
+            self.agreed[path].grad = mean
+        self.optimizer.step()
+        alpha = self.outer.alpha if self.outer.delay else 0.0
+        for path, agreed in self.agreed.items():
+            if agreed.grad is not None:
+                now[path], agreed.grad = torch.lerp(agreed, now[path], alpha), None
+        self.model.load_state_dict(now)
+
+
+def train_as(rank: int, world_size: int, kind: str) -> None:
+    """Train sites as ``kind`` says, with ``tz.DiLoCo`` and with a full outer step: equal to the bit."""
+    site, group = sites_of_two(rank) if world_size == 4 else (rank, dist.new_subgroups(1)[0])
+    where = tz.sites(address(), name=f"site{site}", timeout=60, expected=2 if world_size == 4 else 3)
+    options: dict[str, Any] = {"fragments": 2, "delay": 1, "alpha": 0.25} if kind == "muon" else {}
+    precision = tz.MixedPrecision(torch.bfloat16, output_dtype=torch.float32)
+    policy = tz.Policy(2) if kind == "slices" else tz.Policy(3, mixed_precision=precision)
+
+    def make() -> Any:
+        module = fresh(Sliced)
+        if kind != "slices":
+            return tz.compile(module, policy, process_group=group, fuse="inductor" if kind == "fused" else None)
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("site", "dp", "tp"))["dp", "tp"]
+        parallelize_module(module, mesh["tp"], {"layers.1": ColwiseParallel(), "layers.2": RowwiseParallel()})
+        return tz.compile(module, policy, mesh=mesh)
+
+    def inner(model: Any) -> list[torch.optim.Optimizer]:
+        matrices = [param for param in model.parameters() if param.ndim == 2 and kind == "muon"]
+        others = [param for param in model.parameters() if all(param is not matrix for matrix in matrices)]
+        whole = [tz.whole(torch.optim.Muon, matrices, lr=0.02)] if matrices else []
+        return [*whole, torch.optim.AdamW(others, 0.01)]
+
+    def run(model: Any, outer: Any) -> dict[str, Tensor]:
+        optimizers, place = inner(model), 0 if kind == "slices" else rank % 2
+        for step in range(7):
+            x = (torch.arange(24.0).view(2, 2, 6) + step + 5 * site + 3 * place).sin()
+            with model.no_sync():
+                model(x[0]).square().mean().backward()
+            model(x[1]).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            outer.step()
+        return weights(model)
+
+    model = make()
+    outer = tz.DiLoCo(model, where, sync_every=4, outer_optimizer=OUTER, **options)
+    with mock.patch("thunder_zero.plan.outer.PIECE_BETWEEN_SITES", 50):
+        values = run(model, outer)
+    outer.leave()
+    assert outer.counts.version == 7 // outer.outer.interval
+    model = make()
+    expected = run(model, WholeOuter(model, outer.outer))
+    for name, value in values.items():
+        assert torch.equal(value, expected[name]), (name, (value - expected[name]).abs().max())
+
+
+@pytest.mark.parametrize("kind", ["muon", *slow("slices", "fused", "three")])
+def test_equals_an_outer_step_on_full_tensors(ranks_pool: RanksPool, kind: str) -> None:
+    """Muon with fragments and a delay, fused regions, slices, three sites of one rank; all with accumulation."""
+    ranks_pool.run(3 if kind == "three" else 4, train_as, kind)
 
 
 def make_wide() -> nn.Module:

@@ -8,5 +8,6 @@
        '---------- rows 1 of the change since the last exchange, encoded ------------'
 
 ``store.py`` reaches the store, ``meeting.py`` decides who takes part in an exchange, ``exchange.py`` sends rows between
-ranks of equal place, ``rounds.py`` runs all in a thread until sites agree that it succeeded, ``diloco.py`` steps.
+ranks of equal place, ``rounds.py`` runs all in a thread until sites agree that it succeeded, ``agreed.py`` has the rows
+and steps the outer optimizer, ``diloco.py`` calls all in turn.
 """

@@ -2,16 +2,18 @@
 
 ::
 
-    take rows     the reference -> each site that missed exchanges: agreed parameters, states of the outer optimizer
     average       change -> a part for each site, encoded -> that site, which adds the parts in the order of the names
                   mean of a part, encoded -> all sites
+    take rows     the reference -> each site that missed exchanges: agreed parameters, states of the outer optimizer
+
+Both go piece by piece, so that a site with a slow link keeps no third one waiting longer than a time-out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 import torch
 from torch import Tensor
@@ -20,9 +22,9 @@ from torch.distributed import PrefixStore, ProcessGroup, TCPStore
 from thunder_zero.compat.torch.groups import lone_group
 from thunder_zero.encodings.encoding import Encoding
 from thunder_zero.encodings.int8 import Int8
-from thunder_zero.outer.meeting import Members
+from thunder_zero.outer.meeting import Announcement, Members
 from thunder_zero.outer.store import Sites, own_address
-from thunder_zero.plan.outer import Vector
+from thunder_zero.plan.outer import Vector, pieces_of
 from thunder_zero.plan.rows import in_equal_parts
 
 MESSAGE = 4 << 20  # bytes of the largest message: the time-out holds for each
@@ -38,11 +40,13 @@ class Exchanged:
 
 
 @dataclass(frozen=True, eq=False)
-class Change:
-    """What a vector of parameters has changed since the last exchange: (n,) float32, this rank's share."""
+class Offer:
+    """What this rank brings to an exchange."""
 
-    elements: Tensor
-    key: str  # seeds the rounding, equal on the ranks of a site that have equal elements
+    me: Announcement
+    claims: str  # what must be equal at all sites, a sentence each line; "" after the first exchange
+    changes: Sequence[Tensor]  # since the last exchange: (n,) float32, this rank's share of each vector
+    rows: Sequence[Tensor]  # this rank's own, which are sent or have the shapes to receive
 
 
 class Peers:
@@ -53,32 +57,29 @@ class Peers:
         self._group: ProcessGroup | None = None
         self._of: tuple[str, ...] = ()
 
-    def exchange(
-        self,
-        members: Members,
-        store: TCPStore,
-        changes: Sequence[Change],
-        rows: Sequence[Tensor],
-        sign: Callable[[], None],
-    ) -> Exchanged:
-        """Exchange rows and changes. ``rows`` are this rank's own, which are sent or have the shapes to receive."""
-        names = members.names
-        index, reference = names.index(self._address.name), names.index(members.reference.name)
-        receivers = [names.index(name) for name in members.receivers]
+    def exchange(self, members: Members, store: TCPStore, offer: Offer, sign: Callable[[], None]) -> Exchanged:
+        """Average changes, then give rows to the sites that missed exchanges."""
+        names, changes = members.names, offer.changes
         if len(names) == 1:
-            own = tuple(change.elements for change in changes)
-            return Exchanged(members, (), own if members.contributors else ())
+            return Exchanged(members, (), tuple(changes) if members.contributors else ())
         messages = Messages(self._connected(members, store), sign)
-        senders = [names.index(name) for name in members.contributors]
+        index, reference = names.index(self._address.name), names.index(members.reference.name)
+        senders, receivers = ([names.index(each) for each in who] for who in (members.contributors, members.receivers))
+        vectors = self._fragments[members.fragment] if senders else ()
         if index not in senders:  # it adds the others' changes, perhaps of another fragment than its own
-            changes = [Change(torch.zeros(vector.elements), "") for vector in self._fragments[members.fragment]]
-        means = [messages.average(change, index, senders, self._wire, members.turn) for change in changes if senders]
-        taken = [torch.empty_like(row, device="cpu") for row in rows] if index in receivers else []
-        for row, new in zip_longest(rows, taken):  # one at a time, which the reference may copy from a GPU
+            changes = [torch.zeros(vector.elements) for vector in vectors]
+        means = [
+            messages.average(change, f"{members.turn} {vector.place}", index, senders, self._wire)
+            for change, vector in zip(changes, vectors, strict=False)
+        ]
+        taken = [torch.empty_like(row, device="cpu") for row in offer.rows] if index in receivers else []
+        for row, new in zip_longest(offer.rows, taken):  # one at a time, which the reference may copy from a GPU
             if index == reference and receivers:
-                messages.trade({receiver: [row.cpu()] for receiver in receivers}, {})
+                for piece in _parts(row.cpu()):
+                    messages.trade({receiver: [piece] for receiver in receivers}, {})
             elif index in receivers:
-                messages.trade({}, {reference: [new]})
+                for piece in _parts(new):
+                    messages.trade({}, {reference: [piece]})
         return Exchanged(members, tuple(taken), tuple(means))
 
     def _connected(self, members: Members, store: TCPStore) -> ProcessGroup:
@@ -113,33 +114,45 @@ class Messages:
             work.wait()
             self._sign()
 
-    def average(self, change: Change, index: int, senders: Sequence[int], wire: Encoding, turn: str) -> Tensor:
+    def average(self, change: Tensor, key: str, index: int, senders: Sequence[int], wire: Encoding) -> Tensor:
         """Return the mean of the senders' changes, (n,) float32, equal at all sites to the bit.
 
-        Each site adds the changes of one part in the order of the sites. Int8 rounds changes at random, which is
-        unbiased, and the mean to nearest.
+        Int8 rounds changes at random, seeded by ``key``, which is unbiased, and the mean to nearest.
         """
         sites = self._group.size()
-        parts = in_equal_parts(change.elements, sites)
-        payloads = [_encoded(part, wire, f"{turn} {change.key} {index} {site}") for site, part in enumerate(parts)]
-        others = [site for site in range(sites) if site != index]
+        pieces = pieces_of(len(change), sites)
+        means = change.new_empty(len(change) + -len(change) % sites)
+        ends = [*accumulate(pieces[:-1]), len(means)]
+        for piece, end, mean in zip(change.split(pieces), ends, means.tensor_split(ends[:-1]), strict=True):
+            parts = in_equal_parts(piece, sites)
+            payloads = [_encoded(part, wire, f"{key} {index} {site} {end}") for site, part in enumerate(parts)]
+            self._average_piece(parts[index], payloads, index, senders, wire, mean.view(sites, -1))
+        return means[: len(change)]
+
+    def _average_piece(
+        self, own: Tensor, payloads: Sequence[Tensor], index: int, senders: Sequence[int], wire: Encoding, out: Tensor
+    ) -> None:
+        """Add the senders' changes of this site's part in the order of the sites. Write the means of all parts."""
+        others = [site for site in range(len(payloads)) if site != index]
         arriving = {site: torch.empty_like(payloads[0]) for site in senders if site != index}
         outgoing = {site: [payloads[site]] for site in others} if index in senders else {}
         self.trade(outgoing, {site: [payload] for site, payload in arriving.items()})
-        total, buffer = torch.zeros_like(parts[0]), torch.empty_like(parts[0])
+        total, buffer = torch.zeros_like(own), torch.empty_like(own)
         for site in senders:
-            total += parts[index] if site == index else wire.decode(arriving[site], buffer)
+            total += own if site == index else wire.decode(arriving[site], buffer)
         mean = wire.encode(total.div_(len(senders)))
-        means = [mean if site == index else torch.empty_like(mean) for site in range(sites)]
+        means = [mean if site == index else torch.empty_like(mean) for site in range(len(payloads))]
         self.trade({site: [mean] for site in others}, {site: [means[site]] for site in others})
-        averaged = torch.empty_like(parts)
-        for part, payload in zip(averaged, means, strict=True):
+        for part, payload in zip(out, means, strict=True):
             wire.decode(payload, part)
-        return averaged.view(-1)[: len(change.elements)]
 
 
 def _encoded(part: Tensor, wire: Encoding, key: str) -> Tensor:
     return wire.encode(part, key=key) if isinstance(wire, Int8) else wire.encode(part)
+
+
+def _parts(row: Tensor) -> list[Tensor]:
+    return list(row.view(-1).split(pieces_of(row.numel(), 1)))
 
 
 def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:

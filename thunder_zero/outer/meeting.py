@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from time import monotonic, sleep
-from typing import Any
 
 from torch.distributed import DistError, TCPStore
 
@@ -34,6 +33,7 @@ from thunder_zero.comm.handle import EXIT_SECONDS
 from thunder_zero.outer.store import NotReached, Sites, connect, host_store
 
 POLL_SECONDS = 0.02  # between two looks at a key
+PATIENCE = 3  # time-outs without a step or a message, after which a job hangs
 BEATS = 8  # signs of life of a site within the time-out
 ARRIVED = "arrived"  # the outcome of an exchange that succeeded
 
@@ -93,20 +93,20 @@ class Members:
 class Presence:
     """Signs of life of all sites, in a thread of each site's leader.
 
-    A site is alive if its count has changed within the time-out. It is absent from when it has missed a turn until it
-    announces itself.
+    A site is alive if its count has changed within the time-out. The count of a job that hangs stops, so that nobody
+    waits for what it has. A site is absent from when it has missed a turn until it announces itself.
     """
 
     def __init__(self, address: Sites) -> None:
         self._address, self._seen = address, dict[str, tuple[str, int, float]]()
-        self._ended, self._is_started = threading.Event(), False
+        self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self.absent = set[str]()
+        self.absent, self.touched = set[str](), monotonic()  # when the job last took a step or sent a message
 
     def start(self, store: TCPStore, claims: str) -> None:
         """Give signs of life, and take the name of this site, once. Raise ValueError if another living job has it, or
         if living sites train something else."""
-        if self._is_started:
+        if self._thread is not None:
             return
         self.look(store)
         if not self.alive():
@@ -119,13 +119,12 @@ class Presence:
                 f"{_unlike(claims.splitlines(), others.splitlines())}; train the same at all sites, or start the store "
                 f"anew"
             )
-        self._thread = threading.Thread(target=self._give_signs, name="thunder_zero presence", daemon=True)
-        self._thread.start()
         self._take_name(store)
         names = store.compare_set("names", "", self._address.name).decode()
         while self._address.name not in names.split():  # another site may register at the same time
             names = store.compare_set("names", names, f"{names} {self._address.name}").decode()
-        self._is_started = True
+        self._thread = threading.Thread(target=self._give_signs, name="thunder_zero presence", daemon=True)
+        self._thread.start()
 
     def _take_name(self, store: TCPStore) -> None:
         owner, own = f"owner/{self._address.name}", self._address.life
@@ -133,8 +132,8 @@ class Presence:
         if other != own:
             count, end = store.add(f"alive/{other}", 0), monotonic() + self._address.timeout
             while monotonic() < end:
+                store.add(f"alive/{own}", 1)
                 if store.add(f"alive/{other}", 0) != count:
-                    self._ended.set()
                     raise ValueError(
                         f"another job is site {self._address.name!r} at {self._address.address}, and it is alive; give "
                         f"this one another name in tz.sites, or end the other job"
@@ -155,7 +154,7 @@ class Presence:
         owner = f"owner/{self._address.name}"
         with suppress(NotReached, DistError):
             store = connect(self._address)
-            if self._is_started and not store.compare_set(owner, self._address.life, ""):
+            if not store.compare_set(owner, self._address.life, ""):
                 store.delete_key(owner)
 
     def alive(self) -> list[str]:
@@ -183,7 +182,8 @@ class Presence:
         while True:
             try:
                 store = store or connect(self._address)
-                store.add(f"alive/{self._address.life}", 1)
+                if monotonic() - self.touched < PATIENCE * self._address.timeout:
+                    store.add(f"alive/{self._address.life}", 1)
                 self.look(store)
             except (NotReached, DistError):
                 store = None  # connect again: the store may come back
@@ -200,18 +200,22 @@ class Meeting:
     def members(self, key: str, me: Announcement, claims: str) -> Members:
         """Return the members of the next turn in which this site takes part."""
         if self._presence is None:
-            members, failure = json.loads(self._from_leader(key))
+            turn, _, failure = self._from_leader(key).partition(" ")
             if failure:
                 raise NotReached(failure)
-            return _members(*members)
+            return self._closed(turn)
         try:
             self._presence.start(self.store, claims)
             members = self._lead(me, self._presence)
         except Exception as error:
-            self.store.set(key, json.dumps([None, f"{error}"]))
+            self.store.set(key, f"no {error}")
             raise
-        self.store.set(key, json.dumps([[members.turn, [asdict(site) for site in members.all]], ""]))
+        self.store.set(key, members.turn)
         return members
+
+    def _closed(self, turn: str) -> Members:
+        sites = json.loads(self.store.get(f"{turn}/closed"))
+        return Members(turn, tuple(Announcement(**site) for site in sites))
 
     def _lead(self, me: Announcement, presence: Presence) -> Members:
         while True:
@@ -244,7 +248,7 @@ class Meeting:
                 presence.absent |= missing
                 self.store.compare_set(f"{turn}/closed", "", f"[{', '.join(sites)}]")
             self._pause()
-        return _members(turn, json.loads(self.store.get(f"{turn}/closed")))
+        return self._closed(turn)
 
     def settle(self, members: Members, ranks: int, failure: str) -> str:
         """Tell the others how the exchange went on this rank. Return what all agree on: "", or why it failed."""
@@ -292,11 +296,9 @@ class Meeting:
 
     def _pause(self) -> None:
         self._sign()
+        if self._presence is not None:
+            self._presence.touched = monotonic()
         sleep(POLL_SECONDS)
-
-
-def _members(turn: str, announcements: Sequence[Mapping[str, Any]]) -> Members:
-    return Members(turn, tuple(Announcement(**site) for site in announcements))
 
 
 def _unlike(claims: Sequence[str], others: Sequence[str]) -> str:

@@ -2,60 +2,55 @@
 
 ::
 
-    Flight(me, claims, changes, rows)     members -> exchange -> settle: "" ?  -> Exchanged
-                                                                    else the next attempt, without the silent sites
+    Flight(offer)     members -> exchange -> settle: "" ?  -> Exchanged
+                                                else the next attempt, without the silent sites
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import monotonic
 
-from torch import Tensor
 from torch.distributed import TCPStore
 
 from thunder_zero.comm.handle import EXIT_SECONDS
 from thunder_zero.compat.torch.groups import wait_for_a_core
-from thunder_zero.encodings.encoding import Encoding
-from thunder_zero.outer.exchange import Change, Exchanged, Peers
-from thunder_zero.outer.meeting import Announcement, Meeting, Presence
+from thunder_zero.outer.exchange import Exchanged, Offer, Peers
+from thunder_zero.outer.meeting import PATIENCE, Meeting, Presence
 from thunder_zero.outer.store import NotReached, Sites, connect, host_store, reaching
-from thunder_zero.plan.outer import Vector
 
 ATTEMPTS = 4  # of one exchange; each loses at least one site, or takes a time-out
-PATIENCE = 3  # time-outs without a sign of life of the thread, after which it is abandoned
 TELL_SECONDS = 0.5  # between two signs of progress for the other sites
 
 
 class SiteLink:
     """This rank's way to the other sites: connections that outlive an exchange."""
 
-    def __init__(
-        self, address: Sites, rank: int, ranks: int, wire: Encoding, fragments: Sequence[Sequence[Vector]]
-    ) -> None:
-        self.address, self.ranks = address, ranks
-        self._rank, self._wire, self._fragments = rank, wire, fragments
+    def __init__(self, address: Sites, rank: int, ranks: int, make_peers: Callable[[], Peers]) -> None:
+        self.address, self.ranks, self._rank, self._make_peers = address, ranks, rank, make_peers
         self._hosted: TCPStore | None = None  # the store, if this process runs it
         self._presence = Presence(address) if rank == 0 else None
         self._last: Flight | None = None
-        self._peers = self._no_peers()
+        self._peers = make_peers()
         self._flights = 0  # equal on all ranks of a site
 
-    def _no_peers(self) -> Peers:
-        return Peers(self.address, self._rank, self._wire, self._fragments)
+    def touch(self) -> None:
+        """Note that this job does not hang."""
+        if self._presence is not None:
+            self._presence.touched = monotonic()
 
-    def fly(self, me: Announcement, claims: str, changes: Sequence[Change], rows: Sequence[Tensor]) -> Flight:
-        """Launch an exchange. The first has ``claims``, which must be equal at all sites."""
+    def fly(self, offer: Offer) -> Flight:
+        """Launch an exchange."""
         self._flights += 1
         if self._last is not None and self._last.is_alive():  # abandoned: it may still use its peers
-            self._peers = self._no_peers()
+            self._peers = self._make_peers()
         number, peers = self._flights, self._peers
 
         def run(sign: Callable[[], None]) -> Exchanged:
             try:
                 with reaching(self.address):
-                    return self._run(f"{me.life}/{number}", me, claims, changes, rows, peers, sign)
+                    return self._run(f"{offer.me.life}/{number}", offer, peers, sign)
             except BaseException:
                 peers.drop()
                 raise
@@ -63,34 +58,26 @@ class SiteLink:
         self._last = Flight(run, PATIENCE * self.address.timeout)
         return self._last
 
-    def _run(
-        self,
-        key: str,
-        me: Announcement,
-        claims: str,
-        changes: Sequence[Change],
-        rows: Sequence[Tensor],
-        peers: Peers,
-        sign: Callable[[], None],
-    ) -> Exchanged:
+    def _run(self, key: str, offer: Offer, peers: Peers, sign: Callable[[], None]) -> Exchanged:
         if self._rank == 0:
             self._hosted = host_store(self.address) or self._hosted
-        store = connect(self.address, 0.0 if me.met else self.address.timeout)
+        store = connect(self.address, 0.0 if offer.me.met else self.address.timeout)
         meeting, failure, last = Meeting(self.address, store, self._presence, sign), "", 0.0
         for attempt in range(ATTEMPTS):
-            members, failure = meeting.members(f"{key}/{attempt}", me, claims), ""
+            members, failure = meeting.members(f"{key}/{attempt}", offer.me, offer.claims), ""
 
             def tell(turn: str = members.turn) -> None:
                 nonlocal last
                 sign()
+                self.touch()
                 if monotonic() - last > TELL_SECONDS:  # the others wait for whoever makes progress
                     last = monotonic()
                     store.add(f"{turn}/progress", 1)
 
             try:
-                exchanged = peers.exchange(members, store, changes, rows, tell)
+                exchanged = peers.exchange(members, store, offer, tell)
             except (RuntimeError, OSError) as error:
-                failure = f"site {me.name!r}: {str(error).partition(chr(10))[0]}"
+                failure = f"site {self.address.name!r}: {str(error).partition(chr(10))[0]}"
             failure = meeting.settle(members, self.ranks, failure)
             if not failure:
                 return exchanged

@@ -14,6 +14,7 @@ from uuid import uuid4
 from torch.distributed import DistError, TCPStore
 
 RETRY_SECONDS = 0.2
+ANSWER_SECONDS = 3.0  # for which an exchange tries to connect, in an outage of any length
 PORTS = 1 << 16
 
 
@@ -71,9 +72,9 @@ def sites(address: str, *, name: str, timeout: float = 60.0, expected: int = 2) 
 
 def host_store(address: Sites) -> TCPStore | None:
     """Start a store, if the host is this machine and no other process has the port."""
-    if not _answers(address):
-        with suppress(OSError, RuntimeError), socket.socket() as probe:
-            probe.bind((address.host, 0))  # raises if the address is another machine's
+    with suppress(OSError, RuntimeError), socket.socket() as probe:
+        probe.bind((address.host, 0))  # raises if the address is another machine's
+        if not _answers(address):
             return TCPStore(address.host, address.port, is_master=True, wait_for_workers=False)
     return None
 
@@ -92,7 +93,7 @@ def connect(address: Sites, patience: float = 0.0) -> TCPStore:
 
 def _answers(address: Sites) -> bool:
     try:
-        socket.create_connection((address.host, address.port), timeout=address.timeout).close()
+        socket.create_connection((address.host, address.port), timeout=min(address.timeout, ANSWER_SECONDS)).close()
     except OSError:
         return False
     return True

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from thunder_zero.encodings.encoding import PIECE, Encoding
+from thunder_zero.plan.mesh import ALL, Axis
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import STAGES, is_count
 
@@ -25,6 +26,7 @@ SITE = "site"  # the axis over which sites exchange, beside those of a site's me
 WIRE = Encoding(torch.float32)
 LEAST = {"sync_every": 1, "fragments": 1, "delay": 0, "sites": 1, "states": 0}  # of each count
 MOST = 4  # units of a fragment that are named
+PIECE_BETWEEN_SITES = 1 << 22  # elements of a part: long beside a link's latency, short beside a time-out
 ACCUMULATED = torch.float32  # the least precision of agreed parameters, since 16 bits would lose small changes
 
 
@@ -38,7 +40,7 @@ class Vector:
 
     paths: tuple[str, ...]
     elements: int  # that this rank exchanges: its share, with padding, if other ranks have equal rows
-    place: str  # equal on the ranks that have equal rows
+    place: str  # equal on the ranks that exchange equal elements, so it seeds the rounding
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ class Outer:
 
     def sent(self, vectors: Sequence[Vector], sites: int) -> int:
         """Return the bytes that a rank sends to average vectors over sites: parts of its own, then the mean of one."""
-        return 2 * (sites - 1) * sum(self.wire.nbytes(-(-vector.elements // sites)) for vector in vectors)
+        pieces = (piece for vector in vectors for piece in pieces_of(vector.elements, sites))
+        return 2 * (sites - 1) * sum(self.wire.nbytes(-(-piece // sites)) for piece in pieces)
 
     def rows(self, plan: Plan) -> int:
         """Return the bytes of the agreed parameters, or of one state of the outer optimizer, on a rank."""
@@ -118,15 +121,15 @@ class Outer:
         """Return the most bytes of a rank's buffers in the exchange of a fragment, in the memory where it computes.
 
         These are the changes with the most that averaging, or the outer optimizer's step, adds to them. Vectors are
-        averaged one after the other: the parts as sent and as received, a part's sum, and the mean. Without a GPU, all
-        are in one memory.
+        averaged piece by piece: the parts as sent and as received, a part's sum, and the mean. Without a GPU, all are
+        in one memory.
         """
-        copies, item = copies_of(plan), ACCUMULATED.itemsize
+        copies, item = copies_of(plan).size, ACCUMULATED.itemsize
         whole, means, most = [item * copies * vector.elements for vector in vectors], 0, 0
         for vector in vectors:
-            part = -(-vector.elements // self.sites)
-            mean, message = item * part * self.sites, self.wire.nbytes(part)
-            padded = mean if vector.elements % self.sites else 0
+            part = -(-max(pieces_of(vector.elements, self.sites)) // self.sites)
+            mean, message = item * -(-vector.elements // self.sites) * self.sites, self.wire.nbytes(part)
+            padded = item * part * self.sites if vector.elements % self.sites else 0
             encoded = (self.sites + 1) * message if self.wire.dtype is not ACCUMULATED else 0
             decoded = item * min(part, PIECE) * bool(self.wire.block)
             sums = padded + 2 * (self.sites - 1) * message + 2 * item * part + mean
@@ -157,21 +160,27 @@ def row_bytes(plan: Plan, param: Param) -> int:
     return plan.geometry(param).numel * max(param.dtype.itemsize, ACCUMULATED.itemsize)
 
 
-def copies_of(plan: Plan) -> int:
-    """Return the number of ranks of a site that have equal rows, and share the exchange: replicas, or DDP's ranks."""
-    return plan.mesh.replicate.size * (1 if STAGES[plan.policy.stage].sharded else plan.mesh.shard.size)
+def copies_of(plan: Plan) -> Axis:
+    """Return the ranks of a site that have equal rows, and share the exchange: replicas, or DDP's ranks."""
+    return plan.mesh.replicate if STAGES[plan.policy.stage].sharded else plan.mesh.over(ALL)
+
+
+def pieces_of(elements: int, sites: int) -> list[int]:
+    """Return the elements that are averaged at a time, so that no site waits long for what another waits for."""
+    most = sites * PIECE_BETWEEN_SITES
+    return [min(most, elements - start) for start in range(0, elements, most)]
 
 
 def _vectors(plan: Plan, paths: Sequence[str]) -> tuple[Vector, ...]:
     mesh, copies = plan.mesh, copies_of(plan)
     kinds = dict[tuple[bool, bool], list[Param]]()
-    for param in map(plan.by_name.__getitem__, paths):
+    for param in filter(lambda param: plan.geometry(param).numel, map(plan.by_name.__getitem__, paths)):
         kinds.setdefault((param.sharded, param.sliced is not None), []).append(param)
     return tuple(
         Vector(
             tuple(param.path for param in params),
-            -(-sum(plan.geometry(param).numel for param in params) // copies),
-            f"{mesh.shard.place if is_cut else ''}/{mesh.tensor.place if is_sliced else ''}",
+            -(-sum(plan.geometry(param).numel for param in params) // copies.size),
+            f"{copies.place}/{mesh.shard.place if is_cut else ''}/{mesh.tensor.place if is_sliced else ''}",
         )
         for (is_cut, is_sliced), params in kinds.items()
     )
