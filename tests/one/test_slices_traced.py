@@ -114,7 +114,7 @@ def test_times_of_slices_are_closed_forms() -> None:
     rows = NUMBERS * 4 // 2
     assert estimate.wire_seconds == pytest.approx({Lane.TENSOR: 2 * ACTIVATION, Lane.SHARD: 2 * 2 * rows})
     assert estimate.exposed_on == pytest.approx(estimate.wire_seconds)
-    assert estimate.sent_bytes == 2 * ACTIVATION + 2 * rows
+    assert estimate.busiest_bytes == 2 * ACTIVATION + 2 * rows
     assert str(estimate).count("of it for slices") == 1
     ring_steps = tz.tools.estimate(trace_pair(1, 4), LATENCY)  # an all-reduce of 4 ranks is a ring of 6 steps
     assert ring_steps.wire_seconds == pytest.approx({Lane.TENSOR: 12.0})

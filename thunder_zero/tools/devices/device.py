@@ -65,7 +65,7 @@ class Cost:
     flops: int = 0  # FLOPs of matrix products, attention and convolutions in the operation
     # bytes of reads and writes of memory. For a launch, these are reads and writes of encodings.
     traffic_bytes: int = 0
-    sent_bytes: int = 0  # bytes that the busiest rank sends
+    busiest_bytes: int = 0  # bytes that the busiest rank sends
     seconds: float = 0.0  # time on the compute lane
     lane: Lane | None = None  # the wire of a launch, or None if no bytes are sent
     wire_seconds: float = 0.0  # time on the wire

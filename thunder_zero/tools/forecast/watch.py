@@ -177,7 +177,11 @@ class Operators(TorchDispatchMode):
         are_views = bool(outputs) and all(tensor.untyped_storage()._cdata in storages for tensor in outputs)
         if name.startswith(ALLOCATORS) or (are_views and not is_mutable):
             return result
-        outputs = inputs if is_mutable and not outputs else outputs  # foreach operators return nothing
+        if is_mutable and not outputs:  # foreach and fused operators, which scale gradients only on request
+            named = (
+                (item.name, value) for item, value in zip(func._schema.arguments, args, strict=False) if item.is_write
+            )
+            outputs = [item for name, value in named if name != "grads" for item in value]
         packet = getattr(torch.ops.aten, name.removeprefix("_foreach").strip("_"), func.overloadpacket)
         work = work_of_operator(getattr(packet, packet.overloads()[0]))
         flops = flop_registry.get(func.overloadpacket)

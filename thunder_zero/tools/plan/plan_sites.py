@@ -102,7 +102,7 @@ def plan_sites(
             ways[f"{best.name}, int8"] = best
     rows: list[Way] = [(f"one site, {STAGES[alone.stage].name}", ranks, alone.seconds, 0.0, None, alone.needed_bytes)]
     for name, row in ways.items():
-        sent = ranks * row.replica_bytes if row.mesh.replicas > 1 else device.leaving(world_size, 1, row.sent_bytes)
+        sent = ranks * row.replica_bytes if row.mesh.replicas > 1 else device.leaving(world_size, 1, row.busiest_bytes)
         rows.append((name, world_size, row.seconds, sent, None, row.needed_bytes))
     plan = make_plan(subject.module, programs.policy(alone.stage, alone.recompute), MeshShape(1, ranks).at_rank_0())
     rows += (

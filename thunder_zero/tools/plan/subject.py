@@ -269,13 +269,21 @@ class SubjectPrograms:
         return self.captured[traced]
 
 
+RATES: dict[str, Any] = dict.fromkeys(("lr", "beta1", "beta2", "weight_decay", "eps"), 0.0)
+
+
 class FusedAdamW(torch.optim.AdamW):
-    """What ``AdamW(fused=True)`` allocates: its state, and no temporaries. Its kernel does not run on meta tensors."""
+    """``AdamW(fused=True)``, which torch refuses for meta tensors: its state and its kernel, without temporaries."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in (param for group in self.param_groups for param in group["params"] if param not in self.state):
+        params = [param for group in self.param_groups for param in group["params"]]
+        for param in [param for param in params if param not in self.state]:
             state = self.state[param] = {name: torch.empty_like(param) for name in ("exp_avg", "exp_avg_sq")}
             state["step"] = torch.empty((), device=param.device)
+        keys = ("exp_avg", "exp_avg_sq", "step")
+        means, squares, steps = ([self.state[param][key] for param in params] for key in keys)
+        grads = [param.grad for param in params]
+        torch.ops.aten._fused_adamw_(params, grads, means, squares, [], steps, **RATES, amsgrad=False, maximize=False)
 
 
 def sliced_copy(module: nn.Module, mesh: DeviceMesh, slicing: Slicing) -> nn.Module:

@@ -41,6 +41,7 @@ from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Cost, Device, Lane, Link, device_of
 from thunder_zero.tools.forecast.for_loss import Loss
 from thunder_zero.tools.forecast.memory import recorder_of
+from thunder_zero.tools.forecast.recorder import Recorder
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.time.lanes import Lanes, Span
 from thunder_zero.tools.time.sites import Exchanges, exchanges_of
@@ -154,9 +155,9 @@ class Estimate:
         return sum(cost.flops for cost in self.costs)
 
     @property
-    def sent_bytes(self) -> int:
+    def busiest_bytes(self) -> int:
         """The bytes that the busiest rank sends."""
-        return sum(cost.sent_bytes for cost in self.costs)
+        return sum(cost.busiest_bytes for cost in self.costs)
 
     @property
     def mfu(self) -> float:
@@ -204,6 +205,12 @@ def step_time(timeline: Timeline, device: Device, *, model: Timeline | None = No
     """
     costs = tuple(_cost(op, timeline, device) for op in timeline.ops)
     return Estimate(timeline, device, costs, sum(model_seconds(model or timeline, device)))
+
+
+def seconds_around(recorder: Recorder, device: Device) -> dict[str, float]:
+    """Return the seconds of digests, of the loss with its gradient, and of the optimizer's step, keyed by phase."""
+    timeline, phases = recorder.step_timeline(), recorder.around.items()
+    return {phase: sum(_cost(op, timeline, device).seconds for op in around.ops) for phase, around in phases}
 
 
 def model_seconds(timeline: Timeline, device: Device) -> list[float]:
@@ -293,5 +300,5 @@ def _cost_of_ring(op: Op, timeline: Timeline, device: Device) -> Cost:
         return Cost()
     lane, arguments = found
     shares = lane is Lane.REPLICATE and not in_node(timeline.plan.mesh, device)
-    sent_bytes = timeline.traffic(op).busiest
-    return replace(device.collective(*arguments), sent_bytes=sent_bytes, lane=Lane.SHARD if shares else lane)
+    busiest_bytes = timeline.traffic(op).busiest
+    return replace(device.collective(*arguments), busiest_bytes=busiest_bytes, lane=Lane.SHARD if shares else lane)

@@ -117,7 +117,7 @@ def _by_unit(table: Table) -> dict[str | None, dict[str, int]]:
     """Return a mapping from units to figures. The key None has the totals."""
     timeline, rows = table.traces.timeline, defaultdict[str | None, list[Row]](list)
     ends = backward_ends(timeline).items()
-    for row in table.lines:
+    for row in table.all_rows:
         rows[None].append(row)
         if row.kind != TENSOR:
             # operations are computed again for the unit whose gradients are complete next

@@ -35,8 +35,7 @@ from thunder_zero.tools.plan.subject import subject_of
 from thunder_zero.tools.printing.words import count
 from thunder_zero.tools.table.table import step_table, table_of
 from thunder_zero.tools.time.estimate import Estimate
-from thunder_zero.tools.views.page.data import Data, data_of, differences, top_of
-from thunder_zero.tools.views.page.recorded import data_of_step
+from thunder_zero.tools.views.page.data import Data, data_of, data_of_step, differences, top_of
 from thunder_zero.traces.compiled import Traces
 
 if TYPE_CHECKING:
