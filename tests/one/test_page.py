@@ -25,8 +25,9 @@ from thunder_zero.schedule.ops import Gather, Launch, ends
 from thunder_zero.tools import Device, Link
 from thunder_zero.tools.forecast.rehearsal import Rehearsal
 from thunder_zero.tools.table.table import Table
+from thunder_zero.tools.time.estimate import by_times
 from thunder_zero.tools.views.page.data import Data, data_of
-from thunder_zero.tools.views.page.report import by_times, page_of
+from thunder_zero.tools.views.page.report import page_of
 
 DEVICE = Device("slow", {"float32": 1e9}, 1e10, 1 << 30, intra_node=Link(1e8, 1e-6), inter_node=Link(5e7, 1e-6))
 UNITS, WIDTH = 3, 16

@@ -197,7 +197,8 @@ def test_a_plan_compares_stages_and_meshes_and_its_code_has_the_policy_chosen(
     assert any("whose bytes are written and read at both ends" in text for text in bytewise.assumed)
     # A step includes the memory traffic of the loss and of AdamW.
     ddp = plan.rows[0]
-    assert ddp.optimizer_seconds == pytest.approx(7 * 4 * plan.parameters / 3.35e12)
+    adamw = 7 * 4 * plan.parameters / 3.35e12  # and a counter of steps for each parameter
+    assert adamw < ddp.optimizer_seconds < 1.03 * adamw
     assert ddp.loss_seconds * 3.35e12 > 32 * 6 * 99  # 32 bytes for each logit: casts, softmax and gradients
     parts = ddp.compute_seconds + ddp.exposed_seconds + ddp.loss_seconds + ddp.optimizer_seconds
     assert ddp.seconds == pytest.approx(parts)

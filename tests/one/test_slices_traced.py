@@ -26,8 +26,8 @@ from thunder_zero.plan.mesh import Mesh
 from thunder_zero.schedule.ops import Compute, Gather, Reduce, ends, starts_collective
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Lane
-from thunder_zero.tools.time.estimate import ring
-from thunder_zero.tools.views.page.report import by_times, page_of
+from thunder_zero.tools.time.estimate import by_times, ring
+from thunder_zero.tools.views.page.report import page_of
 
 DOCS_PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallel.md"
 

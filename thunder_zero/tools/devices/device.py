@@ -210,7 +210,6 @@ class Device:
         return nbytes * members * (ranks - members) / (ranks - 1) if self.is_measured else nbytes
 
     def _members(self, stride: int) -> int:
-        """Return the number of a ring's ranks in one node."""
         return max(1, self.devices_per_node // stride)
 
 
@@ -221,7 +220,6 @@ def rising(points: Iterable[tuple[float, float]]) -> Points:
 
 
 def seconds_at(curve: Points, work: float) -> float:
-    """Return the seconds that work of this size takes."""
     index = bisect_left(curve, work, key=lambda point: point[0])
     if index == 0:
         return curve[0][1]

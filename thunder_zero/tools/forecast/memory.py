@@ -96,7 +96,6 @@ def recorder_of(
 
 
 def memory_of(fold: Fold, reserve: int = 0) -> Memory:
-    """Return the figures of a step."""
     traces = fold.recorder.traces
     codes = AROUND if fold.recorder.of_loss else AROUND | {LOSS: "# the gradients of the outputs"}
     phases = {*(line.phase for line in fold.lines), *([DIGESTS] if fold.recorder.digested else [])}
@@ -173,8 +172,9 @@ def with_bytes(
     most = [highest.get(index, alive) for index, alive in enumerate(after)]
     peak = max((index for index, row in enumerate(rows) if row.phase not in AFTER_BACKWARD), key=most.__getitem__)
     for index, row in enumerate(rows):
-        row = replace(row, allocated=dict(allocated[index]), freed=dict(freed[index]), is_peak=index == peak)
-        yield replace(row, alive=after[index] + reserve, highest=most[index] + reserve)
+        alive, highest_alive = after[index] + reserve, most[index] + reserve
+        kinds: dict[str, Any] = {"allocated": dict(allocated[index]), "freed": dict(freed[index])}
+        yield replace(row, **kinds, alive=alive, highest=highest_alive, is_peak=index == peak)
 
 
 def _modules(rows: Sequence[Row]) -> Iterator[str]:
@@ -188,13 +188,11 @@ def _modules(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def backend_of(traces: Traces) -> str:
-    """Return the default backend for the traces: "nccl" for CUDA, otherwise "gloo"."""
     devices = {arg.device.devicetype for arg in traces.forward.args if isinstance(arg, TensorProxy)}
     return "nccl" if DeviceType.CUDA in devices else "gloo"
 
 
 def _excluded(recorder: Recorder) -> Iterator[str]:
-    """Yield descriptions of the parts of a step that a forecast leaves out."""
     traces = recorder.traces
     if traces.backward is not None:
         if recorder.of_loss is None:

@@ -79,7 +79,6 @@ class Recorder:
 
     @cached_property
     def rehearsal(self) -> Rehearsal:
-        """The state on which the lines run."""
         return self._rehearse()
 
     @cached_property

@@ -73,7 +73,6 @@ class Layout:
         return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, nbytes)
 
     def fresh(self) -> Tensor:
-        """Return a meta tensor of this layout in a new storage."""
         storage = torch.UntypedStorage(self.nbytes, device=META)
         return torch.empty(0, dtype=self.dtype, device=META).set_(storage, self.offset, self.shape, self.stride)
 
@@ -122,11 +121,9 @@ class Watch(TorchDispatchMode):
         return self._slots.get(storage._cdata)
 
     def placed(self, value: Any) -> Placed:
-        """Return where a value lies."""
         return (self.record(value), Layout.of(value)) if isinstance(value, Tensor) else (None, value)
 
     def taken(self) -> tuple[Event, ...]:
-        """Return the events since the last call."""
         events = tuple(self._events)
         self._events.clear()
         return events

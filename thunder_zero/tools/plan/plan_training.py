@@ -165,7 +165,6 @@ def _code(chosen: PlanRow, programs: SubjectPrograms, slicing: str) -> str:
 
 
 def _slicing_code(model: nn.Module | NamedModel | str, tp_plan: Slicing | None) -> str:
-    """Return Python code that slices ``module`` over ``mesh["tp"]``."""
     if tp_plan is None and isinstance(model, str):
         return OWN_SLICES.format(model)
     return FUNCTION_SLICES if callable(tp_plan) else SLICES

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
-from thunder_zero.schedule.ops import Compute, Launch, Op, Wait, ends_collective, starts_collective
-from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.schedule.ops import Compute, Exchange, Op, Work, ends_collective, starts_collective
+from thunder_zero.schedule.timeline import NO_TRAFFIC, Timeline
 from thunder_zero.tools.devices.device import Cost, Device
 from thunder_zero.tools.forecast.figures import AT_REST, Holds
 from thunder_zero.tools.forecast.fold import Fold
@@ -195,10 +195,12 @@ def _with_costs(traced: Estimate, fold: Fold, lines: Sequence[Line], order: Sequ
     costs: list[Cost] = []
     between: list[Cost] = []
     ops_of_lines = ((index, line.op) for index, line in enumerate(fold.lines) if line.op is not None)
-    linked = {index: op for index, op in ops_of_lines if starts_collective(op) or ends_collective(op)}
+    starts = {
+        index: starts_collective(op) for index, op in ops_of_lines if starts_collective(op) or ends_collective(op)
+    }
     last: dict[int, int] = {}  # the position in the longer step of the latest run of each line
     for position, index in enumerate([*order, None]):
-        if index is not None and index not in linked:
+        if index is not None and index not in starts:
             between.append(lines[index].cost)
             continue
         if between:
@@ -210,7 +212,8 @@ def _with_costs(traced: Estimate, fold: Fold, lines: Sequence[Line], order: Sequ
             last[index] = position
             # the launch may be in an earlier block, or in the run before
             launch = position - line.link if is_repeated else last[index - line.link]
-            ops.append(_with_handle(linked[index], f"handle {launch}"))
+            begin = Compute((), (f"handle {launch}",), work=Exchange("", NO_TRAFFIC))
+            ops.append(begin if starts[index] else Compute(begin.writes, (), work=Work.AWAIT))
             costs.append(line.cost)
     seconds = sum(lines[index].seconds for index in order)
     timeline = replace(traced.timeline, ops=tuple(ops))
@@ -220,14 +223,3 @@ def _with_costs(traced: Estimate, fold: Fold, lines: Sequence[Line], order: Sequ
 def _sum(costs: Sequence[Cost]) -> Cost:
     flops, traffic = sum(cost.flops for cost in costs), sum(cost.traffic_bytes for cost in costs)
     return Cost(flops=flops, traffic_bytes=traffic, seconds=sum(cost.seconds for cost in costs))
-
-
-def _with_handle(op: Op, handle: str) -> Op:
-    """Return a collective, or the wait for one, with another handle."""
-    match op:
-        case Wait(launch=launch):
-            return replace(op, launch=replace(launch, handle=handle))
-        case Compute():
-            return replace(op, writes=(handle,)) if starts_collective(op) else replace(op, reads=(handle,))
-    assert isinstance(op, Launch), "nothing else has a handle"
-    return replace(op, handle=handle)

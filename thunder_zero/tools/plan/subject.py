@@ -56,7 +56,6 @@ class Subject:
 
     @property
     def blocks(self) -> int:
-        """The number of identical blocks."""
         return len(self.alike)
 
     @contextmanager
@@ -141,7 +140,6 @@ def of_module(
     kwargs: Mapping[str, Any] = MappingProxyType({}),
     loss: Callable[[Any], Tensor] | None = None,
 ) -> Subject:
-    """Return the subject of a module with its inputs."""
     # tokens are the elements of the first integer tensor of two dimensions, or else the rows of the first tensor
     tensors = [leaf for leaf in tree_iter((args, dict(kwargs))) if isinstance(leaf, Tensor)]
     integers = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.ndim == 2]
@@ -240,7 +238,6 @@ class SubjectPrograms:
         raise AssertionError("a model that is traced whole repeats nothing")
 
     def returns_loss(self) -> bool:
-        """Return whether forward returns a single number, such as a loss."""
         traces = next(iter(self.scheduled.values()))
         flat = traces.forward.bound_symbols[-1].args[0]["flat_output"]
         return len(flat) == 1 and tuple(flat[0].shape) == ()

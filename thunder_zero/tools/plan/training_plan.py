@@ -242,7 +242,6 @@ def reason_of(rows: Sequence[PlanRow], chosen: PlanRow | None, memory_bytes: int
 
 
 def _best(rows: Sequence[PlanRow], fitting: Sequence[PlanRow], chosen: PlanRow, memory: str) -> str:
-    """Describe the advantage of the chosen row over all other rows."""
     if len(rows) == 1:
         return f"the only one that was compared, and fits into {memory}"
     if len(fitting) == 1:
@@ -271,7 +270,6 @@ def _slower(next_row: PlanRow, chosen: PlanRow) -> str:
 
 
 def _nothing_fits(rows: Sequence[PlanRow], memory_bytes: int, batch: int) -> str:
-    """Describe the row that needs the least memory, and the changes that would make it fit."""
     least = min(rows, key=lambda row: row.needed_bytes)
     missing = least.needed_bytes - memory_bytes
     sharded_bytes = sum(least.by_kind.get(kind, 0) for kind in SHARDED) * STAGES[least.stage].sharded

@@ -1,4 +1,4 @@
-"""The table of anybody's step: its rows, its memory and its times, from the picture that ``check_step`` recorded.
+"""Computes the rows, the memory and the times of anybody's step, which ``check_step`` recorded.
 
 ::
 

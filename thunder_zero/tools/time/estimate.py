@@ -20,12 +20,16 @@ On a calibrated device, launches and waits also take time from compute, and coll
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
+from math import isfinite
 
 from thunder_zero.plan.amounts import duration, folded, summed_up
 from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR, Mesh
+from thunder_zero.plan.policy import Times
 from thunder_zero.schedule.ops import (
     Compute,
     Exchange,
@@ -34,6 +38,7 @@ from thunder_zero.schedule.ops import (
     Op,
     Return,
     Work,
+    ends,
     ends_collective,
     starts_collective,
 )
@@ -290,7 +295,6 @@ def _cost(op: Op, timeline: Timeline, device: Device) -> Cost:
 
 
 def in_node(mesh: Mesh, device: Device) -> bool:
-    """Return whether a replica is inside one node."""
     return mesh.shard.size * mesh.tensor.size <= device.devices_per_node
 
 
@@ -302,3 +306,33 @@ def _cost_of_ring(op: Op, timeline: Timeline, device: Device) -> Cost:
     shares = lane is Lane.REPLICATE and not in_node(timeline.plan.mesh, device)
     busiest_bytes = timeline.traffic(op).busiest
     return replace(device.collective(*arguments), busiest_bytes=busiest_bytes, lane=Lane.SHARD if shares else lane)
+
+
+def by_times(forecast: Estimate, times: Times) -> Estimate:
+    """Return the estimate with measured seconds between waits for gathers, and with the measured gather speed.
+
+    The mean factor of the measured lines scales lines before the first wait or after the last wait of a phase, which
+    are not measured. Measured compute includes load, launch and finish, so they become 0, and slices' collectives.
+    """
+    timeline, ops = forecast.timeline, forecast.timeline.ops
+    costs = [replace(cost, load=0.0, launch_seconds=0.0, finish_seconds=0.0) for cost in forecast.costs]
+    slices = {index for index, op in enumerate(ops) if isinstance(op, Compute) and op.between_slices}
+    busy, factors = defaultdict[int, float](float), dict[int, float]()
+    for span in replace(forecast, costs=tuple(costs)).spans:
+        busy[span.op] += span.seconds if span.lane is Lane.COMPUTE and (not span.waits or span.op in slices) else 0.0
+    for wait, following in pairwise(index for index, op in enumerate(ops) if ends(op, Gather)):
+        phase, between = (times.forward, times.backward)[ops[wait].backward], range(wait + 1, following)
+        seconds, total = phase.get(ops[wait].params[0]), sum(busy[index] for index in between)
+        if seconds is not None and total and ops[following].backward is ops[wait].backward:
+            factors |= dict.fromkeys(between, seconds / total)
+    expected = sum(busy[index] for index in factors)
+    mean = sum(busy[index] * factor for index, factor in factors.items()) / expected if expected else 1.0
+    gathers = [index for index, op in enumerate(ops) if isinstance(op, Gather)]
+    on_wire = sum(costs[index].wire_seconds for index in gathers)
+    speed = sum(timeline.traffic(ops[index]).busiest for index in gathers) / on_wire if on_wire else 0.0  # as forecast
+    wire_factor = speed / times.bytes_per_second if speed and isfinite(times.bytes_per_second) else 1.0
+    for index, cost in enumerate(costs):
+        factor = factors.get(index, mean)
+        wire = cost.wire_seconds * (factor if index in slices else wire_factor)
+        costs[index] = replace(cost, seconds=cost.seconds * factor, wire_seconds=wire)
+    return replace(forecast, costs=tuple(costs))

@@ -82,7 +82,6 @@ class Difference:
 
 
 def difference_of(first: Table, second: Table) -> Difference:
-    """Return the differences between two tables."""
     by_unit = [_by_unit(table) for table in (first, second)]
     units = {unit: (by_unit[0][unit], by_unit[1][unit]) for unit in first.traces.plan.units}
     return Difference((first, second), units, (by_unit[0][None], by_unit[1][None]))

@@ -86,7 +86,6 @@ def _forecast_events(table: Table, title: str, pid: int) -> Iterator[Event]:
 
 
 def _named(span: Span, row: Row, timeline: Timeline) -> Event:
-    """Return the name and the arguments of the event of a span."""
     args: Event = {"line": row.statement, "phase": row.phase, "parameters": list(row.params)}
     if span.lane is not Lane.COMPUTE:
         return {"name": _label(row, timeline), "args": args | {"sent_bytes": row.sent}}

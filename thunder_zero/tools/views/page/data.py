@@ -79,7 +79,6 @@ def data_of(name: str, table: Table, note: str = "") -> Data:
 
 
 def data_of_step(verdict: Verdict, picture: StepPicture, device: Device) -> Data:
-    """Return the data of the step that was checked."""
     (memory, time, spans), reads = recorded(picture, device), first_reads(picture.lines)
     rows, labels = memory.lines, [_label(row) for row in memory.lines]
     gradients = {item.path: f"{item.path}: gradient {item}" for item in verdict.gradients}
@@ -165,7 +164,6 @@ def _figures(rows: Sequence[Row], memory: Memory | None, time: Estimate) -> dict
 
 
 def _text(name: str, figure: float | None) -> str:
-    """Return a figure as text, with the unit of measure."""
     return "none" if figure is None else FIGURES[name][1](figure)
 
 
@@ -297,7 +295,6 @@ def _rows(lines: Iterable[Row]) -> Iterator[int | str]:
 
 
 def _collectives(table: Table) -> list[Data]:
-    """Return all collectives, in the order of their launches: each launch with its wait."""
     rows, timeline, collectives = table.all_rows, table.traces.timeline, []
     ending = {(row.lane, row.wire_end): row for row in rows if row.wire_seconds}
     for launch, row in enumerate(rows):
