@@ -177,10 +177,9 @@ class Fold:
         frame = [self._names[name] for name in outputs]
         for allocation in frame:
             allocation.holds += 1
+            allocation.relabel(Holds.TEMPORARY, Holds.LOSS)
         self._drop([name for name in self._names if name not in returned.saves])
         self._phase, self._highest = "loss", self._alive
-        for allocation in frame:
-            allocation.relabel(Holds.TEMPORARY, Holds.LOSS)
         self._play(record.lines[0], frame, Holds.LOSS)
         self._bind(self.recorder.tangents, record.outputs, frame)
         self._end_line(None, self.recorder.tangents)
