@@ -255,7 +255,7 @@ def test_a_timeline_for_perfetto_has_the_numbers_of_the_estimate(tmp_path: Path)
     assert max(item["ts"] + item["dur"] for item in slices) == pytest.approx(forecast.seconds * 1e6)
     on_wire = [item for item in slices if item["tid"] == 1]
     assert {item["name"] for item in on_wire} >= {f"{kind} {weight(2)}" for kind in ("gather", "reduce")}
-    assert sum(item["args"]["sent_bytes"] for item in on_wire) == forecast.sent_bytes
+    assert sum(item["args"]["sent_bytes"] for item in on_wire) == forecast.busiest_bytes
     waits = [item for item in slices if item["name"].startswith("wait for ")]
     assert sum(item["dur"] for item in waits) == pytest.approx(forecast.exposed_seconds * 1e6)
     computes = [item for item in slices if item["tid"] == 0 and item not in waits]

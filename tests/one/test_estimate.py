@@ -148,7 +148,7 @@ def test_a_step_takes_the_seconds_of_arithmetic() -> None:
     product, phase = 2 * rows * width**2, 4 * width**2 // 2
     assert estimate.flops == 5 * product
     assert estimate.compute_seconds == pytest.approx(5 * product)
-    assert estimate.sent_bytes == 5 * phase  # forward gathers two, backward the last one, and reduces two
+    assert estimate.busiest_bytes == 5 * phase  # forward gathers two, backward the last one, and reduces two
     assert estimate.wire_seconds == {"shard": pytest.approx(5 * phase * 10)}
     assert estimate.seconds == pytest.approx(estimate.compute_seconds + estimate.exposed_seconds)
     assert estimate.mfu == pytest.approx(5 * product / estimate.seconds)
@@ -163,7 +163,7 @@ def test_a_step_of_a_site_has_its_share_of_the_exchanges(tmp_path: Path) -> None
     estimate = tz.tools.estimate(traces, H100, between=between)
     sent = [2 * 2 * outer.wire.nbytes(8)] * 2  # both ranks send half of their 16 elements, twice
     assert estimate.seconds == pytest.approx(plain.seconds + sum(sent) / 1e6 / 8)
-    assert (estimate.seconds_alone, estimate.sent_bytes) == (plain.seconds, plain.sent_bytes)
+    assert (estimate.seconds_alone, estimate.busiest_bytes) == (plain.seconds, plain.busiest_bytes)
     assert estimate.exposed_on["site"] == pytest.approx(estimate.wire_seconds["site"])
     table = tz.tools.step_table(traces, device=H100, between=between)
     rows = table.rows(lambda row: row.over == "site")

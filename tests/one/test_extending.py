@@ -20,7 +20,7 @@ def test_an_estimate_on_a_users_device_follows_its_numbers(capsys: pytest.Captur
     slow, fast = (tz.tools.estimate(names["traces"], names[device]) for device in ("cluster", "faster"))
     assert capsys.readouterr().out == f"{slow}\n{fast}\n"
     assert slow.compute_seconds == fast.compute_seconds >= slow.flops / 20e12 > 0
-    wire = slow.sent_bytes / (4 * 6e9)  # a ring of 16 ranks leaves each node of 4 by 4 links
+    wire = slow.busiest_bytes / (4 * 6e9)  # a ring of 16 ranks leaves each node of 4 by 4 links
     assert slow.wire_seconds["shard"] == pytest.approx(wire, rel=0.1)
     assert slow.wire_seconds["shard"] > fast.wire_seconds["shard"]
 
@@ -35,7 +35,7 @@ def test_a_question_to_the_table_is_answered_as_the_page_says(capsys: pytest.Cap
     assert sum(tz.tools.kept_for_backward(table).values()) == kept > 0
     with pytest.raises(ValueError, match="no forecast of memory: cannot forecast the loss"):
         tz.tools.kept_for_backward(tz.tools.step_table(table.traces, loss=lambda y: y.sum() * y.sum().item()))
-    assert [row["code"] for row in table.as_dicts()] == [row.code for row in table.lines]
+    assert [row["code"] for row in table.as_dicts()] == [row.code for row in table.all_rows]
 
 
 @pytest.mark.slow

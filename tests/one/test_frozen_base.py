@@ -174,7 +174,7 @@ def test_traces_and_reports_have_the_format() -> None:
     assert gathers == {("0.weight",): 3 * 32 * 72, ("1.weight",): 3 * 32 * 512}
     costs = step_time(timeline, tz.tools.DEVICES["h100"]).costs
     (cost,) = [cost for op, cost in zip(timeline.ops, costs, strict=True) if op.reads == ("t_0_weight",)]
-    assert (cost.sent_bytes, cost.traffic_bytes) == (3 * 32 * 72, 128 * (72 + 512)), (
+    assert (cost.busiest_bytes, cost.traffic_bytes) == (3 * 32 * 72, 128 * (72 + 512)), (
         "reads encoded bytes, writes decoded values"
     )
     lines = tz.tools.step_table(traces).rows(where=lambda row: row.op is not None)
@@ -193,7 +193,7 @@ def test_a_plan_of_training_has_the_format() -> None:
         tz.tools.plan_training(Frozen().to("meta"), x, stages=(1, 3), frozen_format=form, **frozen)  # type: ignore[arg-type]
         for form in (tz.NF4(), None)
     )
-    assert [a.sent_bytes < b.sent_bytes for a, b in zip(bits.rows, exact.rows, strict=True)] == [False, True]
+    assert [a.busiest_bytes < b.busiest_bytes for a, b in zip(bits.rows, exact.rows, strict=True)] == [False, True]
     assert [a.at_rest_bytes < b.at_rest_bytes for a, b in zip(bits.rows, exact.rows, strict=True)] == [False, True]
     assert any("from stage 2 on frozen parameters rest as nf4/64" in text for text in bits.assumed)
 

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import compress, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,8 +25,9 @@ from thunder_zero.schedule.ops import Gather, Launch, ends
 from thunder_zero.tools import Device, Link
 from thunder_zero.tools.forecast.rehearsal import Rehearsal
 from thunder_zero.tools.table.table import Table
+from thunder_zero.tools.time.estimate import by_times
 from thunder_zero.tools.views.page.data import Data, data_of
-from thunder_zero.tools.views.page.report import by_times, page_of
+from thunder_zero.tools.views.page.report import page_of
 
 DEVICE = Device("slow", {"float32": 1e9}, 1e10, 1 << 30, intra_node=Link(1e8, 1e-6), inter_node=Link(5e7, 1e-6))
 UNITS, WIDTH = 3, 16
@@ -84,7 +85,7 @@ def test_figures_are_those_of_estimate_and_memory_and_counted_bytes(stage: int) 
     assert peaks == [memory.peak, memory.at_rest, memory.optimizer_step]
     assert figures["sent_bytes"] == sum(timeline.traffic(op).sent for op in timeline.ops)
     assert figures["gathers"] == sum(isinstance(op, Gather) for op in timeline.ops)
-    assert sum(row.flops for row in make_table(stage).lines) == time.flops
+    assert sum(row.flops for row in make_table(stage).all_rows) == time.flops
     shares = sum(int(share) for share in re.findall(r"(\d+)%", page["programs"][0]["bound"]))
     assert shares == pytest.approx(100, abs=2)
     assert "\\u003c" not in json.dumps(page)
@@ -118,11 +119,11 @@ def test_each_operation_is_on_its_line_of_the_trace(stage: int) -> None:
         assert row.position == table.traces.lines[index][0]
         assert (row.kind, set(row.params) >= set(op.params)) == (op.kind if op.params or row.kind else "", True)
         assert row.phase == ("backward" if op.backward else "forward")
-    phases = list(dict.fromkeys(row.phase for row in table.lines))
+    phases = list(dict.fromkeys(row.phase for row in table.all_rows))
     digests = ["digests"] if stage == 1 else []
     assert phases == [*digests, "forward", "loss", "backward", "optimizer step"]
-    assert {table.lines[line].phase for line, _ in table.spans} == {*phases}  # each has its time
-    spans = [(row.start, row.end) for row in table.lines]
+    assert {table.all_rows[line].phase for line, _ in table.spans} == {*phases}  # each has its time
+    spans = [(row.start, row.end) for row in table.all_rows]
     assert all(before[1] <= after[1] and after[0] <= after[1] for before, after in pairwise(spans))
 
 
@@ -147,7 +148,7 @@ def test_bars_last_as_long_as_forecast_and_do_not_overlap(stage: int) -> None:
     assert max(bar["end"] for bar in all_bars) == pytest.approx(time.seconds)
     assert data["lanes"] == ["compute", *(["gathers"] if stage else []), "reductions"]
     for unit, first, last in data["runs"]:
-        assert data["units"][unit] in {row.unit for row in table.lines[first : last + 1] if row.end > row.start}
+        assert data["units"][unit] in {row.unit for row in table.all_rows[first : last + 1] if row.end > row.start}
 
 
 def test_a_peak_that_does_not_fit_is_marked() -> None:
@@ -166,7 +167,7 @@ def test_each_wire_of_hybrid_sharding_has_its_own_lanes() -> None:
 def test_the_memory_curve_is_the_forecast_of_each_line(stage: int) -> None:
     table = make_table(stage)
     assert table.memory is not None
-    memory, lines = data_of("forecast", table)["memory"], table.lines
+    memory, lines = data_of("forecast", table)["memory"], table.all_rows
     levels = [[memory["reserve"]] * len(lines), *memory["levels"]]
     assert levels[-1][0] == lines[0].alive
     tensors, peak = rows_of(memory["tensors"]), memory["peak"]
@@ -176,10 +177,14 @@ def test_the_memory_curve_is_the_forecast_of_each_line(stage: int) -> None:
         alive = zip(memory["kinds"], (above[index] - below[index] for below, above in pairwise(levels)), strict=True)
         expected = table.memory.by_kind if index == peak["line"] else kinds
         assert {kind: nbytes for kind, nbytes in alive if nbytes} == dict(expected)
-        live = [row["made"] <= index and (row["freed"] is None or row["freed"] > index) for row in tensors]
-        assert sum(compress(nbytes, live)) == lines[index].alive
+        live = [one for one in table.memory.storages if one.line <= index and (one.freed is None or one.freed > index)]
+        assert sum(storage.nbytes for storage in live) == lines[index].alive
+        shown = table.memory.at_peak if index == peak["line"] else live
+        assert [nbytes[one] for one in memory["tops"][memory["top"][index]]] == sorted(
+            (one.nbytes for one in shown), reverse=True
+        )[:8]
     assert sum(peak["by_kind"].values()) == peak["bytes"] == table.memory.peak
-    assert sum(nbytes[index] for index in peak["tensors"]) == table.memory.peak
+    assert sum(storage.nbytes for storage in table.memory.at_peak) == table.memory.peak
     assert peak["sizes"] == [*map(size, peak["by_kind"].values())]
     assert lines[peak["line"]].code.splitlines()[0] == table.memory.peak_line.code.splitlines()[0]
 
@@ -194,13 +199,13 @@ def test_collectives_and_parameters_are_described_as_in_the_trace_and_in_explain
     launches = [op for op in table.traces.timeline.ops if isinstance(op, Launch)]
     assert len(data["collectives"]) == len(launches)
     for item in data["collectives"]:
-        launch, wait = (table.lines[item[name]] for name in ("launch", "wait"))
-        op = table.traces.timeline.ops[item["op"]]
+        launch, wait = (table.all_rows[item[name]] for name in ("launch", "wait"))
+        op = table.traces.timeline.ops[launch.ran]
         assert (launch.kind, wait.kind, launch.params) == (item["kind"], "wait", op.params)
         assert item["sent_bytes"] == launch.sent
         assert item["words"][:2] == [size(launch.sent), duration(item["wire_seconds"])]
         assert (launch.end or 0.0) <= (wait.start or 0.0)
-        assert (item["why_exposed"] == "") == (item["exposed_seconds"] == 0) == (item["hidden"] == 1)
+        assert (item["why_exposed"] == "") == (item["exposed_seconds"] == 0) == (item["hidden"] == 100)
     exposed = [item for item in data["collectives"] if item["exposed_seconds"]]
     assert sum(item["exposed_seconds"] for item in exposed) == pytest.approx(time_of(table).exposed_seconds)
     assert any("on the wire; " in item["why_exposed"] for item in exposed)
@@ -214,7 +219,7 @@ def test_the_file_loads_nothing_else_and_is_small(tmp_path: Path) -> None:
     (inline,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, flags=re.DOTALL)
     page = page_of(trace_model(), DEVICE, **TRAINING, title="a </script> title")
     assert json.loads(inline) == json.loads(json.dumps(page))
-    assert len(inline) / len(make_table().lines) < 450, "a GPT of 12 blocks has 2,000 lines and must stay below 1 MB"
+    assert len(inline) / len(make_table().all_rows) < 450, "a GPT of 12 blocks has 2,000 lines and must stay below 1 MB"
 
 
 def test_two_stages_are_compared_as_in_diff() -> None:

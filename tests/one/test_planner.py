@@ -65,7 +65,7 @@ def assert_exact(programs: SubjectPrograms, policy: tz.Policy, mesh: MeshShape, 
     memory = tz.tools.memory(traces, loss=cross_entropy, optimizer=FusedAdamW, backend="nccl")
     estimate = evaluation.estimate
     assert count < BLOCKS
-    assert (estimate.sent_bytes, estimate.flops) == (exact.sent_bytes, exact.flops)
+    assert (estimate.busiest_bytes, estimate.flops) == (exact.busiest_bytes, exact.flops)
     for name in ("seconds", "compute_seconds", "exposed_seconds", "model_seconds"):
         assert getattr(estimate, name) == pytest.approx(getattr(exact, name), rel=1e-9, abs=1e-15)
     for name in ("at_rest", "peak", "optimizer_step"):
@@ -191,13 +191,14 @@ def test_a_plan_compares_stages_and_meshes_and_its_code_has_the_policy_chosen(
     # Formats send fewer bytes, and the code passes them.
     bytewise = make_plan(stages=(3,), gather_format=tz.Int8(), reduce_format={"*": None, "*weight": tz.Int8(64)})
     pairs = zip(bytewise.rows, plan.rows[-2:], strict=True)
-    assert all(row.sent_bytes < 0.9 * other.sent_bytes for row, other in pairs)
+    assert all(row.busiest_bytes < 0.9 * other.busiest_bytes for row, other in pairs)
     assert "gather_format=tz.Int8(block=128),\n" in bytewise.code
     assert "reduce_format={'*': None, '*weight': tz.Int8(block=64)}" in bytewise.code
     assert any("whose bytes are written and read at both ends" in text for text in bytewise.assumed)
     # A step includes the memory traffic of the loss and of AdamW.
     ddp = plan.rows[0]
-    assert ddp.optimizer_seconds == pytest.approx(7 * 4 * plan.parameters / 3.35e12)
+    adamw = 7 * 4 * plan.parameters / 3.35e12  # and a counter of steps for each parameter
+    assert adamw < ddp.optimizer_seconds < 1.03 * adamw
     assert ddp.loss_seconds * 3.35e12 > 32 * 6 * 99  # 32 bytes for each logit: casts, softmax and gradients
     parts = ddp.compute_seconds + ddp.exposed_seconds + ddp.loss_seconds + ddp.optimizer_seconds
     assert ddp.seconds == pytest.approx(parts)
@@ -275,7 +276,7 @@ def row_of(stage: int, tokens: float, needed: int = 40, shards: int = 8, **figur
     """Return an invented row whose step takes 1 s. ``needed`` is in GiB."""
     kinds = {str(kind): nbytes << 30 for kind, nbytes in figures.pop("kinds", {}).items()}
     parts = ("compute_seconds", "exposed_seconds", "tensor_exposed_seconds", "loss_seconds", "optimizer_seconds", "mfu")
-    defaults: dict[str, Any] = {"recompute": "none", "fits": needed <= 80, "peak_phase": "backward", "sent_bytes": 1}
+    defaults: dict[str, Any] = {"recompute": "none", "fits": needed <= 80, "peak_phase": "backward", "busiest_bytes": 1}
     defaults |= {"traced_blocks": 1, **dict.fromkeys(parts, 0.1)}
     nbytes = dict.fromkeys(("needed_bytes", "peak_bytes", "at_rest_bytes"), needed << 30)
     rest = {"by_kind": kinds, "seconds": 1.0, "tokens_per_second": tokens, **nbytes}

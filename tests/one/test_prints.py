@@ -90,7 +90,7 @@ def build_values() -> Mapping[str, tuple[Any, ...]]:
         "Memory": (memory,),
         "MODELS": (tz.tools.MODELS,),
         "NamedModel": tuple(tz.tools.MODELS.values()),
-        "Row": table.lines,
+        "Row": table.all_rows,
         "Storage": memory.storages,
         "Table": (table,),
         "TrainingPlan": (plan, plan.rows[0], plan.rows[0].mesh),

@@ -26,8 +26,8 @@ from thunder_zero.plan.mesh import Mesh
 from thunder_zero.schedule.ops import Compute, Gather, Reduce, ends, starts_collective
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Lane
-from thunder_zero.tools.time.estimate import ring
-from thunder_zero.tools.views.page.report import by_times, page_of
+from thunder_zero.tools.time.estimate import by_times, ring
+from thunder_zero.tools.views.page.report import page_of
 
 DOCS_PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallel.md"
 
@@ -114,7 +114,7 @@ def test_times_of_slices_are_closed_forms() -> None:
     rows = NUMBERS * 4 // 2
     assert estimate.wire_seconds == pytest.approx({Lane.TENSOR: 2 * ACTIVATION, Lane.SHARD: 2 * 2 * rows})
     assert estimate.exposed_on == pytest.approx(estimate.wire_seconds)
-    assert estimate.sent_bytes == 2 * ACTIVATION + 2 * rows
+    assert estimate.busiest_bytes == 2 * ACTIVATION + 2 * rows
     assert str(estimate).count("of it for slices") == 1
     ring_steps = tz.tools.estimate(trace_pair(1, 4), LATENCY)  # an all-reduce of 4 ranks is a ring of 6 steps
     assert ring_steps.wire_seconds == pytest.approx({Lane.TENSOR: 12.0})

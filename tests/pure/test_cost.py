@@ -108,7 +108,7 @@ def test_a_step_has_the_figures_of_arithmetic() -> None:
     estimate = step_time(Timeline(ops, values, replace(PLAN, params=(param,))), SECOND)
     assert [cost.seconds for cost in estimate.costs] == [0, 0, 12, 12]
     assert (estimate.seconds, estimate.compute_seconds, estimate.exposed_seconds) == (28, 24, 4)
-    assert (estimate.flops, estimate.sent_bytes, estimate.wire_seconds) == (12, 4, {Lane.SHARD: 4})
+    assert (estimate.flops, estimate.busiest_bytes, estimate.wire_seconds) == (12, 4, {Lane.SHARD: 4})
     assert [(span.op, span.lane) for span in estimate.critical_path] == [(0, "shard"), (2, "compute"), (3, "compute")]
     assert estimate.mfu == 6 / 28  # recomputed FLOPs do not count
     assert estimate.tokens_per_second(7) == 0.25

@@ -1,6 +1,6 @@
 """A step to draw: what each line of a record computes, sends, allocates and frees, without values.
 
-Tools draw it (``tools/views/page/recorded.py``). It needs no torch, as the process that starts a check has none.
+Tools draw it (``tools/table/recorded.py``). It needs no torch, as the process that starts a check has none.
 """
 
 from __future__ import annotations

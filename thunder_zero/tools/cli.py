@@ -73,7 +73,6 @@ def parser(chosen: str) -> argparse.ArgumentParser:
 
 
 def _devices() -> str:
-    """Return the help of an option that names a device."""
     from thunder_zero.tools.devices.device import DEVICES
 
     return f"{', '.join(DEVICES)}, or OUT.json of calibrate"

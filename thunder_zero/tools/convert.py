@@ -45,7 +45,6 @@ class OpenCheckpoint:
     metadata: dcp.Metadata
 
     def tensors(self, prefix: str) -> dict[str, dcp.TensorStorageMetadata]:
-        """Return the tensors whose keys begin with a prefix."""
         return {
             key.removeprefix(prefix): stored
             for key, stored in self.metadata.state_dict_metadata.items()
@@ -53,7 +52,6 @@ class OpenCheckpoint:
         }
 
     def values(self, prefix: str) -> dict[str, Any]:
-        """Return the non-tensor values whose keys begin with a prefix."""
         entries, tensors = self.metadata.state_dict_metadata, self.tensors("")
         keys = [key for key in entries if key.startswith(prefix) and key not in tensors]
         values = read_entries(self.path, self.metadata, keys)
@@ -270,7 +268,6 @@ class FromFiles(WritePlanner):
         self._weights, self._mesh, self._done = weights, mesh, done
 
     def create_local_plan(self) -> SavePlan:
-        """Return DCP's plan to write this rank's rows."""
         items = (_item(tensor, self._mesh) for tensor in self._tensors.values())
         return SavePlan([item for item in items if item is not None], planner_data=self.mappings)
 
@@ -286,7 +283,6 @@ class FromFiles(WritePlanner):
 
 
 def _item(tensor: TensorToWrite, mesh: Mesh) -> WriteItem | None:
-    """Return a write item for a rank's rows of a tensor, or None if the rank has no rows."""
     geometry = cut_rows(tensor.shape, mesh)
     start, stop, _ = geometry.rows.indices(tensor.shape[0] if tensor.shape else 1)
     if (start == stop) if geometry.is_cut else mesh.shard.place:

@@ -211,7 +211,6 @@ class ProgramSource:
             return convert(self.joint, self.paths, backward=self._mode.differentiates)
 
     def _named(self, converted: Converted, traces: Traces) -> Traces:
-        """Return traces with the paths of their buffers."""
         names = named_inputs(self.joint, converted)
         buffer_paths = {names[position]: path for position, path in self._buffers.items() if position in names}
         return replace(traces, others=buffer_paths, restored=self._restored)

@@ -37,7 +37,6 @@ def module_and_inputs(place: str) -> tuple[nn.Module, tuple[Any, ...], dict[str,
 
 
 def function_at(place: str) -> Callable[..., Any]:
-    """Return the function in ``FILE.py:function``."""
     with _imported(place) as function:
         return function
 
@@ -50,7 +49,6 @@ def call(place: str, *args: Any) -> Any:
 
 @contextmanager
 def _imported(place: str) -> Iterator[Callable[..., Any]]:
-    """Yield the function of a file. The file may import other files in its folder."""
     name, _, function = place.rpartition(":")
     if not name.endswith(".py") or not function:
         raise ValueError(f"{place!r} names no function; give FILE.py:function, such as model.py:build")

@@ -144,7 +144,6 @@ class Calibration:
         self._seconds: dict[Key, list[float]] = defaultdict(list)
 
     def round(self) -> None:
-        """Measure each point once."""
         for (name, work, run, lines), times in self._measures:
             if self._group is not None:
                 barrier(self._group)  # ranks share caches and memory, so they compute at the same time
@@ -274,7 +273,6 @@ def _traffic(elements: int) -> Iterator[Measure]:
 
 
 def seconds_of(run: Call, times: int) -> float:
-    """Return the mean seconds of a run."""
     return timeit(run, number=times) / times
 
 

@@ -65,7 +65,7 @@ class Cost:
     flops: int = 0  # FLOPs of matrix products, attention and convolutions in the operation
     # bytes of reads and writes of memory. For a launch, these are reads and writes of encodings.
     traffic_bytes: int = 0
-    sent_bytes: int = 0  # bytes that the busiest rank sends
+    busiest_bytes: int = 0  # bytes that the busiest rank sends
     seconds: float = 0.0  # time on the compute lane
     lane: Lane | None = None  # the wire of a launch, or None if no bytes are sent
     wire_seconds: float = 0.0  # time on the wire
@@ -210,7 +210,6 @@ class Device:
         return nbytes * members * (ranks - members) / (ranks - 1) if self.is_measured else nbytes
 
     def _members(self, stride: int) -> int:
-        """Return the number of a ring's ranks in one node."""
         return max(1, self.devices_per_node // stride)
 
 
@@ -221,7 +220,6 @@ def rising(points: Iterable[tuple[float, float]]) -> Points:
 
 
 def seconds_at(curve: Points, work: float) -> float:
-    """Return the seconds that work of this size takes."""
     index = bisect_left(curve, work, key=lambda point: point[0])
     if index == 0:
         return curve[0][1]

@@ -12,7 +12,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -147,6 +149,21 @@ class Memory:
             alive.subtract(row.freed)
             after.append({kind: alive[kind] for kind in Holds if alive[kind]})
         return after
+
+    def largest(self, most: int) -> Iterator[Sequence[Storage]]:
+        """Yield the largest storages alive after each line, and for the peak's line at the peak."""
+        ordered, changes = sorted(self.storages, key=lambda storage: -storage.nbytes), defaultdict[int, list[int]](list)
+        for number, storage in enumerate(ordered):
+            changes[storage.line].append(number)
+            if storage.freed is not None:
+                changes[storage.freed].append(number)
+        alive = changes[-1]
+        for line, row in enumerate(self.lines):
+            for number in changes[line]:
+                at = bisect_left(alive, number)
+                is_alive = alive[at : at + 1] == [number]
+                alive[at : at + is_alive] = [number] * (not is_alive)
+            yield self.at_peak[:most] if row.is_peak else [ordered[number] for number in alive[:most]]
 
 
 def outside_of_the_peak(memory: Memory) -> list[str]:

@@ -34,6 +34,10 @@ class Allocation:
     name: str = ""  # as in :class:`thunder_zero.tools.forecast.figures.Storage`
     op: Op | None = None  # the collective that allocated it. Its parameters name a storage without a name
 
+    def relabel(self, old: Holds, new: Holds, path: str = "") -> None:
+        if self.kind is old:
+            self.kind, self.name = new, path or self.name
+
 
 class FoldedLine(NamedTuple):
     """A line that ran."""
@@ -148,7 +152,7 @@ class Fold:
         if not self.timeline.feeds_reduction(op):
             plan, kind = self.timeline.plan, Holds.GATHERED if ends(op, Gather) else Holds.REDUCED_GRADIENT
             for name, path in zip(op.writes, op.params, strict=True):
-                self._relabel(name, Holds.IN_FLIGHT, kind, path)
+                self._names[name].relabel(Holds.IN_FLIGHT, kind, path)
                 if kind is Holds.REDUCED_GRADIENT and plan.rests_on_host(plan.by_name[path]):
                     self._free(self._names[name])
         self._end_line(op, op.writes)
@@ -160,30 +164,27 @@ class Fold:
     def _note_full_gradients(self, op: Launch | Defer) -> None:
         if isinstance(op, Reduce | Defer) and not self.timeline.is_second_reduction(op):
             for name, path in zip(op.reads, op.params, strict=True):
-                self._relabel(name, Holds.TEMPORARY, Holds.FULL_GRADIENT, path)
+                self._names[name].relabel(Holds.TEMPORARY, Holds.FULL_GRADIENT, path)
 
     def _run_loss(self) -> None:
         """Fold the loss and its gradient. Only they hold outputs of forward, and backward what forward has saved."""
         returned = self.timeline.ops[self.timeline.backward_start - 1]
         assert isinstance(returned, Return), "a phase ends with its return"
         for name in returned.saves:
-            self._relabel(name, Holds.TEMPORARY, Holds.SAVED)
+            self._names[name].relabel(Holds.TEMPORARY, Holds.SAVED)
         outputs = tuple(dict.fromkeys(returned.returned))
         record = self.recorder.loss({name: self.values[name] for name in outputs})
         frame = [self._names[name] for name in outputs]
         for allocation in frame:
             allocation.holds += 1
+            allocation.relabel(Holds.TEMPORARY, Holds.LOSS)
         self._drop([name for name in self._names if name not in returned.saves])
         self._phase, self._highest = "loss", self._alive
-        for allocation in frame:
-            if allocation.kind is Holds.TEMPORARY:
-                allocation.kind = Holds.LOSS
         self._play(record.lines[0], frame, Holds.LOSS)
         self._bind(self.recorder.tangents, record.outputs, frame)
         self._end_line(None, self.recorder.tangents)
 
     def _step(self) -> None:
-        """Fold the optimizer's step, before which the caller drops the inputs."""
         state = self.recorder.rehearsal
         for allocation in self._at_rest:
             if allocation.kind is Holds.INPUT:
@@ -212,11 +213,6 @@ class Fold:
         for name in names:
             if name in self._names:
                 self._release(self._names.pop(name))
-
-    def _relabel(self, name: str, old: Holds, new: Holds, path: str = "") -> None:
-        allocation = self._names[name]
-        if allocation.kind is old:
-            allocation.kind, allocation.name = new, path or allocation.name
 
     def _play(self, events: Iterable[Event], frame: list[Allocation], kind: Holds, op: Op | None = None) -> None:
         """Allocate and free the slots of a frame. It grows by the new ones."""

@@ -39,7 +39,6 @@ def for_loss(traces: Traces, loss: Loss) -> Traces:
 
 
 def tangents_of(traces: Traces) -> list[TensorProxy]:
-    """Return the gradients of forward's outputs that backward takes."""
     return [proxy for proxy in traces.backward.args[1] if proxy is not None] if traces.backward is not None else []
 
 

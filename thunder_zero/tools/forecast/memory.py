@@ -6,9 +6,10 @@ In: traces. Out: :class:`Memory`. Tools that show a forecast beside traces call 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, zip_longest
+from typing import Any
 
 from thunder_zero.capture.zero_module import as_traces
 from thunder_zero.plan.amounts import name_of
@@ -95,19 +96,21 @@ def recorder_of(
 
 
 def memory_of(fold: Fold, reserve: int = 0) -> Memory:
-    """Return the figures of a step."""
     traces = fold.recorder.traces
     codes = AROUND if fold.recorder.of_loss else AROUND | {LOSS: "# the gradients of the outputs"}
     phases = {*(line.phase for line in fold.lines), *([DIGESTS] if fold.recorder.digested else [])}
     rows = in_order(traced_rows(traces), {phase: code for phase, code in codes.items() if phase in phases})
-    places = list(_places(fold, rows))
-    storages = tuple(_storages(fold, places, list(_modules(rows))))
-    lines = tuple(_lines(fold, rows, storages, dict(zip(places, fold.lines, strict=True)), reserve))
+    indices = list(_indices(fold, rows))
+    storages = tuple(_storages(fold, indices, list(_modules(rows))))
+    numbers = {id(allocation): number for number, allocation in enumerate(fold.allocations)}
+    for index, line in zip(indices, fold.lines, strict=True):
+        rows[index] = replace(rows[index], written=_written(line, numbers))
+    highest = {index: line.highest for index, line in zip(indices, fold.lines, strict=True)}
     events = Counter(map(id, fold.events[: fold.until_peak]))  # 1 for what is allocated and not freed
     pairs = zip(storages, fold.allocations, strict=True)
     at_peak = (storage for storage, allocation in pairs if events[id(allocation)] == 1)
     return Memory(
-        lines=lines,
+        lines=tuple(with_bytes(rows, storages, highest, reserve)),
         storages=storages,
         plan=_plan_to_compare(traces),
         at_peak=tuple(sorted(at_peak, key=lambda storage: -storage.nbytes)),
@@ -116,7 +119,7 @@ def memory_of(fold: Fold, reserve: int = 0) -> Memory:
     )
 
 
-def _places(fold: Fold, rows: Sequence[Row]) -> Iterator[int]:
+def _indices(fold: Fold, rows: Sequence[Row]) -> Iterator[int]:
     """Yield the index of the row of each line of the fold, which runs all rows but unpacking, announcing, returning."""
     for phase, lines in Counter(line.phase for line in fold.lines).items():
         of_phase = [index for index, row in enumerate(rows) if row.phase == phase]
@@ -127,51 +130,51 @@ def _places(fold: Fold, rows: Sequence[Row]) -> Iterator[int]:
         yield from ran[len(ran) - lines :]
 
 
-def _storages(fold: Fold, places: Sequence[int], modules: Sequence[str]) -> Iterator[Storage]:
+def _storages(fold: Fold, indices: Sequence[int], modules: Sequence[str]) -> Iterator[Storage]:
     for allocation in fold.allocations:
         line, freed_by, op = allocation.line, allocation.freed_by, allocation.op
         is_of_gradients = isinstance(op, Reduce) or (op is not None and ends(op, Reduce))
-        place = places[line] if line >= 0 else -1
+        index = indices[line] if line >= 0 else -1
         yield Storage(
             kind=allocation.kind,
             nbytes=allocation.nbytes,
             name=allocation.name or (label(op.params, fold.timeline.plan, gradients=is_of_gradients) if op else ""),
-            module=modules[place] if line >= 0 else "",
-            line=place,
-            freed=places[freed_by] if freed_by is not None and freed_by < len(places) else None,
+            module=modules[index] if line >= 0 else "",
+            line=index,
+            freed=indices[freed_by] if freed_by is not None and freed_by < len(indices) else None,
         )
 
 
-def _lines(
-    fold: Fold, rows: Sequence[Row], storages: Sequence[Storage], folded: Mapping[int, FoldedLine], reserve: int
+def _written(line: FoldedLine, numbers: Mapping[int, int]) -> dict[str, dict[str, Any]]:
+    """Return ``Row.written`` of a line. ``numbers`` has the indices of storages, by the ids of their allocations."""
+    return {
+        name: {"storage": numbers[id(held)], "dtype": name_of(layout.dtype), "shape": layout.shape}
+        for name, (held, layout) in line.written.items()
+        if id(held) in numbers
+    }
+
+
+def with_bytes(
+    rows: Sequence[Row], storages: Iterable[Storage], highest: Mapping[int, int], reserve: int = 0
 ) -> Iterator[Row]:
-    """Yield the rows with their bytes. ``folded`` has the rows that can allocate or free, by index."""
-    numbers = {id(allocation): number for number, allocation in enumerate(fold.allocations)}
+    """Yield rows with their bytes. ``highest`` has the most bytes alive in rows that allocate or free, by index."""
     allocated, freed = ([Counter[str]() for _ in rows] for _ in range(2))
+    alive, after = 0, list[int]()
     for storage in storages:
+        alive += storage.nbytes * (storage.line < 0)
         if storage.line >= 0:
             allocated[storage.line][str(storage.kind)] += storage.nbytes
         if storage.freed is not None:
             freed[storage.freed][str(storage.kind)] += storage.nbytes
-    alive = sum(storage.nbytes for storage in storages if storage.line < 0)
-    in_passes = (index for index in folded if rows[index].phase not in AFTER_BACKWARD)
-    peak = max(in_passes, key=lambda index: folded[index].highest)
+    for made, dropped in zip(allocated, freed, strict=True):
+        alive += made.total() - dropped.total()
+        after.append(alive)
+    most = [highest.get(index, alive) for index, alive in enumerate(after)]
+    peak = max((index for index, row in enumerate(rows) if row.phase not in AFTER_BACKWARD), key=most.__getitem__)
     for index, row in enumerate(rows):
-        highest, alive = (folded[index].highest, folded[index].alive) if index in folded else (alive, alive)
-        written = folded[index].written.items() if index in folded else ()
-        yield replace(
-            row,
-            allocated=dict(allocated[index]),
-            freed=dict(freed[index]),
-            alive=alive + reserve,
-            highest=highest + reserve,
-            is_peak=index == peak,
-            written={
-                name: {"storage": numbers[id(held)], "dtype": name_of(layout.dtype), "shape": layout.shape}
-                for name, (held, layout) in written
-                if id(held) in numbers
-            },
-        )
+        alive, highest_alive = after[index] + reserve, most[index] + reserve
+        kinds: dict[str, Any] = {"allocated": dict(allocated[index]), "freed": dict(freed[index])}
+        yield replace(row, **kinds, alive=alive, highest=highest_alive, is_peak=index == peak)
 
 
 def _modules(rows: Sequence[Row]) -> Iterator[str]:
@@ -185,13 +188,11 @@ def _modules(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def backend_of(traces: Traces) -> str:
-    """Return the default backend for the traces: "nccl" for CUDA, otherwise "gloo"."""
     devices = {arg.device.devicetype for arg in traces.forward.args if isinstance(arg, TensorProxy)}
     return "nccl" if DeviceType.CUDA in devices else "gloo"
 
 
 def _excluded(recorder: Recorder) -> Iterator[str]:
-    """Yield descriptions of the parts of a step that a forecast leaves out."""
     traces = recorder.traces
     if traces.backward is not None:
         if recorder.of_loss is None:

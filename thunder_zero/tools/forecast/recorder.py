@@ -29,7 +29,7 @@ from thunder_zero.tools.forecast.for_loss import Loss, gradients_of_outputs, tan
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer, Rehearsal, full_gradient, take_step
 from thunder_zero.tools.forecast.run_lines import empty_like, filled, run_convolution, run_line, run_region
 from thunder_zero.tools.forecast.watch import META, Event, Layout, Operators, Placed, Watch, needs_no_values
-from thunder_zero.tools.table.rows import OPTIMIZER_STEP
+from thunder_zero.tools.table.rows import DIGESTS, LOSS, OPTIMIZER_STEP
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.lift import read_by, written_by
 from thunder_zero.traces.operators import operator_of
@@ -69,13 +69,15 @@ class Recorder:
         self.traces, self.plan, self.backend, self.of_loss = traces, traces.plan, backend, loss
         self.steps = optimizer is not None  # True if an optimizer was given
         self.tangents = [proxy.name for proxy in tangents_of(traces)]  # the gradients of forward's outputs
-        self._in_loss, self._in_step = Operators("loss"), Operators("optimizer", backward=True)
+        # the operators that run without a trace, by phase
+        self.around = {
+            phase: Operators(phase, backward=phase == OPTIMIZER_STEP) for phase in (DIGESTS, LOSS, OPTIMIZER_STEP)
+        }
         self._rehearse = partial(Rehearsal, traces, backend, optimizer, accumulating=accumulating)
         self._records: dict[object, Any] = {}  # with the lines whose ids are in the keys
 
     @cached_property
     def rehearsal(self) -> Rehearsal:
-        """The state on which the lines run."""
         return self._rehearse()
 
     @cached_property
@@ -193,7 +195,7 @@ class Recorder:
     def loss(self, layouts: Mapping[str, Any]) -> Record:
         """Return the record of the loss and its gradient. It reads the outputs of forward, whose layouts are keyed by
         name, and writes the tangents that backward takes."""
-        return _once(self._records, "loss", lambda: self._record_loss(layouts))
+        return _once(self._records, LOSS, lambda: self._record_loss(layouts))
 
     def _record_loss(self, layouts: Mapping[str, Any]) -> Record:
         outputs = {name: item.fresh() if isinstance(item, Layout) else item for name, item in layouts.items()}
@@ -201,7 +203,7 @@ class Recorder:
         with Watch(self.rehearsal.slots, list(outputs.values())) as watch:
             returned = [filled(result["output"], outputs), list(filled(result["flat_output"], outputs))]
             outputs.clear()
-            with self._in_loss:
+            with self.around[LOSS]:
                 gradients = gradients_of_outputs(self.traces, returned, self.of_loss)
             events = watch.taken()
             return Record((events,), tuple(map(watch.placed, gradients)))
@@ -215,7 +217,7 @@ class Recorder:
         assert optimizer is not None, "there is a step to record"
         paths = [path for path, _ in self.traces.timeline.gradients if path in shards]
         rows = {path: torch.empty(params[path].rows.shape, dtype=shards[path].dtype, device=META) for path in paths}
-        with Watch(self.rehearsal.slots, list(rows.values())) as watch, self._in_step:
+        with Watch(self.rehearsal.slots, list(rows.values())) as watch, self.around[OPTIMIZER_STEP]:
             take_step(optimizer, {path: params[path].gradient(grad) for path, grad in rows.items()}, shards)
             events: tuple[Event, ...] = watch.taken()
         return events
@@ -231,11 +233,6 @@ class Recorder:
         digests = self.is_whole and self.plan.mesh.shard.size > 1
         return [param.rows for param in self.rehearsal.resident] if digests else []
 
-    @property
-    def loss_bytes(self) -> int:
-        """The bytes that the loss and its gradient have read and written, operator by operator; 0 without a loss."""
-        return sum(value.nbytes for value in self._in_loss.values.values()) if self.of_loss else 0
-
     def step_timeline(self) -> Timeline:
         """Return the timeline of a step. The loss, its gradient and the optimizer's step add torch's operators to it::
 
@@ -249,14 +246,13 @@ class Recorder:
         self.loss({name: Layout.of(item) if isinstance(item, Tensor) else item for name, item in values.items()})
         if self.rehearsal.optimizer is not None and self.rehearsal.synced:
             self.optimizer_step()
-        digests = Operators("digests")
-        if self.digested:
+        digests, loss, step = self.around.values()
+        if self.digested and not digests.ops:
             with digests:
                 torch.cat(digests_of(self.digested))
-        added = digests, self._in_loss, self._in_step
         ops, border = timeline.ops, timeline.backward_start
-        all_ops = (*digests.ops, *ops[:border], *self._in_loss.ops, *ops[border:-1], *self._in_step.ops, ops[-1])
-        return timeline.with_ops(all_ops, {name: value for item in added for name, value in item.values.items()})
+        all_ops = (*digests.ops, *ops[:border], *loss.ops, *ops[border:-1], *step.ops, ops[-1])
+        return timeline.with_ops(all_ops, digests.values | loss.values | step.values)
 
 
 def _once(records: dict[object, Any], key: object, make: Callable[[], T]) -> T:

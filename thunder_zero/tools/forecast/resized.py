@@ -61,7 +61,6 @@ def resized(traces: Traces, shapes: Shapes) -> Traces:
 
 
 def _numbers(traces: Traces, shapes: Shapes) -> dict[str, int]:
-    """Return the values of number inputs for these shapes, keyed by name."""
     hints = {proxy.name: proxy.value for proxy in traces.forward.args if isinstance(proxy, NumberProxy)}
     requested: dict[str, int] = {}
     for name, shape in shapes.items():
@@ -101,7 +100,6 @@ def _shown(shape: Sequence[int | str]) -> str:
 
 
 def _values(traces: Traces, numbers: Mapping[str, int]) -> dict[str, Any]:
-    """Return the layouts of all tensors, and all numbers, keyed by name."""
     inputs: dict[str, Any] = dict(numbers)
     for proxy in traces.forward.args:
         if isinstance(proxy, TensorProxy):
@@ -112,7 +110,6 @@ def _values(traces: Traces, numbers: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _with_values(trace: TraceCtx, values: Mapping[str, Any]) -> TraceCtx:
-    """Return the trace with new proxies, which have the shapes of these values."""
     resized_proxies: dict[str, Proxy] = {}
 
     def resize(leaf: Any) -> Any:
@@ -134,7 +131,6 @@ def _with_values(trace: TraceCtx, values: Mapping[str, Any]) -> TraceCtx:
 
 
 def _timeline(traces: Traces, forward: TraceCtx, backward: TraceCtx | None, layouts: Mapping[str, Any]) -> Any:
-    """Return the timeline with the bytes and FLOPs of the new values."""
     timeline = traces.timeline
     lines = (forward.bound_symbols, backward.bound_symbols if backward is not None else ())
     ops = [

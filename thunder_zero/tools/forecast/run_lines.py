@@ -43,7 +43,6 @@ def run_line(line: BoundSymbol, functions: Mapping[str, Any], values: dict[str, 
 
 
 def filled(tree: Any, values: Mapping[str, Any]) -> Any:
-    """Return a tree of a line with values in place of proxies."""
     if isinstance(tree, Proxy):
         return values[tree.name]
     if isinstance(tree, dict):

@@ -73,7 +73,6 @@ class Layout:
         return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, nbytes)
 
     def fresh(self) -> Tensor:
-        """Return a meta tensor of this layout in a new storage."""
         storage = torch.UntypedStorage(self.nbytes, device=META)
         return torch.empty(0, dtype=self.dtype, device=META).set_(storage, self.offset, self.shape, self.stride)
 
@@ -122,11 +121,9 @@ class Watch(TorchDispatchMode):
         return self._slots.get(storage._cdata)
 
     def placed(self, value: Any) -> Placed:
-        """Return where a value lies."""
         return (self.record(value), Layout.of(value)) if isinstance(value, Tensor) else (None, value)
 
     def taken(self) -> tuple[Event, ...]:
-        """Return the events since the last call."""
         events = tuple(self._events)
         self._events.clear()
         return events
@@ -177,7 +174,11 @@ class Operators(TorchDispatchMode):
         are_views = bool(outputs) and all(tensor.untyped_storage()._cdata in storages for tensor in outputs)
         if name.startswith(ALLOCATORS) or (are_views and not is_mutable):
             return result
-        outputs = inputs if is_mutable and not outputs else outputs  # foreach operators return nothing
+        if is_mutable and not outputs:  # foreach and fused operators, which scale gradients only on request
+            named = (
+                (item.name, value) for item, value in zip(func._schema.arguments, args, strict=False) if item.is_write
+            )
+            outputs = [item for name, value in named if name != "grads" for item in value]
         packet = getattr(torch.ops.aten, name.removeprefix("_foreach").strip("_"), func.overloadpacket)
         work = work_of_operator(getattr(packet, packet.overloads()[0]))
         flops = flop_registry.get(func.overloadpacket)

@@ -28,7 +28,6 @@ from thunder_zero.tools.printing.progress import show_steps
 from thunder_zero.tools.printing.words import PrintedRows
 from thunder_zero.tools.time.sites import exchanges_of, link_of
 
-Way = tuple[str, int, float, float, int | None, int]  # name, ranks, seconds, bytes, the H of hidden exchanges, memory
 EVERY, OUTER = (8, 32, 128), Outer(wire=Int8(block=64))
 NOTES = (
     "steps/s of the slowest rank, tokens/s of all ranks; link/step: bytes that a site sends to other sites",
@@ -100,29 +99,31 @@ def plan_sites(
             bytewise = replace(programs, asked=asked, scheduled={}, enough={})
             best = _best(compare({1: bytewise}, (_best(zero).stage,), world_size, memory, show))
             ways[f"{best.name}, int8"] = best
-    rows: list[Way] = [(f"one site, {STAGES[alone.stage].name}", ranks, alone.seconds, 0.0, None, alone.needed_bytes)]
+
+    def described(name: str, row: PlanRow, sent: float = 0.0, hidden: int | None = None) -> dict[str, Any]:
+        speed, fits = (1 / row.seconds, row.mesh.ranks * subject.tokens / row.seconds), row.needed_bytes <= memory
+        figures = name, row.mesh.ranks, *speed, sent, hidden, row.needed_bytes, fits
+        return dict(zip(SitesRows.forms, figures, strict=True))
+
+    rows = [described(f"one site, {STAGES[alone.stage].name}", alone)]
     for name, row in ways.items():
-        sent = ranks * row.replica_bytes if row.mesh.replicas > 1 else device.leaving(world_size, 1, row.sent_bytes)
-        rows.append((name, world_size, row.seconds, sent, None, row.needed_bytes))
+        replicated, sharded = ranks * row.replica_bytes, device.leaving(world_size, 1, row.busiest_bytes)
+        rows.append(described(name, row, replicated if row.mesh.replicas > 1 else sharded))
     plan = make_plan(subject.module, programs.policy(alone.stage, alone.recompute), MeshShape(1, ranks).at_rank_0())
-    rows += (
-        _outer_row(plan, replace(OUTER, sync_every=every, sites=int(match[1])), alone, link, device) for every in EVERY
-    )
-    figures = (
-        (name, ranks, 1 / seconds, ranks * subject.tokens / seconds, sent, hidden, needed, needed <= memory)
-        for name, ranks, seconds, sent, hidden, needed in rows
-    )
-    return SitesRows(dict(zip(SitesRows.forms, each, strict=True)) for each in figures)
+    for every in EVERY:
+        outer = replace(OUTER, sync_every=every, sites=int(match[1]))
+        rows.append(described(f"outer step, H = {every}", *_outer_row(plan, outer, alone, link, device)))
+    return SitesRows(rows)
 
 
-def _outer_row(plan: Plan, outer: Outer, alone: PlanRow, link: Link, device: Device) -> Way:
-    """Return the row of sites that each train as one alone, with an outer step."""
+def _outer_row(plan: Plan, outer: Outer, alone: PlanRow, link: Link, device: Device) -> tuple[PlanRow, float, int]:
+    """Return the row of sites that each train as one alone, the bytes that a site sends, and the H that hides them."""
     exchanges, (vectors,) = exchanges_of(plan, outer, link, device), outer.vectors_of(plan)
     buffers = alone.at_rest_bytes + outer.buffers(plan, vectors, on_gpu=not device.is_measured)
     needed = alone.needed_bytes + (1 + outer.states) * outer.rows(plan) + max(0, buffers - alone.peak_bytes)
-    name, sent = f"outer step, H = {outer.sync_every}", sum(exchanges.sent) / outer.sync_every
     seconds, hidden = exchanges.mean_seconds(alone.seconds), exchanges.hidden_from(alone.seconds)
-    return name, outer.sites * plan.mesh.size(), seconds, sent, hidden, needed
+    row = replace(alone, mesh=MeshShape(outer.sites, plan.mesh.size()), needed_bytes=needed, seconds=seconds)
+    return row, sum(exchanges.sent) / outer.sync_every, hidden
 
 
 def _best(rows: Sequence[PlanRow]) -> PlanRow:

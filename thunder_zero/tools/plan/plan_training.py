@@ -50,8 +50,6 @@ OVERHEAD_OF_CPU = (
     f"not counted"
 )
 
-TRAFFIC = 7  # times a shard's bytes: AdamW reads parameter, gradient and two averages, and writes all but the gradient
-
 
 def plan_training(
     model: nn.Module | NamedModel | str,
@@ -167,7 +165,6 @@ def _code(chosen: PlanRow, programs: SubjectPrograms, slicing: str) -> str:
 
 
 def _slicing_code(model: nn.Module | NamedModel | str, tp_plan: Slicing | None) -> str:
-    """Return Python code that slices ``module`` over ``mesh["tp"]``."""
     if tp_plan is None and isinstance(model, str):
         return OWN_SLICES.format(model)
     return FUNCTION_SLICES if callable(tp_plan) else SLICES
@@ -223,10 +220,10 @@ def _row(
 ) -> PlanRow:
     step, traced = programs.evaluate(programs.policy(stage, recompute), mesh)
     overhead = overhead_bytes(programs.device, mesh, step.storages)
-    peak, speed = max(step.peak, step.optimizer_step), programs.device.memory_bytes_per_second
+    peak = max(step.peak, step.optimizer_step)
     show(f"simulates a step of {STAGES[stage].name} on {mesh}")
-    estimate, loss, optimizer = step.estimate, step.loss_bytes / speed, TRAFFIC * step.trained / speed
-    seconds = estimate.seconds + loss + optimizer
+    estimate = step.estimate
+    seconds = estimate.seconds + step.loss_seconds + step.optimizer_seconds
     return PlanRow(
         stage=stage,
         mesh=mesh,
@@ -237,13 +234,13 @@ def _row(
         at_rest_bytes=step.at_rest,
         peak_phase=step.phase if step.peak >= step.optimizer_step else "optimizer step",
         by_kind=dict(step.by_kind),
-        sent_bytes=estimate.sent_bytes,
+        busiest_bytes=estimate.busiest_bytes,
         compute_seconds=estimate.compute_seconds,
         exposed_seconds=estimate.exposed_seconds,
-        replica_bytes=sum(cost.sent_bytes for cost in estimate.costs if cost.lane is Lane.REPLICATE),
+        replica_bytes=sum(cost.busiest_bytes for cost in estimate.costs if cost.lane is Lane.REPLICATE),
         tensor_exposed_seconds=estimate.exposed_on.get(Lane.TENSOR, 0.0),
-        loss_seconds=loss,
-        optimizer_seconds=optimizer,
+        loss_seconds=step.loss_seconds,
+        optimizer_seconds=step.optimizer_seconds,
         seconds=seconds,
         tokens_per_second=programs.subject.tokens / seconds / mesh.slices,
         mfu=estimate.model_seconds / seconds,

@@ -16,16 +16,15 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
-from math import prod
 from typing import NamedTuple
 
-from thunder_zero.schedule.ops import Compute, Launch, Op, Wait, ends_collective, starts_collective
-from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.schedule.ops import Compute, Exchange, Op, Work, ends_collective, starts_collective
+from thunder_zero.schedule.timeline import NO_TRAFFIC, Timeline
 from thunder_zero.tools.devices.device import Cost, Device
 from thunder_zero.tools.forecast.figures import AT_REST, Holds
 from thunder_zero.tools.forecast.fold import Fold
-from thunder_zero.tools.table.rows import OPTIMIZER_STEP, look_up, parameters_in
-from thunder_zero.tools.time.estimate import Estimate, model_seconds, step_time
+from thunder_zero.tools.table.rows import DIGESTS, LOSS, OPTIMIZER_STEP, look_up, parameters_in
+from thunder_zero.tools.time.estimate import Estimate, model_seconds, seconds_around, step_time
 
 
 def find_period(keys: Sequence[Hashable], marks: Sequence[int]) -> range | None:
@@ -141,8 +140,8 @@ class WholeStep:
     phase: str  # the phase of the peak
     by_kind: Mapping[str, int]  # bytes alive after the peak's line, keyed by kind, largest first
     storages: int  # the most storages alive at once
-    trained: int  # bytes of trained parameters that the rank holds between steps
-    loss_bytes: int  # that the loss and its gradient read and write
+    loss_seconds: float  # of the loss and its gradient
+    optimizer_seconds: float  # of the optimizer's step, and of ZeRO-1's digests
 
 
 STEPPED = (*AT_REST, Holds.REDUCED_GRADIENT)  # kinds of a block's bytes in the optimizer's step
@@ -160,6 +159,9 @@ def whole_step(fold: Fold, device: Device, units: Sequence[str], copies: int) ->
         is_repeated = storage.kind in AT_REST and _is_in(units, storage.name)
         alive[storage.kind] += storage.nbytes * (1 + copies * is_repeated)
     count = sum(1 + copies * _is_in(units, storage.name) for storage in resting)
+    # states, trained parameters and their rows grow alike
+    stepped_times = alive[Holds.OPTIMIZER] / sum(item.nbytes for item in resting if item.kind is Holds.OPTIMIZER)
+    around = seconds_around(fold.recorder, device)
     at_rest, level, peak, place = sum(alive[kind] for kind in AT_REST), sum(alive.values()), 0, 0
     for position, line in enumerate(lines[index] for index in order):
         if level + line.rise > peak:
@@ -177,12 +179,8 @@ def whole_step(fold: Fold, device: Device, units: Sequence[str], copies: int) ->
         phase=fold.lines[order[place]].phase,
         by_kind={str(kind): nbytes for kind, nbytes in alive.most_common() if nbytes},
         storages=max(accumulate((lines[index].storages for index in order), initial=count)),
-        trained=sum(
-            prod(timeline.plan.shard_shape(param)) * param.dtype.itemsize * (1 + copies * _is_in(units, param.path))
-            for param in timeline.plan.params
-            if param.requires_grad
-        ),
-        loss_bytes=fold.recorder.loss_bytes,
+        loss_seconds=around[LOSS],
+        optimizer_seconds=(around[OPTIMIZER_STEP] + around[DIGESTS]) * stepped_times,
     )
 
 
@@ -197,10 +195,12 @@ def _with_costs(traced: Estimate, fold: Fold, lines: Sequence[Line], order: Sequ
     costs: list[Cost] = []
     between: list[Cost] = []
     ops_of_lines = ((index, line.op) for index, line in enumerate(fold.lines) if line.op is not None)
-    linked = {index: op for index, op in ops_of_lines if starts_collective(op) or ends_collective(op)}
+    starts = {
+        index: starts_collective(op) for index, op in ops_of_lines if starts_collective(op) or ends_collective(op)
+    }
     last: dict[int, int] = {}  # the position in the longer step of the latest run of each line
     for position, index in enumerate([*order, None]):
-        if index is not None and index not in linked:
+        if index is not None and index not in starts:
             between.append(lines[index].cost)
             continue
         if between:
@@ -212,7 +212,8 @@ def _with_costs(traced: Estimate, fold: Fold, lines: Sequence[Line], order: Sequ
             last[index] = position
             # the launch may be in an earlier block, or in the run before
             launch = position - line.link if is_repeated else last[index - line.link]
-            ops.append(_with_handle(linked[index], f"handle {launch}"))
+            begin = Compute((), (f"handle {launch}",), work=Exchange("", NO_TRAFFIC))
+            ops.append(begin if starts[index] else Compute(begin.writes, (), work=Work.AWAIT))
             costs.append(line.cost)
     seconds = sum(lines[index].seconds for index in order)
     timeline = replace(traced.timeline, ops=tuple(ops))
@@ -222,14 +223,3 @@ def _with_costs(traced: Estimate, fold: Fold, lines: Sequence[Line], order: Sequ
 def _sum(costs: Sequence[Cost]) -> Cost:
     flops, traffic = sum(cost.flops for cost in costs), sum(cost.traffic_bytes for cost in costs)
     return Cost(flops=flops, traffic_bytes=traffic, seconds=sum(cost.seconds for cost in costs))
-
-
-def _with_handle(op: Op, handle: str) -> Op:
-    """Return a collective, or the wait for one, with another handle."""
-    match op:
-        case Wait(launch=launch):
-            return replace(op, launch=replace(launch, handle=handle))
-        case Compute():
-            return replace(op, writes=(handle,)) if starts_collective(op) else replace(op, reads=(handle,))
-    assert isinstance(op, Launch), "nothing else has a handle"
-    return replace(op, handle=handle)

@@ -58,7 +58,6 @@ class Candidate:
 
     @cached_property
     def fold(self) -> Fold:
-        """The memory of the step."""
         return Fold(self.recorder, self.timeline).run()
 
     @property
@@ -68,12 +67,10 @@ class Candidate:
 
     @cached_property
     def sent(self) -> int:
-        """The bytes that the rank sends."""
         return sum(self.timeline.traffic(op).sent for op in self.timeline.ops)
 
     @cached_property
     def flops(self) -> int:
-        """The FLOPs of recomputed work."""
         return sum(sum(self.timeline.repeats(op)) for op in self.timeline.ops)
 
     @cached_property
@@ -198,7 +195,6 @@ class Search:
         return self.evaluated[policy]
 
     def alike(self, choice: UnitChoice, sized: Policy) -> Candidate:
-        """Return the candidate with one choice for all units."""
         return self.candidate(with_choices(dict.fromkeys(self.units, choice), sized))
 
     def best(self, memory_bytes: int) -> Candidate | None:
@@ -282,7 +278,6 @@ def _cheapest(candidates: Iterable[Candidate | None]) -> Candidate | None:
 
 
 def with_choices(choices: Mapping[str, UnitChoice], sized: Policy) -> Policy:
-    """Return a policy with these choices, keyed by unit."""
     kept = tuple(unit for unit, choice in choices.items() if UnitChoice.KEPT in choice)
     recomputed = tuple(unit for unit, choice in choices.items() if UnitChoice.RECOMPUTED in choice)
     return replace(sized, keep_unsharded=kept, recompute_units=recomputed)

@@ -56,7 +56,6 @@ class Subject:
 
     @property
     def blocks(self) -> int:
-        """The number of identical blocks."""
         return len(self.alike)
 
     @contextmanager
@@ -141,7 +140,6 @@ def of_module(
     kwargs: Mapping[str, Any] = MappingProxyType({}),
     loss: Callable[[Any], Tensor] | None = None,
 ) -> Subject:
-    """Return the subject of a module with its inputs."""
     # tokens are the elements of the first integer tensor of two dimensions, or else the rows of the first tensor
     tensors = [leaf for leaf in tree_iter((args, dict(kwargs))) if isinstance(leaf, Tensor)]
     integers = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.ndim == 2]
@@ -240,7 +238,6 @@ class SubjectPrograms:
         raise AssertionError("a model that is traced whole repeats nothing")
 
     def returns_loss(self) -> bool:
-        """Return whether forward returns a single number, such as a loss."""
         traces = next(iter(self.scheduled.values()))
         flat = traces.forward.bound_symbols[-1].args[0]["flat_output"]
         return len(flat) == 1 and tuple(flat[0].shape) == ()
@@ -269,13 +266,21 @@ class SubjectPrograms:
         return self.captured[traced]
 
 
+RATES: dict[str, Any] = dict.fromkeys(("lr", "beta1", "beta2", "weight_decay", "eps"), 0.0)
+
+
 class FusedAdamW(torch.optim.AdamW):
-    """What ``AdamW(fused=True)`` allocates: its state, and no temporaries. Its kernel does not run on meta tensors."""
+    """``AdamW(fused=True)``, which torch refuses for meta tensors: its state and its kernel, without temporaries."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in (param for group in self.param_groups for param in group["params"] if param not in self.state):
+        params = [param for group in self.param_groups for param in group["params"]]
+        for param in [param for param in params if param not in self.state]:
             state = self.state[param] = {name: torch.empty_like(param) for name in ("exp_avg", "exp_avg_sq")}
             state["step"] = torch.empty((), device=param.device)
+        keys = ("exp_avg", "exp_avg_sq", "step")
+        means, squares, steps = ([self.state[param][key] for param in params] for key in keys)
+        grads = [param.grad for param in params]
+        torch.ops.aten._fused_adamw_(params, grads, means, squares, [], steps, **RATES, amsgrad=False, maximize=False)
 
 
 def sliced_copy(module: nn.Module, mesh: DeviceMesh, slicing: Slicing) -> nn.Module:

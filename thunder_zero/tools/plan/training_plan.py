@@ -101,7 +101,7 @@ class PlanRow:
     peak_phase: str  # "forward", "loss", "backward" or "optimizer step"
     # a mapping from kinds to bytes of tensors that are alive behind the line of the peak of forward, loss and backward
     by_kind: Mapping[str, int] = field(hash=False)
-    sent_bytes: int  # bytes that a rank sends in a step
+    busiest_bytes: int  # bytes that the busiest rank sends in a step
     compute_seconds: float  # time of compute in forward and backward
     exposed_seconds: float  # time that compute waits for communication
     tensor_exposed_seconds: float  # the part of ``exposed_seconds`` that waits for tensor parallelism
@@ -112,7 +112,7 @@ class PlanRow:
     tokens_per_second: float
     mfu: float  # Model FLOPs utilization: time of the model's FLOPs at the device's peak, divided by the step's time
     traced_blocks: int  # number of traced blocks, which represent all blocks
-    replica_bytes: int = 0  # the part of ``sent_bytes`` that a rank sends to other replicas
+    replica_bytes: int = 0  # the part of ``busiest_bytes`` that a rank sends to other replicas
 
     def __repr__(self) -> str:
         fits = "fits" if self.fits else "does not fit"
@@ -188,7 +188,7 @@ class TrainingPlan:
             *[str(row.mesh.slices)] * has_slices,
             row.recompute,
             size(row.needed_bytes),
-            size(row.sent_bytes),
+            size(row.busiest_bytes),
             duration(row.exposed_seconds),
             duration(row.seconds),
             f"{row.tokens_per_second:,.0f}",
@@ -242,7 +242,6 @@ def reason_of(rows: Sequence[PlanRow], chosen: PlanRow | None, memory_bytes: int
 
 
 def _best(rows: Sequence[PlanRow], fitting: Sequence[PlanRow], chosen: PlanRow, memory: str) -> str:
-    """Describe the advantage of the chosen row over all other rows."""
     if len(rows) == 1:
         return f"the only one that was compared, and fits into {memory}"
     if len(fitting) == 1:
@@ -271,7 +270,6 @@ def _slower(next_row: PlanRow, chosen: PlanRow) -> str:
 
 
 def _nothing_fits(rows: Sequence[PlanRow], memory_bytes: int, batch: int) -> str:
-    """Describe the row that needs the least memory, and the changes that would make it fit."""
     least = min(rows, key=lambda row: row.needed_bytes)
     missing = least.needed_bytes - memory_bytes
     sharded_bytes = sum(least.by_kind.get(kind, 0) for kind in SHARDED) * STAGES[least.stage].sharded

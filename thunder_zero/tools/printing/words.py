@@ -127,7 +127,6 @@ def _fold(statement: ast.stmt, widths: Sequence[int]) -> list[str]:
 
 
 def _is_operator(node: ast.AST) -> bool:
-    """Return whether code calls ``aten.mm`` or a method, such as ``x.view``."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
 
 

@@ -138,13 +138,13 @@ def explained(
     }
     unsharded = alive[timeline.backward_start - 1] if backward else 0
     for line in lines:
-        row, index = replace(line, unit=unit, unsharded=unsharded), index_of.pop(line.position, None)
+        index = index_of.pop(line.position, None)
         if index is None:
-            yield row
+            yield replace(line, unit=unit, unsharded=unsharded)
             continue
         op = timeline.ops[index]
         if line.position != positions[index][0]:
-            yield replace(row, **_code_of(op, timeline))
+            yield replace(line, unsharded=unsharded, **_code_of(op, timeline))
             continue
         unsharded = alive[index]
         reads = op.returned if isinstance(op, Return) else op.reads
@@ -153,8 +153,8 @@ def explained(
         is_of_gradients = is_made or isinstance(op, Reduce | Defer) or ends(op, Reduce)
         own = timeline.plan.by_name[paths[0]].unit if paths else unit
         unit = own if isinstance(op, Compute) else unit
-        row = replace(line, op=index, params=paths, gradients=is_of_gradients, unsharded=unsharded, unit=own)
-        yield replace(row, **_meaning(op, timeline)) if op.params or not isinstance(op, Free) else row
+        means = _meaning(op, timeline) if op.params or not isinstance(op, Free) else {}
+        yield replace(line, op=index, params=paths, gradients=is_of_gradients, unsharded=unsharded, unit=own, **means)
     if missing := [index for index in index_of.values() if (op := timeline.ops[index]).params or op.kind != "free"]:
         raise ValueError(f"the trace has no lines of the operations at {sorted(missing)} of the timeline")
 
@@ -228,5 +228,4 @@ def parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:
 
 
 def look_up(names: Iterable[str], params: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the parameters of values, each once."""
     return tuple(dict.fromkeys(path for name in names for path in params.get(name, ())))

@@ -43,7 +43,7 @@ class Table:
     """The lines of one program's step, in the order in which they run."""
 
     traces: Traces  # the program
-    lines: tuple[Row, ...]  # the rows of all lines
+    all_rows: tuple[Row, ...]
     memory: Memory | None = None  # the forecast of memory, if any
     time: Estimate | None = None  # the times of operations, forecast or measured, if any
     spans: tuple[tuple[int, Span], ...] = ()  # (index of the row, span) pairs of the times, in their order
@@ -51,37 +51,37 @@ class Table:
     types: TraceTypes | None = None  # what each value is on each axis of the mesh, if asked for
 
     def __repr__(self) -> str:
-        return summed_up(self, f"{len(self.lines)} rows; {place_of(self.traces.plan)}")
+        return summed_up(self, f"{len(self.all_rows)} rows; {place_of(self.traces.plan)}")
 
     def rows(self, where: Callable[[Row], bool] = lambda row: True) -> tuple[Row, ...]:
         """Return the rows for which ``where`` is true (default: all)."""
-        return tuple(filter(where, self.lines))
+        return tuple(filter(where, self.all_rows))
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Return the rows as data: ``pandas.DataFrame(table.as_dicts())``."""
-        return list(map(asdict, self.lines))
+        return list(map(asdict, self.all_rows))
 
     def typed(self) -> Table:
         """Return the table with the types of what each line writes."""
         found, phases = types_of_trace(self.traces), {"forward": self.traces.forward, "backward": self.traces.backward}
-        lines = []
-        for row in self.lines:
+        rows = []
+        for row in self.all_rows:
             trace = phases.get(row.phase) if row.position >= 0 else None
             written = trace.bound_symbols[row.position].flat_proxy_outs if trace is not None else ()
             texts = dict.fromkeys(found.values[proxy.name] for proxy in written if proxy.name in found.values)
-            lines.append(replace(row, types="; ".join(texts)))
-        return replace(self, lines=tuple(lines), types=found)
+            rows.append(replace(row, types="; ".join(texts)))
+        return replace(self, all_rows=tuple(rows), types=found)
 
     @cached_property
-    def place(self) -> dict[int | str, int]:
+    def index_of(self) -> dict[int | str, int]:
         """The index of the row of each operation of ``traces.timeline``, and of each phase without a trace."""
-        keys = (row.phase if row.position < 0 else row.op for row in self.lines)
+        keys = (row.phase if row.position < 0 else row.op for row in self.all_rows)
         return {key: index for index, key in enumerate(keys) if key is not None}
 
     @property
     def sent(self) -> int:
         """The bytes that this rank sends."""
-        return sent_bytes(self.lines)
+        return sent_bytes(self.all_rows)
 
     def traffic_of(self, param: Param) -> Traffic:
         """Return the bytes that this rank sends and receives for one parameter."""
@@ -95,13 +95,13 @@ class Table:
 
     def of(self, op: int) -> Row:
         """Return the row of an operation of ``traces.timeline``."""
-        return self.lines[self.place[op]]
+        return self.all_rows[self.index_of[op]]
 
     @cached_property
     def by_param(self) -> dict[str, list[Row]]:
         """The rows of each parameter, keyed by its path."""
         rows: dict[str, list[Row]] = {param.path: [] for param in self.traces.plan.params}
-        for row in self.lines:
+        for row in self.all_rows:
             for path in row.params:
                 rows[path].append(row)
         return rows
@@ -162,28 +162,28 @@ def table_of(traces: Traces, memory: Memory | None = None, time: Estimate | None
     rows = memory.lines if memory else tuple(traced_rows(traces))
     if time is None:
         return Table(traces, rows, memory)
-    places = _places(traces, time)
-    added = {place for place in places if isinstance(place, str)} - {row.phase for row in rows}
+    keys = _keys(traces, time)
+    added = {key for key in keys if isinstance(key, str)} - {row.phase for row in rows}
     ordered = in_order(rows, {phase: AROUND[phase] for phase in added})
     table = Table(traces, tuple(ordered), memory, time)
-    lines = [table.place[place] for place in places]
-    lines += [index for index, row in enumerate(ordered) if row.over == SITE]
-    spans = tuple((lines[span.op], span) for span in time.spans)
-    return replace(table, lines=tuple(with_times(ordered, spans, time.costs)), spans=spans)
+    indices = [table.index_of[key] for key in keys]
+    indices += [index for index, row in enumerate(ordered) if row.over == SITE]
+    spans = tuple((indices[span.op], span) for span in time.spans)
+    return replace(table, all_rows=tuple(with_times(ordered, spans, time.costs)), spans=spans)
 
 
-def _places(traces: Traces, time: Estimate) -> list[int | str]:
+def _keys(traces: Traces, time: Estimate) -> list[int | str]:
     """Return each timed operation's position in ``traces.timeline``, or its phase outside the traces."""
     ops = traces.timeline.ops
-    places: list[int | str] = []
+    keys: list[int | str] = []
     index = 0
     for op in time.timeline.ops:
         if index < len(ops) and op is ops[index]:
-            places.append(index)
+            keys.append(index)
             index += 1
         else:
-            places.append(DIGESTS if index == 0 else LOSS if index < len(ops) - 1 else OPTIMIZER_STEP)
-    return places
+            keys.append(DIGESTS if index == 0 else LOSS if index < len(ops) - 1 else OPTIMIZER_STEP)
+    return keys
 
 
 def with_times(rows: Iterable[Row], spans: Iterable[tuple[int, Span]], costs: Sequence[Cost]) -> Iterator[Row]:

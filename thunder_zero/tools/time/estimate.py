@@ -20,12 +20,16 @@ On a calibrated device, launches and waits also take time from compute, and coll
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
+from math import isfinite
 
 from thunder_zero.plan.amounts import duration, folded, summed_up
 from thunder_zero.plan.mesh import REPLICATE, SHARD, TENSOR, Mesh
+from thunder_zero.plan.policy import Times
 from thunder_zero.schedule.ops import (
     Compute,
     Exchange,
@@ -34,6 +38,7 @@ from thunder_zero.schedule.ops import (
     Op,
     Return,
     Work,
+    ends,
     ends_collective,
     starts_collective,
 )
@@ -41,6 +46,7 @@ from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.devices.device import Cost, Device, Lane, Link, device_of
 from thunder_zero.tools.forecast.for_loss import Loss
 from thunder_zero.tools.forecast.memory import recorder_of
+from thunder_zero.tools.forecast.recorder import Recorder
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.time.lanes import Lanes, Span
 from thunder_zero.tools.time.sites import Exchanges, exchanges_of
@@ -154,9 +160,9 @@ class Estimate:
         return sum(cost.flops for cost in self.costs)
 
     @property
-    def sent_bytes(self) -> int:
+    def busiest_bytes(self) -> int:
         """The bytes that the busiest rank sends."""
-        return sum(cost.sent_bytes for cost in self.costs)
+        return sum(cost.busiest_bytes for cost in self.costs)
 
     @property
     def mfu(self) -> float:
@@ -204,6 +210,12 @@ def step_time(timeline: Timeline, device: Device, *, model: Timeline | None = No
     """
     costs = tuple(_cost(op, timeline, device) for op in timeline.ops)
     return Estimate(timeline, device, costs, sum(model_seconds(model or timeline, device)))
+
+
+def seconds_around(recorder: Recorder, device: Device) -> dict[str, float]:
+    """Return the seconds of digests, of the loss with its gradient, and of the optimizer's step, keyed by phase."""
+    timeline, phases = recorder.step_timeline(), recorder.around.items()
+    return {phase: sum(_cost(op, timeline, device).seconds for op in around.ops) for phase, around in phases}
 
 
 def model_seconds(timeline: Timeline, device: Device) -> list[float]:
@@ -283,7 +295,6 @@ def _cost(op: Op, timeline: Timeline, device: Device) -> Cost:
 
 
 def in_node(mesh: Mesh, device: Device) -> bool:
-    """Return whether a replica is inside one node."""
     return mesh.shard.size * mesh.tensor.size <= device.devices_per_node
 
 
@@ -293,5 +304,35 @@ def _cost_of_ring(op: Op, timeline: Timeline, device: Device) -> Cost:
         return Cost()
     lane, arguments = found
     shares = lane is Lane.REPLICATE and not in_node(timeline.plan.mesh, device)
-    sent_bytes = timeline.traffic(op).busiest
-    return replace(device.collective(*arguments), sent_bytes=sent_bytes, lane=Lane.SHARD if shares else lane)
+    busiest_bytes = timeline.traffic(op).busiest
+    return replace(device.collective(*arguments), busiest_bytes=busiest_bytes, lane=Lane.SHARD if shares else lane)
+
+
+def by_times(forecast: Estimate, times: Times) -> Estimate:
+    """Return the estimate with measured seconds between waits for gathers, and with the measured gather speed.
+
+    The mean factor of the measured lines scales lines before the first wait or after the last wait of a phase, which
+    are not measured. Measured compute includes load, launch and finish, so they become 0, and slices' collectives.
+    """
+    timeline, ops = forecast.timeline, forecast.timeline.ops
+    costs = [replace(cost, load=0.0, launch_seconds=0.0, finish_seconds=0.0) for cost in forecast.costs]
+    slices = {index for index, op in enumerate(ops) if isinstance(op, Compute) and op.between_slices}
+    busy, factors = defaultdict[int, float](float), dict[int, float]()
+    for span in replace(forecast, costs=tuple(costs)).spans:
+        busy[span.op] += span.seconds if span.lane is Lane.COMPUTE and (not span.waits or span.op in slices) else 0.0
+    for wait, following in pairwise(index for index, op in enumerate(ops) if ends(op, Gather)):
+        phase, between = (times.forward, times.backward)[ops[wait].backward], range(wait + 1, following)
+        seconds, total = phase.get(ops[wait].params[0]), sum(busy[index] for index in between)
+        if seconds is not None and total and ops[following].backward is ops[wait].backward:
+            factors |= dict.fromkeys(between, seconds / total)
+    expected = sum(busy[index] for index in factors)
+    mean = sum(busy[index] * factor for index, factor in factors.items()) / expected if expected else 1.0
+    gathers = [index for index, op in enumerate(ops) if isinstance(op, Gather)]
+    on_wire = sum(costs[index].wire_seconds for index in gathers)
+    speed = sum(timeline.traffic(ops[index]).busiest for index in gathers) / on_wire if on_wire else 0.0  # as forecast
+    wire_factor = speed / times.bytes_per_second if speed and isfinite(times.bytes_per_second) else 1.0
+    for index, cost in enumerate(costs):
+        factor = factors.get(index, mean)
+        wire = cost.wire_seconds * (factor if index in slices else wire_factor)
+        costs[index] = replace(cost, seconds=cost.seconds * factor, wire_seconds=wire)
+    return replace(forecast, costs=tuple(costs))

@@ -37,7 +37,6 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """The length of the span."""
         return self.end - self.start
 
 
@@ -54,12 +53,10 @@ class Lanes:
     _quiet: float = 0.0  # before this time, no ring ends, and none slows compute or another ring
 
     def spans(self) -> tuple[Span, ...]:
-        """End all rings, and return all spans."""
         self._advance(inf)
         return tuple(self._spans)
 
     def launch(self, op: int, handle: str, cost: Cost) -> None:
-        """Queue the ring of a launch, unless no bytes are sent."""
         self._quiet = 0.0
         if cost.lane:
             ring = self._launched[handle] = Span(op, cost.lane, self._now, inf, cost=cost)
@@ -82,7 +79,6 @@ class Lanes:
         self._now = end
 
     def wait(self, op: int, handle: str) -> None:
-        """Advance compute to the end of a ring."""
         ring, start = self._launched.get(handle), self._now
         if ring is None:
             return
@@ -95,7 +91,6 @@ class Lanes:
             self._now = ring.end
 
     def _next_end(self) -> float:
-        """Return the time when the next ring ends if compute waits until then."""
         self._begin_rings()
         running = self._running()
         speed = 1 / max(sum(ring.cost.load for ring in running), 1.0)
@@ -135,7 +130,6 @@ class Lanes:
         return sum(other.lane in self._shared for other in running) if ring.lane in self._shared else 1
 
     def _begin_rings(self) -> None:
-        """Start the first ring in each lane's queue, unless it already runs."""
         for lane, queue in self._queues.items():
             if queue and queue[0].end == inf:
                 queue[0].start = max(queue[0].start, self._free.get(lane, 0.0))

@@ -31,11 +31,9 @@ class Exchanges:
     seconds: tuple[float, ...]  # that each takes on the link
 
     def exposed(self, step: float) -> tuple[float, ...]:
-        """Return the seconds that compute waits for each exchange."""
         return tuple(max(0.0, seconds - self.outer.delay * step) for seconds in self.seconds)
 
     def mean_seconds(self, step: float) -> float:
-        """Return the seconds of a step, on average."""
         return step + sum(self.exposed(step)) / self.outer.sync_every
 
     def hidden_from(self, step: float) -> int:

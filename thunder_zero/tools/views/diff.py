@@ -82,7 +82,6 @@ class Difference:
 
 
 def difference_of(first: Table, second: Table) -> Difference:
-    """Return the differences between two tables."""
     by_unit = [_by_unit(table) for table in (first, second)]
     units = {unit: (by_unit[0][unit], by_unit[1][unit]) for unit in first.traces.plan.units}
     return Difference((first, second), units, (by_unit[0][None], by_unit[1][None]))
@@ -117,7 +116,7 @@ def _by_unit(table: Table) -> dict[str | None, dict[str, int]]:
     """Return a mapping from units to figures. The key None has the totals."""
     timeline, rows = table.traces.timeline, defaultdict[str | None, list[Row]](list)
     ends = backward_ends(timeline).items()
-    for row in table.lines:
+    for row in table.all_rows:
         rows[None].append(row)
         if row.kind != TENSOR:
             # operations are computed again for the unit whose gradients are complete next

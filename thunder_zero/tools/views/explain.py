@@ -130,7 +130,6 @@ class Explanation:
 
 
 def explanation_of(step: Table, param: Param) -> Explanation:
-    """Return the explanation of a parameter: its rows of the table, by gather."""
     rows = [row for row in step.by_param[param.path] if row.op is not None]
     gathers = (_gather(step, rows, launch) for launch in rows if launch.kind == "gather")
     return Explanation(step, param, tuple(gathers), _gradient(step, rows, param.path))
@@ -241,7 +240,7 @@ def _gather_lines(rows: Mapping[str, Row], explanation: Explanation) -> Iterator
         yield from _part("  free", f"never: {why}")
     else:
         yield from _part("", why)
-        most = max(row.unsharded for row in step.lines[step.place[launch.ran] : step.place[free.ran]])
+        most = max(row.unsharded for row in step.all_rows[step.index_of[launch.ran] : step.index_of[free.ran]])
         memory = f"; at most {size(most)} of all gathered parameters are alive meanwhile"
     yield from _part("  memory", f"{size(param.full_bytes)} of its own{memory}")
     condition = ", if an optimizer has changed it since the last gather" if param.resident else ""
@@ -319,7 +318,6 @@ def _part(name: str, text: str) -> Iterator[str]:
 
 
 def why_launch(table: Table, op: Op) -> str:
-    """Return the reason for the position of a launch."""
     if isinstance(op, Compute):
         return OF_SLICES[str(op.work)]
     if isinstance(op, Gather):
@@ -366,7 +364,6 @@ def why_free(table: Table, wait: Row, free: Row | None, *, is_read: bool) -> str
 
 
 def why_wait(table: Table, wait: Row) -> str:
-    """Return the reason for the position of a wait for a reduction."""
     ops, index, reads = table.traces.timeline.ops, wait.ran, table.last_reads
     if index > max(reads.values(), default=-1):
         return "at the end of backward, behind all of its compute"
@@ -379,7 +376,6 @@ def why_wait(table: Table, wait: Row) -> str:
 
 
 def _no_backward(table: Table) -> str:
-    """Return why nothing in backward reads a parameter."""
     return "backward does not read it" if table.traces.timeline.ops[-1].backward else "there is no backward"
 
 

@@ -184,7 +184,6 @@ def shown_rows(table: Table, phase: str) -> tuple[Row, ...]:
 
 
 def rows_of(table: Table, phase: str) -> tuple[Row, ...]:
-    """Return the rows of a phase."""
     return table.rows(where=lambda row: row.phase == phase)
 
 
@@ -276,7 +275,6 @@ def _views(trace: TraceCtx) -> tuple[dict[str, Chain], set[str], dict[str, str]]
 
 
 def _stands_inside(bsym: BoundSymbol) -> bool:
-    """Return whether a line makes a view that may be printed inside another line. Collectives never are."""
     return makes_view(bsym) and not is_collective(operator_of(bsym))
 
 

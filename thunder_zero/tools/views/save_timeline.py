@@ -76,7 +76,7 @@ def _forecast_events(table: Table, title: str, pid: int) -> Iterator[Event]:
         if span.seconds > 0:
             place = {"ph": "X", "pid": pid, "tid": lanes.index(span.lane), "cat": "forecast"}
             times = {"ts": span.start * MICRO, "dur": span.seconds * MICRO}
-            yield place | _named(span, table.lines[line], table.traces.timeline) | times
+            yield place | _named(span, table.all_rows[line], table.traces.timeline) | times
     previous = None
     for row in table.rows(where=lambda row: row.op is not None):
         if row.unsharded != previous:
@@ -86,7 +86,6 @@ def _forecast_events(table: Table, title: str, pid: int) -> Iterator[Event]:
 
 
 def _named(span: Span, row: Row, timeline: Timeline) -> Event:
-    """Return the name and the arguments of the event of a span."""
     args: Event = {"line": row.statement, "phase": row.phase, "parameters": list(row.params)}
     if span.lane is not Lane.COMPUTE:
         return {"name": _label(row, timeline), "args": args | {"sent_bytes": row.sent}}
@@ -121,7 +120,7 @@ def _aligned(events: list[Event], table: Table) -> list[Event]:
 
     The first common launch of a collective is aligned. Otherwise the profile's first event is aligned.
     """
-    launched = [(table.lines[line], span.start) for line, span in table.spans if span.lane is not Lane.COMPUTE]
+    launched = [(table.all_rows[line], span.start) for line, span in table.spans if span.lane is not Lane.COMPUTE]
     names = {_label(row, table.traces.timeline): start * MICRO for row, start in reversed(launched)}
     timed = [event for event in events if isinstance(event.get("ts"), int | float)]
     launches = [event for event in timed if event.get("name") in names]

@@ -171,7 +171,6 @@ def why(script: Path, arguments: Sequence[str], *, steps: int, device: str | Non
 
 
 def _device_here() -> Device | None:
-    """Return the ready-made device for this GPU, or None if the GPU is unknown."""
     gpu = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
     return next((device for name, device in DEVICES.items() if name in gpu), None)
 

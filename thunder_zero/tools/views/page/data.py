@@ -18,11 +18,15 @@ from thunder_zero.plan.mesh import TENSOR
 from thunder_zero.plan.outer import SITE
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.schedule.ops import Compute
+from thunder_zero.spmd.picture import StepPicture
+from thunder_zero.spmd.verdict import Verdict
 from thunder_zero.tools.devices.device import Device, Lane
-from thunder_zero.tools.forecast.figures import Holds, Memory
+from thunder_zero.tools.forecast.figures import LARGEST, Holds, Memory
 from thunder_zero.tools.printing.words import place_of, short
-from thunder_zero.tools.table.rows import CODES, COMPUTES, Row, label, row_label
+from thunder_zero.tools.table.recorded import first_reads, recorded
+from thunder_zero.tools.table.rows import CODES, COMPUTES, Row, label, row_label, sent_bytes
 from thunder_zero.tools.table.table import Table
+from thunder_zero.tools.time.estimate import Estimate
 from thunder_zero.tools.time.lanes import Span
 from thunder_zero.tools.views.diff import COLUMNS, alike, difference_of, require_one_module
 from thunder_zero.tools.views.explain import explanation_of, why_launch
@@ -48,6 +52,11 @@ FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "mfu": ("MFU", "{:.1%}".format),
 }
 
+BLOCK = 512  # bytes: to their multiples CUDA's caching allocator rounds
+NOTE = (
+    "Operators are those of a CPU. Times are a forecast: the host runs ahead, a gather starts when the one before it "
+    "was read, and compute waits for a collective where its result is first read."
+)
 OF_ONE_KIND = (Lane.COMPUTE, Lane.TENSOR, Lane.SITE)  # other lanes have gathers and reductions
 OF_SOME = ("slices", "sites_seconds")  # figures that are left out where they are 0
 
@@ -58,38 +67,54 @@ def data_of(name: str, table: Table, note: str = "") -> Data:
     assert time is not None, "a page has times"
     exchanges = f"{time.exchanges.described(time.seconds_alone)}." if time.exchanges else ""
     no_memory = table.no_memory and f"There is no forecast of memory: {table.no_memory}."
-    data = {
+    head = {
         "name": name,
         "place": place_of(plan),
         "stage": STAGES[plan.policy.stage].name,
         "note": " ".join(filter(None, [note, exchanges, no_memory])),
-        "figures": _figures(table),
-        "parameters": [{"path": param.path, "explained": str(explanation_of(table, param))} for param in plan.params],
-        **drawn(
-            table.lines,
-            table.spans,
-            plan.units,
-            {param.path: prod(param.shape) for param in plan.params},
-            [row_label(row, plan) for row in table.lines],
-            _collectives(table),
-            memory,
-            time.device,
-        ),
     }
-    return data | {"bound": bound_of(data)}
+    params = {param.path: (prod(param.shape), str(explanation_of(table, param))) for param in plan.params}
+    labels = [row_label(row, plan) for row in table.all_rows]
+    return head | _drawn(table.all_rows, table.spans, plan.units, params, labels, _collectives(table), memory, time)
 
 
-def drawn(
+def data_of_step(verdict: Verdict, picture: StepPicture, device: Device) -> Data:
+    (memory, time, spans), reads = recorded(picture, device), first_reads(picture.lines)
+    rows, labels = memory.lines, [_label(row) for row in memory.lines]
+    gradients = {item.path: f"{item.path}: gradient {item}" for item in verdict.gradients}
+    slack = size(sum(-storage.nbytes % BLOCK for storage in memory.at_peak))
+    head = {
+        "name": "the step",
+        "place": f"rank 0 of {', '.join(f'{axis}={ranks}' for axis, ranks in picture.axes.items())}",
+        "stage": "",
+        "note": f"{NOTE} A GPU's allocator rounds tensors up, by {slack} at the peak, and its fragments are extra.",
+    }
+    collectives = []
+    for launch, wait in reads.items():
+        row, exposed = rows[launch], rows[wait].exposed if rows[wait].end == rows[launch].wire_end else 0.0
+        why = f"it takes {duration(row.wire_seconds)} on the wire of {row.over}" if exposed else ""
+        name = labels[launch] or row.code.partition(":")[0]
+        collectives.append(_collective(rows, launch, wait, name, exposed, row.origin, why))
+    units = dict.fromkeys(["", *(row.unit for row in rows)])
+    params = {path: (numel, gradients.get(path, path)) for path, (_, numel) in picture.parameters.items()}
+    return head | _drawn(rows, spans, units, params, labels, collectives, memory, time)
+
+
+def _label(row: Row) -> str:
+    return f"{row.params[0]}, {len(row.params) - 1} more" if row.params[2:] else ", ".join(row.params)
+
+
+def _drawn(
     rows: Sequence[Row],
     spans: Iterable[tuple[int, Span]],
     units: Iterable[str],
-    sizes: Mapping[str, int],
+    params: Mapping[str, tuple[int, str]],
     labels: Sequence[str],
     collectives: Sequence[Data],
     memory: Memory | None,
-    device: Device,
+    time: Estimate,
 ) -> Data:
-    """Return what the page draws of a step: lanes, lines, collectives, memory. ``sizes`` are those of parameters."""
+    """Return what the page draws of a step. ``params`` has the elements of each parameter, and its explanation."""
     bars, numbers = _bars(rows, spans), {unit: index for index, unit in enumerate(units)}
     used = dict.fromkeys([(str(Lane.COMPUTE), ""), *(bar["lane"] for bar in bars)])
     lanes = sorted(used, key=lambda lane: LANES.index(lane[0]))
@@ -99,8 +124,11 @@ def drawn(
         bar |= {"lane": lanes.index(bar["lane"]), "waits": int(bar["waits"]), "took": took, **times}
     wires = {wire for _, wire in lanes if wire}
     phases = groupby(range(len(rows)), key=lambda line: rows[line].phase)
-    return {
-        "device": device.name,
+    sizes = {path: numel for path, (numel, _) in params.items()}
+    data = {
+        "figures": _figures(rows, memory, time),
+        "parameters": [{"path": path, "explained": explained} for path, (_, explained) in params.items()],
+        "device": time.device.name,
         "left_out": [] if memory is None else list(memory.excluded),
         "units": list(numbers),
         "phases": [{"name": phase, "last": max(lines)} for phase, lines in phases],
@@ -112,15 +140,13 @@ def drawn(
         ],
         "bars": _columns(bars),
         "collectives": collectives,
-        "memory": None if memory is None else _memory(rows, memory, device),
+        "memory": None if memory is None else _memory(rows, memory, time.device),
     }
+    return data | {"bound": bound_of(data)}
 
 
-def _figures(table: Table) -> dict[str, float | None]:
-    """Return named figures of a step, from ``estimate`` and ``memory``, and counts of bytes and launches."""
-    memory, time = table.memory, table.time
-    assert time is not None
-    launches = Counter(row.kind for row in table.lines if row.sent is not None)
+def _figures(rows: Sequence[Row], memory: Memory | None, time: Estimate) -> dict[str, float | None]:
+    launches = Counter(row.kind for row in rows if row.sent is not None)
     return {
         "step_seconds": time.seconds,
         "compute_seconds": time.compute_seconds,
@@ -129,7 +155,7 @@ def _figures(table: Table) -> dict[str, float | None]:
         "peak_bytes": memory.peak if memory else None,
         "at_rest_bytes": memory.at_rest if memory else None,
         "optimizer_step_bytes": memory.optimizer_step if memory else None,
-        "sent_bytes": table.sent,
+        "sent_bytes": sent_bytes(rows),
         "gathers": launches["gather"],
         "reductions": launches["reduce"],
         "slices": launches[TENSOR],
@@ -138,7 +164,6 @@ def _figures(table: Table) -> dict[str, float | None]:
 
 
 def _text(name: str, figure: float | None) -> str:
-    """Return a figure as text, with the unit of measure."""
     return "none" if figure is None else FIGURES[name][1](figure)
 
 
@@ -270,8 +295,7 @@ def _rows(lines: Iterable[Row]) -> Iterator[int | str]:
 
 
 def _collectives(table: Table) -> list[Data]:
-    """Return all collectives, in the order of their launches: each launch with its wait."""
-    rows, timeline, collectives = table.lines, table.traces.timeline, []
+    rows, timeline, collectives = table.all_rows, table.traces.timeline, []
     ending = {(row.lane, row.wire_end): row for row in rows if row.wire_seconds}
     for launch, row in enumerate(rows):
         if row.op is None or row.sent is None:
@@ -287,27 +311,33 @@ def _collectives(table: Table) -> list[Data]:
             others = label(earlier.params, timeline.plan, gradients=earlier.gradients) if earlier else ""
             queue = f", and for {duration(queued)} the wire still carries {others or 'others'}" if queued else ""
             why_exposed = f"it takes {duration(seconds)} on the wire; {cause}{queue}"
-        hidden = max(0.0, 1 - exposed / seconds) if seconds else 1.0
         names = label(op.params, timeline.plan, gradients=row.gradients)
-        collectives.append(
-            {
-                "op": row.op,
-                "kind": row.kind,
-                "backward": op.backward,
-                "unit": row.unit,
-                "label": f"{op.work} of {op.reads[0]}" if isinstance(op, Compute) else names,
-                "sent_bytes": row.sent,
-                "launch": launch,
-                "wait": table.place[wait.ran],
-                "wire_seconds": round(seconds, DIGITS),
-                "exposed_seconds": round(exposed, DIGITS),
-                "why": why_launch(table, op),
-                "why_exposed": why_exposed,
-                "hidden": hidden,
-                "words": [size(row.sent), duration(seconds), duration(exposed), f"{int(100 * hidden)}%"],
-            }
-        )
+        name = f"{op.work} of {op.reads[0]}" if isinstance(op, Compute) else names
+        of_wait = table.index_of[wait.ran], name, exposed, why_launch(table, op), why_exposed
+        collectives.append(_collective(rows, launch, *of_wait))
     return collectives
+
+
+def _collective(
+    rows: Sequence[Row], launch: int, wait: int, name: str, exposed: float, why: str, why_exposed: str
+) -> Data:
+    row, seconds = rows[launch], rows[launch].wire_seconds
+    hidden = int(100 * max(0.0, 1 - exposed / seconds)) if seconds else 100
+    return {
+        "kind": row.kind,
+        "backward": row.phase.startswith("backward"),
+        "unit": row.unit,
+        "label": name,
+        "sent_bytes": row.sent,
+        "launch": launch,
+        "wait": wait,
+        "wire_seconds": round(seconds, DIGITS),
+        "exposed_seconds": round(exposed, DIGITS),
+        "why": why,
+        "why_exposed": why_exposed,
+        "hidden": hidden,
+        "words": [size(row.sent or 0), duration(seconds), duration(exposed), f"{hidden}%"],
+    }
 
 
 def _memory(rows: Sequence[Row], memory: Memory, device: Device) -> Data:
@@ -328,21 +358,23 @@ def _memory(rows: Sequence[Row], memory: Memory, device: Device) -> Data:
             "size": size(storage.nbytes),
             "name": (storage.module if storage.kind in (Holds.SAVED, Holds.TEMPORARY) else "") or storage.name,
             "made": storage.line,
-            "freed": storage.freed,
         }
         for storage in largest_first
     ]
+    tops: dict[tuple[int, ...], int] = {}  # the largest tensors, which are those of many lines
+    numbers = (tuple(number[id(storage)] for storage in largest) for largest in memory.largest(LARGEST))
     return {
         "kinds": [str(kind) for kind in kinds],
         "levels": levels,
         "tensors": _columns(tensors),
+        "top": [tops.setdefault(largest, len(tops)) for largest in numbers],
+        "tops": list(tops),
         "peak": {
             "bytes": memory.peak,
             "size": size(memory.peak),
             "line": peak,
             "by_kind": {str(kind): nbytes for kind, nbytes in memory.by_kind.items()},
             "sizes": [size(nbytes) for nbytes in memory.by_kind.values()],
-            "tensors": [number[id(storage)] for storage in memory.at_peak],
         },
         "reserve": memory.reserve,
         "capacity": device.memory_bytes,

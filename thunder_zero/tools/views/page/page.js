@@ -363,12 +363,11 @@ function facts(pairs) {
   return make("dl", {}, ...pairs.filter(([, value]) => value !== "").flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, ...[value].flat())]));
 }
 function tensorList(program, line, most) {
-  const { tensors, kinds, peak } = program.memory, isAlive = (index) => tensors.made[index] <= line && (tensors.freed[index] ?? Infinity) > line;
-  const alive = line === peak.line ? peak.tensors : [...tensors.size.keys()].filter(isAlive);
-  return make("ul", {}, ...alive.slice(0, most).map((index) => {
+  const { tensors, kinds, tops, top } = program.memory;
+  return make("ul", {}, ...tops[top[line]].slice(0, most).map((index) => {
     const kind = kinds[tensors.kind[index]], made = tensors.made[index];
     return item(tensors.size[index], swatch(KINDS[kind]), `${kind}: `, made < 0 ? tensors.name[index] : jump(tensors.name[index] || place(program, made), made));
-  }), alive.length > most ? item("", `and ${alive.length - most} smaller tensors`) : "");
+  }));
 }
 function showChosen() {
   const program = current(), { lines } = program, line = chosen.line, panel = $("chosen");
@@ -396,7 +395,7 @@ function showChosen() {
     panel.append(make("h2", {}, "Its parameter ", pick),
       make("div", { className: "says", id: "explained" }, ...program.parameters[chosen.parameter].explained.split("\n").map((row) => make("div", {}, row || " "))));
   }
-  if (program.memory) panel.append(make("h2", {}, "Alive here, the largest"), tensorList(program, line, 12));
+  if (program.memory) panel.append(make("h2", {}, "Alive here, the largest"), tensorList(program, line, 8));
 }
 
 // The collectives.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
-from itertools import pairwise
-from math import isfinite, prod
+from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,10 +21,8 @@ from thunder_zero.plan.amounts import duration, float_dtype, name_of, size
 from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.policy import STAGES, Policy, Times
 from thunder_zero.plan.precision import MixedPrecision
-from thunder_zero.schedule.ops import Compute, Gather, Op, ends
-from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.spmd.verdict import Verdict
-from thunder_zero.tools.devices.device import Device, Lane, Link, device_of
+from thunder_zero.tools.devices.device import Device, Link, device_of
 from thunder_zero.tools.dry_run import ProgramSource
 from thunder_zero.tools.forecast.for_loss import Loss
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
@@ -34,9 +31,8 @@ from thunder_zero.tools.plan.plan_training import PRECISION
 from thunder_zero.tools.plan.subject import subject_of
 from thunder_zero.tools.printing.words import count
 from thunder_zero.tools.table.table import step_table, table_of
-from thunder_zero.tools.time.estimate import Estimate
-from thunder_zero.tools.views.page.data import Data, data_of, differences, top_of
-from thunder_zero.tools.views.page.recorded import data_of_step
+from thunder_zero.tools.time.estimate import by_times
+from thunder_zero.tools.views.page.data import Data, data_of, data_of_step, differences, top_of
 from thunder_zero.traces.compiled import Traces
 
 if TYPE_CHECKING:
@@ -202,58 +198,3 @@ def html_of(data: Any) -> str:
     environment.filters["duration"] = duration
     page = environment.from_string(template)
     return page.render(page=data, data=Markup(inline), style=Markup(style), script=Markup(script))
-
-
-def by_times(forecast: Estimate, times: Times) -> Estimate:
-    """Return the estimate with measured seconds between waits for gathers, and with the measured gather speed.
-
-    The mean factor of the measured lines scales lines before the first wait or after the last wait of a phase, which
-    are not measured. Measured compute includes load, launch and finish, so they become 0.
-    """
-    ops = forecast.timeline.ops
-    costs = [replace(cost, load=0.0, launch_seconds=0.0, finish_seconds=0.0) for cost in forecast.costs]
-    busy = _busy_seconds(replace(forecast, costs=tuple(costs)))
-    factors: dict[int, float] = {}
-    for stretch, seconds in _stretches(forecast.timeline, times):
-        if total := sum(busy[index] for index in stretch):
-            factors |= dict.fromkeys(stretch, seconds / total)
-    expected = sum(busy[index] for index in factors)
-    mean = sum(busy[index] * factor for index, factor in factors.items()) / expected if expected else 1.0
-    wire_factor = _wire_factor(forecast, times)
-    for index, cost in enumerate(costs):
-        factor = factors.get(index, mean)
-        wire = cost.wire_seconds * (factor if _is_exchange(ops[index]) else wire_factor)
-        costs[index] = replace(cost, seconds=cost.seconds * factor, wire_seconds=wire)
-    return replace(forecast, costs=tuple(costs))
-
-
-def _is_exchange(op: Op) -> bool:
-    """Return whether an operation is a collective of torch's tensor parallelism, or the wait for one."""
-    return isinstance(op, Compute) and op.between_slices
-
-
-def _busy_seconds(forecast: Estimate) -> list[float]:
-    """Return each operation's seconds of compute, or of waiting for torch's tensor parallelism."""
-    ops, busy = forecast.timeline.ops, [cost.seconds for cost in forecast.costs]
-    for span in forecast.spans:
-        if span.waits is Lane.TENSOR and _is_exchange(ops[span.op]):
-            busy[span.op] += span.seconds
-    return busy
-
-
-def _stretches(timeline: Timeline, times: Times) -> Iterator[tuple[range, float]]:
-    """Yield (range of operations, measured seconds) pairs, from each wait for a gather to the next."""
-    waits = [index for index, op in enumerate(timeline.ops) if ends(op, Gather)]
-    for wait, following in pairwise(waits):
-        op = timeline.ops[wait]
-        seconds = (times.backward if op.backward else times.forward).get(op.params[0])
-        if seconds is not None and timeline.ops[following].backward is op.backward:
-            yield range(wait + 1, following), seconds
-
-
-def _wire_factor(forecast: Estimate, times: Times) -> float:
-    """Return the measured seconds of gathers, divided by the forecast seconds."""
-    gathers = [index for index, op in enumerate(forecast.timeline.ops) if isinstance(op, Gather)]
-    nbytes = sum(forecast.timeline.traffic(forecast.timeline.ops[index]).busiest for index in gathers)
-    seconds = sum(forecast.costs[index].wire_seconds for index in gathers)
-    return nbytes / times.bytes_per_second / seconds if seconds and isfinite(times.bytes_per_second) else 1.0

@@ -1,6 +1,6 @@
-"""Turns the picture of anybody's step, which ``check_step`` recorded, into the data of a page.
+"""Computes the rows, the memory and the times of anybody's step, which ``check_step`` recorded.
 
-In: a verdict with its picture, and a device. Out: rows of the tools' table, their spans, and from these the data::
+::
 
     _allgather_base_(t47, ..)       gather   bytes on a ring       a span of a wire, which starts when the host may
     split_with_sizes_copy(t47, ..)  compute  reads t47             a wait for the wire, a span of compute
@@ -9,74 +9,32 @@ In: a verdict with its picture, and a device. Out: rows of the tools' table, the
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from thunder_zero.plan.amounts import duration, size
 from thunder_zero.plan.mesh import TENSOR, Mesh
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import Policy
+from thunder_zero.schedule.ops import Compute, Exchange, Op, Work
+from thunder_zero.schedule.timeline import NO_TRAFFIC, Timeline
 from thunder_zero.spmd.picture import DrawnLine, StepPicture
-from thunder_zero.spmd.verdict import Verdict
 from thunder_zero.tools.devices.device import Cost, Device, Lane
 from thunder_zero.tools.forecast.figures import Holds, Memory, Storage
+from thunder_zero.tools.forecast.memory import with_bytes
 from thunder_zero.tools.table.rows import OPTIMIZER_STEP, Row
 from thunder_zero.tools.table.table import with_times
-from thunder_zero.tools.time.lanes import Lanes, Span
-from thunder_zero.tools.views.page import data as page
-
-BLOCK = 512  # bytes: to their multiples CUDA's caching allocator rounds
-NOTE = (
-    "Operators are those of a CPU. Times are a forecast: the host runs ahead, a gather starts when the one before it "
-    "was read, and compute waits for a collective where its result is first read."
-)
+from thunder_zero.tools.time.estimate import Estimate
+from thunder_zero.tools.time.lanes import Span
 
 
-def data_of_step(verdict: Verdict, picture: StepPicture, device: Device) -> page.Data:
-    """Return the data of one program: the recorded step."""
-    lines, reads = picture.lines, _first_reads(picture.lines)
-    rows, memory = _with_memory(list(_rows_of(picture)), picture)
-    wires = {axis: Lane.SHARD if axis in picture.data else Lane.TENSOR for axis in picture.axes}
-    wires |= dict.fromkeys(picture.data[:-1], Lane.REPLICATE)
-    spans = [(span.op, span) for span in _simulated(picture, device, wires, reads)]
-    rows = list(with_times(rows, spans, [Cost(flops=line.flops) for line in lines]))
-    units = dict.fromkeys(["", *(row.unit for row in rows)])
-    seconds, exposed = rows[-1].end or 0.0, sum(span.seconds for _, span in spans if span.waits)
-    launches, flops = Counter(row.kind for row in rows if row.sent is not None), sum(line.flops for line in lines)
-    dtype = next((line.dtype for line in lines if line.flops), "")
-    gradients = {item.path: f"{item.path}: gradient {item}" for item in verdict.gradients}
-    slack = size(sum(-storage.nbytes % BLOCK for storage in memory.at_peak))
-    sizes = {path: numel for path, (_, numel) in picture.parameters.items()}
-    data = {
-        "name": "the step",
-        "place": f"rank 0 of {', '.join(f'{axis}={ranks}' for axis, ranks in picture.axes.items())}",
-        "stage": "",
-        "note": f"{NOTE} A GPU's allocator rounds tensors up, by {slack} at the peak, and its fragments are extra.",
-        "figures": {
-            "step_seconds": seconds,
-            "compute_seconds": seconds - exposed,
-            "exposed_seconds": exposed,
-            "sites_seconds": 0.0,
-            "peak_bytes": memory.peak,
-            "at_rest_bytes": memory.at_rest,
-            "optimizer_step_bytes": memory.optimizer_step,
-            "sent_bytes": sum(line.sent for line in lines),
-            "gathers": launches["gather"],
-            "reductions": launches["reduce"],
-            "slices": launches[TENSOR],
-            "mfu": flops / device.peak(dtype) / seconds if flops else 0.0,
-        },
-        "parameters": [{"path": path, "explained": gradients.get(path, path)} for path in sizes],
-        **page.drawn(
-            rows, spans, units, sizes, list(map(_label, rows)), list(_collectives(rows, reads)), memory, device
-        ),
-    }
-    return data | {"bound": page.bound_of(data)}
-
-
-# rows
+def recorded(picture: StepPicture, device: Device) -> tuple[Memory, Estimate, tuple[tuple[int, Span], ...]]:
+    """Return the memory of a step, whose lines are its rows, and its times, with (index of the row, span) pairs."""
+    plan = Plan(Policy(), Mesh.of(prod(picture.axes.values())), ())
+    memory, (time, lines) = _memory(list(_rows_of(picture)), picture, plan), _time(picture, device, plan)
+    spans = tuple((lines[span.op], span) for span in time.spans)
+    return replace(memory, lines=tuple(with_times(memory.lines, spans, time.costs))), time, spans
 
 
 def _rows_of(picture: StepPicture) -> Iterator[Row]:
@@ -107,42 +65,28 @@ def _phases(lines: Sequence[DrawnLine]) -> Iterator[str]:
         yield name if index <= last else OPTIMIZER_STEP
 
 
-def _label(row: Row) -> str:
-    return f"{row.params[0]}, {len(row.params) - 1} more" if row.params[2:] else ", ".join(row.params)
-
-
-def _with_memory(rows: list[Row], picture: StepPicture) -> tuple[list[Row], Memory]:
-    """Return rows with the bytes alive, and the storages of the step. One storage may be allocated several times."""
+def _memory(rows: Sequence[Row], picture: StepPicture, plan: Plan) -> Memory:
+    """Return the storages of a step, and its rows with their bytes. One storage may be allocated several times."""
     kinds, held = _kinds(picture, rows), (picture.parameters, picture.gradients, picture.buffers)
     names = {storage: path for paths in held for path, (storage, _) in paths.items()}
     living: dict[int, int] = {}  # indices of ``storages``, by number
     storages: list[Storage] = []
-    alive, highest, peak, at_peak = 0, 0, 0, list[int]()
-    allocated: defaultdict[int, Counter[str]] = defaultdict(Counter)
-    freed: defaultdict[int, Counter[str]] = defaultdict(Counter)
-    most: dict[int, int] = {}
-    for index, number, nbytes in picture.sizes:
+    alive, peak, at_peak = 0, 0, list[int]()
+    highest: dict[int, int] = {}
+    for index, number, nbytes in sorted(picture.sizes, key=lambda change: change[0]):  # a first read tells of -1
+        highest.setdefault(index, alive)
         if (old := living.pop(number, None)) is not None:
             storages[old] = replace(storages[old], freed=index)
-            freed[index][storages[old].kind] += storages[old].nbytes
             alive -= storages[old].nbytes
         if nbytes:
             living[number] = len(storages)
             storages.append(Storage(kinds[number], nbytes, names.get(number, f"t{number}"), line=index))
-            allocated[index][kinds[number]] += nbytes
             alive += nbytes
-        most[index] = max(most.get(index, 0), alive)
-        if alive > highest and rows[index].phase != OPTIMIZER_STEP:
-            highest, peak, at_peak = alive, max(index, 0), [*living.values()]
-    after = sum(allocated[-1].values())
-    for index, row in enumerate(rows):
-        before, after = after, after + sum(allocated[index].values()) - sum(freed[index].values())
-        top = max(before, after, most.get(index, 0))
-        row = replace(row, allocated=allocated[index], freed=freed[index], alive=after, highest=top)
-        rows[index] = replace(row, is_peak=index == peak)
+        highest[index] = max(highest[index], alive)
+        if alive > peak and rows[index].phase != OPTIMIZER_STEP:
+            peak, at_peak = alive, [*living.values()]
     largest = sorted((storages[index] for index in at_peak), key=lambda storage: -storage.nbytes)
-    plan = Plan(Policy(), Mesh.of(prod(picture.axes.values())), ())
-    return rows, Memory(tuple(rows), tuple(storages), plan, tuple(largest), 0, ())
+    return Memory(tuple(with_bytes(rows, storages, highest)), tuple(storages), plan, tuple(largest), 0, ())
 
 
 def _kinds(picture: StepPicture, rows: Sequence[Row]) -> dict[int, Holds]:
@@ -177,10 +121,7 @@ def _kinds(picture: StepPicture, rows: Sequence[Row]) -> dict[int, Holds]:
     return kinds
 
 
-# times
-
-
-def _first_reads(lines: Sequence[DrawnLine]) -> dict[int, int]:
+def first_reads(lines: Sequence[DrawnLine]) -> dict[int, int]:
     """Return the line that first reads the result of each collective; the last line if none does."""
     launched: dict[int, int] = {}
     result = {index: len(lines) - 1 for index, line in enumerate(lines) if line.collective}
@@ -193,26 +134,31 @@ def _first_reads(lines: Sequence[DrawnLine]) -> dict[int, int]:
     return result
 
 
-def _simulated(
-    picture: StepPicture, device: Device, wires: Mapping[str, Lane], reads: Mapping[int, int]
-) -> tuple[Span, ...]:
-    lanes, last = Lanes(), dict[Lane, int]()  # the first read of the last gather on each wire
+def _time(picture: StepPicture, device: Device, plan: Plan) -> tuple[Estimate, tuple[int, ...]]:
+    """Return the times of a step, and the line of each of its operations. Gathers of parameters run ahead."""
+    lines, last = picture.lines, dict[Lane, int]()  # the first read of the last gather on each wire
+    wires = {axis: Lane.SHARD if axis in picture.data else Lane.TENSOR for axis in picture.axes}
+    wires |= dict.fromkeys(picture.data[:-1], Lane.REPLICATE)
     launches, waits = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
-    for launch, read in reads.items():
-        lane = _lane(picture.lines[launch], wires)
-        runs_ahead = picture.lines[launch].collective == "all_gather" and lane is not Lane.TENSOR
+    for launch, read in first_reads(lines).items():
+        lane = _lane(lines[launch], wires)
+        runs_ahead = lines[launch].collective == "all_gather" and lane is not Lane.TENSOR
         launches[min(launch, last.get(lane, 0)) if runs_ahead else launch].append(launch)
         waits[read].append(launch)
         last |= {lane: read} if runs_ahead else {}
-    for index, line in enumerate(picture.lines):
-        for launch in waits[index]:
-            lanes.wait(index, str(launch))
+    ran: list[tuple[int, Op, Cost]] = []
+    for index, line in enumerate(lines):
+        ran += [(index, Compute((str(launch),), (), work=Work.AWAIT), Cost()) for launch in waits[index]]
         for launch in launches[index]:
-            lanes.launch(launch, str(launch), _cost(picture.lines[launch], picture.axes, device, wires))
+            op = Compute((), (str(launch),), work=Exchange(lines[launch].collective, NO_TRAFFIC))
+            ran.append((launch, op, _cost(lines[launch], picture.axes, device, wires)))
         if not line.collective:
             work = "matmul" if line.flops else "pointwise"
-            lanes.compute(index, device.seconds(line.flops, line.dtype, line.traffic_bytes, work), always=True)
-    return lanes.spans()
+            seconds = device.seconds(line.flops, line.dtype, line.traffic_bytes, work)
+            ran.append((index, Compute((), ()), Cost(line.flops, line.traffic_bytes, seconds=seconds)))
+    indices, ops, costs = zip(*ran, strict=True)
+    model_seconds = sum(line.flops / device.peak(line.dtype) for line in lines if line.flops)
+    return Estimate(Timeline(ops, {}, plan), device, costs, model_seconds), indices
 
 
 def _lane(line: DrawnLine, wires: Mapping[str, Lane]) -> Lane:
@@ -227,26 +173,3 @@ def _cost(line: DrawnLine, axes: Mapping[str, int], device: Device, wires: Mappi
     kind = {"all_gather": "gather", "all_reduce": "all_reduce"}.get(line.collective, "scatter")
     steps, stride = (1 + (kind == "all_reduce")) * (line.ranks - 1), prod([*axes.values()][inner + 1 :])
     return replace(device.collective(kind, line.ranks, stride, line.sent, steps, 1), lane=_lane(line, wires))
-
-
-def _collectives(rows: Sequence[Row], reads: Mapping[int, int]) -> Iterator[page.Data]:
-    for launch, wait in reads.items():
-        row, exposed = rows[launch], rows[wait].exposed if rows[wait].end == rows[launch].wire_end else 0.0
-        seconds = row.wire_seconds
-        hidden = max(0.0, 1 - exposed / seconds) if seconds else 1.0
-        yield {
-            "op": launch,
-            "kind": row.kind,
-            "backward": row.phase.startswith("backward"),
-            "unit": row.unit,
-            "label": _label(row) or row.code.partition(":")[0],
-            "sent_bytes": row.sent,
-            "launch": launch,
-            "wait": wait,
-            "wire_seconds": seconds,
-            "exposed_seconds": exposed,
-            "why": row.origin,
-            "why_exposed": f"it takes {duration(seconds)} on the wire of {row.over}" if exposed else "",
-            "hidden": hidden,
-            "words": [size(row.sent or 0), duration(seconds), duration(exposed), f"{int(100 * hidden)}%"],
-        }
