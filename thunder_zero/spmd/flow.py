@@ -7,9 +7,10 @@ which it differs from the true one, and the cause of its fault: what follows fro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from functools import partial
 from itertools import combinations
 from math import isclose, prod
 from typing import Any
@@ -179,13 +180,13 @@ class Walk:
             self._inputs_differ |= differs and item is None
 
     def _shapes_of_batches(self) -> Iterator[tuple[int, ...]]:
-        """Yield the shapes of inputs that differ between the ranks: an equal mask of the same shape is cut alike."""
+        """Yield the shapes of inputs that differ between the ranks: an equal mask of such a shape is cut alike."""
         for index, line in enumerate(self._record.lines):
             mine = self._record.shadows[index].fresh
             theirs = self._neighbour[index].fresh if index in self._neighbour else mine
             for ref, value, their_value in zip(line.fresh, mine, theirs, strict=False):
                 if value != their_value and len(ref.shape) > 1 and ref.storage not in self._placed:
-                    yield ref.shape
+                    yield from (ref.shape[:size] for size in range(2, len(ref.shape) + 1))
 
     # lines
 
@@ -243,7 +244,9 @@ class Walk:
         region = self._join(line)
         indices = (ref for ref in line.inputs if not ref.dtype.is_floating_point and self._values[ref].region)
         is_routed = any(has(self._codes(ref), V) for ref in indices)
-        outcomes = self._rules.outcomes(line, targets, self._mine, self._theirs, self._numbers, is_routed=is_routed)
+        given = self._mine, self._theirs, self._numbers
+        typed = partial(self._rules.outcomes, line, targets, *given, is_routed=is_routed)
+        outcomes = typed()
         if line.name == "sum" and self._values[line.inputs[0]].is_dealt and has(outcomes[0].codes, P):
             outcomes = self._known_cuts("reduce_scatter", (), [Outcome(halves(ref.shape)) for ref in targets])
         joint = self._rules.joint_outcomes(region, targets) if region and not are_typed(outcomes, targets) else None
@@ -251,20 +254,24 @@ class Walk:
             region = joined((), self._trial(line))
             text = f"what {line.name} writes depends on the data, and no law was found after it"
             outcomes = [replace(item, text=text, kind="unknown") if has(item.codes, V) else item for item in outcomes]
-        if joint is None and self._batches_differ and not self._began_backward:
-            outcomes = self._of_own_batch(line, outcomes)
+        if joint is None and self._batches_differ and (line.backward or not self._began_backward):
+            outcomes = self._of_own_batch(line, outcomes, typed)
         reads = () if is_constant(line.name) else line.read
         self._write(line, reads, targets, joint or outcomes, ends_region=joint is not None)
         for ref, outcome in zip(targets, joint or outcomes, strict=True):
             self._values[ref].region = region if has(outcome.codes, V) or has(outcome.codes, P) else ()
 
-    def _of_own_batch(self, line: RecordedLine, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    def _of_own_batch(
+        self, line: RecordedLine, outcomes: Sequence[Outcome], again: Callable[[], list[Outcome]]
+    ) -> list[Outcome]:
         """Return a warning in place of an error if a line needs a mean of the whole batch, as a router's loss does."""
         means = [ref for ref in line.inputs if self._values[ref].is_mean and has(self._codes(ref), P)]
         if not means or not any(item.is_error for item in outcomes):
             return [*outcomes]
         for ref in means:
             self._values.give(ref, filled(ref.shape, R))
+        if line.backward:
+            return again()
         text = f"{line.name} of a mean over each rank's own batch: it is not that of the whole batch"
         return [replace(item, codes=filled(item.codes.shape, P), text=text, kind="warning") for item in outcomes]
 
