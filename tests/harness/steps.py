@@ -359,7 +359,7 @@ def fsdp_with_scaler_that_gathers_again_on_2_ranks(mesh: DeviceMesh) -> nn.Modul
 def fsdp_on_a_flattened_mesh(mesh: DeviceMesh) -> nn.Module:
     net = Positions(mesh, shifted=True)
     fully_shard(net, mesh=mesh["dp", "sp"]._flatten())
-    x = torch.cat(batch(mesh, "dp"), 1).chunk(2, 1)[mesh.get_local_rank("sp")].clone()
+    x = torch.cat(batch(mesh, "dp"), 1).chunk(mesh["sp"].size(), 1)[mesh.get_local_rank("sp")].clone()
     net(x).square().mean().backward()
     return net
 
