@@ -266,7 +266,7 @@ class Walk:
     ) -> list[Outcome]:
         """Return a warning in place of an error if a line needs a mean of the whole batch, as a router's loss does."""
         means = [ref for ref in line.inputs if self._values[ref].is_mean and has(self._codes(ref), P)]
-        if not means or not any(item.is_error for item in outcomes):
+        if not means or "nll_loss" in line.name or not any(item.is_error for item in outcomes):
             return [*outcomes]
         for ref in means:
             self._values.give(ref, filled(ref.shape, R))

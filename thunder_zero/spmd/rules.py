@@ -109,11 +109,10 @@ class Rules:
         if name in MOVES:
             return [Outcome(item) for item in self._moved(line, targets)]
         is_root = name == "sqrt" or (name == "pow" and line.args[1] == 0.5)
-        is_mean = any(self._types[ref].is_mean for ref in line.inputs)
-        if (
-            is_root and not is_mean and has(codes[0], P) and set(letters(codes[0])) <= set("P+R")
-        ):  # of a share of a sum of squares
-            return [Outcome(torch.where(codes[0] == P, N, codes[0]).byte())]
+        if is_root and has(codes[0], P) and set(letters(codes[0])) <= set("P+R"):
+            if self._types[line.inputs[0]].is_mean:
+                return [Outcome(filled(ref.shape, R), f"{name} is not linear in a share of a mean") for ref in targets]
+            return [Outcome(torch.where(codes[0] == P, N, codes[0]).byte())]  # the norm of a share of a sum of squares
         if "batch_norm" in name and self._batches_differ:
             return _batch_norm(line, codes[1 if line.backward else 0], targets)
         if is_routed:
