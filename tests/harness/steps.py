@@ -324,7 +324,106 @@ def vocabulary_in_slices(mesh: DeviceMesh) -> nn.Module:
     return net
 
 
+def losses_by_tokens(mesh: DeviceMesh, *, is_total: bool = True) -> nn.Module:
+    """Divide the sum of losses by the number of tokens on all ranks."""
+    net = model()
+    x, y = batch(mesh, "dp")
+    mask = (torch.arange(24).reshape(4, 6) % 5 > 0).float()  # equal on all ranks
+    count = mask.sum()
+    if is_total:
+        dist.all_reduce(count)
+    ((net(x) - y).square().mean(-1) * mask).sum().div(count).backward()
+    average(net, mesh, 1.0)
+    return net
+
+
+def hsdp_with_clip_and_micro_batches(mesh: DeviceMesh) -> nn.Module:
+    net = fsdp(mesh)
+    x, y = batch(mesh, "replicate", "shard")
+    for inputs, targets in zip(x.chunk(2), y.chunk(2), strict=True):
+        (F.mse_loss(net(inputs), targets) / 2).backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    return net
+
+
+def fsdp_with_scaler_that_gathers_again_on_2_ranks(mesh: DeviceMesh) -> nn.Module:
+    net = fsdp(mesh, reshard_after_forward=2)
+    optimizer, scaler = torch.optim.AdamW(net.parameters()), torch.amp.GradScaler("cpu")
+    x, y = batch(mesh, "dp")
+    scaler.scale(F.mse_loss(net(x), y)).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    return net
+
+
+def fsdp_on_a_flattened_mesh(mesh: DeviceMesh) -> nn.Module:
+    net = Positions(mesh, shifted=True)
+    fully_shard(net, mesh=mesh["dp", "sp"]._flatten())
+    x = torch.cat(batch(mesh, "dp"), 1).chunk(mesh["sp"].size(), 1)[mesh.get_local_rank("sp")].clone()
+    net(x).square().mean().backward()
+    return net
+
+
+def shards_of_an_optimizer_by_hand(mesh: DeviceMesh) -> nn.Module:
+    net = model()
+    backward(net, mesh)
+    flat = torch.cat([param.grad.flatten() for param in net.parameters()])
+    flat = F.pad(flat, (0, -len(flat) % mesh.size()))
+    mine = flat.new_empty(len(flat) // mesh.size())
+    dist.reduce_scatter_tensor(mine, flat)
+    with torch.no_grad():
+        dist.all_gather_into_tensor(flat, 0.1 * mine / mesh.size())
+        for param in net.parameters():
+            param.sub_(flat[: param.numel()].view_as(param))
+            flat = flat[param.numel() :]
+    return net
+
+
+class Packed(nn.Module):
+    """Attention whose queries, keys and values are one product. Each rank has the heads of a slice."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.group, width = mesh.get_group("tp"), WIDTH * 2 // mesh["tp"].size()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * width), nn.Linear(width, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(CopyToSlices.apply(x, self.group)).chunk(3, -1)
+        heads = (item.unflatten(-1, (-1, 4)).transpose(1, 2) for item in parts)
+        return SumOfSlices.apply(
+            self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)), self.group
+        )
+
+
+def packed_heads_in_slices(mesh: DeviceMesh) -> nn.Module:
+    net = Packed(mesh)
+    backward(net, mesh)
+    return net
+
+
 # wrong steps
+
+
+def means_that_are_summed(mesh: DeviceMesh) -> nn.Module:
+    return losses_by_tokens(mesh, is_total=False)
+
+
+def gradients_left_unsynchronised(mesh: DeviceMesh) -> nn.Module:
+    net = fsdp(mesh)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net.set_requires_gradient_sync(False)
+    backward(net, mesh)
+    optimizer.step()
+    return net
+
+
+def clip_by_the_norm_of_a_shard(mesh: DeviceMesh) -> nn.Module:
+    net = fsdp(mesh)
+    backward(net, mesh)
+    grads = [param.grad.to_local() for param in net.parameters()]
+    norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+    torch._foreach_mul_(grads, 1 / (norm + 1e-6))
+    return net
 
 
 def norm_not_summed_under_sequence_parallelism(mesh: DeviceMesh) -> nn.Module:
@@ -514,6 +613,14 @@ def batch_norm(mesh: DeviceMesh) -> nn.Module:
     return net
 
 
+def root_of_a_mean(mesh: DeviceMesh) -> nn.Module:
+    net = model()
+    x, y = batch(mesh, "dp")
+    F.mse_loss(net(x), y).sqrt().backward()
+    average(net, mesh)
+    return net
+
+
 class Positive(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x[x[..., 0] > 0]).mean()
@@ -544,6 +651,12 @@ RIGHT: list[Case] = [
     (fsdp_under_autocast, DP),
     (fsdp_with_checkpoints, DP),
     (fsdp_compiled, DP),
+    (losses_by_tokens, DP),
+    (hsdp_with_clip_and_micro_batches, {"replicate": 2, "shard": 2}),
+    (fsdp_with_scaler_that_gathers_again_on_2_ranks, {"dp": 6}),
+    (fsdp_on_a_flattened_mesh, {"dp": 7, "sp": 2}),
+    (shards_of_an_optimizer_by_hand, DP),
+    (packed_heads_in_slices, TP),
 ]
 WRONG: list[tuple[Callable[[DeviceMesh], nn.Module], dict[str, int], str]] = [
     (norm_not_summed_under_sequence_parallelism, TP, "1.weight"),
@@ -564,5 +677,8 @@ WRONG: list[tuple[Callable[[DeviceMesh], nn.Module], dict[str, int], str]] = [
     (backward_that_sums_again, TP, "already equal on all ranks multiplies it by 2"),
     (no_f_before_a_column, TP, "norm.weight"),
     (optimizer_before_fully_shard, DP, "no parameters of the model"),
+    (means_that_are_summed, DP, "7 x the true one"),
+    (gradients_left_unsynchronised, DP, "has a gradient"),
+    (clip_by_the_norm_of_a_shard, DP, "is not linear in a share"),
     (equal_batches, DP, "get the same batch"),
 ]

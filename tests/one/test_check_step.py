@@ -125,6 +125,7 @@ def test_a_step_that_cannot_run_is_told(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_difference_that_may_be_meant_is_a_warning() -> None:
     for step, mesh, text in (
         (steps.two_precisions, steps.HYBRID, "two precisions"),
+        (steps.root_of_a_mean, steps.DP, "of a mean over each rank's own batch"),
         (steps.batch_norm, steps.DP, "the statistics of its own batch"),
         (steps.positions_of_slices, steps.SP, "the ranks report different numbers"),
     ):

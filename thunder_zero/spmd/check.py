@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from thunder_zero.spmd.axes import axes_of_batches, mesh_of
+from thunder_zero.spmd.axes import UNSURE, axes_of_batches, mesh_of
 from thunder_zero.spmd.processes import Call, NotChecked, run_in_processes
 from thunder_zero.spmd.verdict import Fault, Verdict
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # this process computes nothing
 
 TrainStep = Callable[["DeviceMesh"], Any]
 OtherRun = tuple[str, str]  # an axis, and "neighbour", its next rank, or "whole", the step with one rank on it
+PRIMES = (7, 11, 13, 17)  # numbers of ranks that divide little else: a factor of 2 may be that of micro-batches
 RANKS = "thunder_zero.spmd.ranks"
 PRELOADED = (RANKS, "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
 
@@ -72,6 +74,11 @@ def check_step(
     verdict = run_ranks((f"{RANKS}:check", (step, shape, data)), step, shape, data, seconds)
     if isinstance(verdict, NotChecked):
         return Verdict(shape, (Fault("every axis", "unknown", str(verdict)),))
+    other = {**shape, **dict(zip(data, PRIMES, strict=False))}
+    if verdict.has_wrong_factors and not any(shape[axis] in PRIMES for axis in data):
+        with suppress(Exception):  # the step may need its own number of ranks
+            again = run_ranks((f"{RANKS}:check", (step, other, data)), step, other, data, seconds)
+            verdict = verdict if again.has_wrong_factors else verdict.with_factors_of(again)
     return verdict  # type: ignore[no-any-return]
 
 
@@ -87,7 +94,7 @@ def run_ranks(first: Call, step: TrainStep, shape: Mapping[str, int], data: Sequ
         if shape[axis] > 1:
             rank = prod(shape[name] for name in names[index + 1 :])
             others[axis, "neighbour"] = f"{RANKS}:record_other_rank", (step, shape, rank)
-            if axis not in data:
+            if axis not in data or axis.startswith(UNSURE):  # parameters may be slices on them
                 others[axis, "whole"] = f"{RANKS}:record_other_rank", (step, {**shape, axis: 1}, 0)
     loaded = [name for name in ("transformers.modeling_utils",) if name in sys.modules]  # each rank would import it
     result = run_in_processes(first, others, seconds, (*PRELOADED, *loaded))

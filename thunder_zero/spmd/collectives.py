@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thunder_zero.compat.private import resolve_process_group
-from thunder_zero.spmd.laws import Outcome, P, R, filled, halves, letters
+from thunder_zero.spmd.laws import Outcome, P, R, V, filled, halves, letters
 
 KINDS = {  # parts of operators' names
     **dict.fromkeys(("allreduce", "all_reduce"), "all_reduce"),
@@ -74,7 +74,8 @@ def collective_of(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], me
     group = _group(given.get("process_group", given.get("group_name")))
     ranks = sorted(dist.get_process_group_ranks(group))
     op = _op(given.get("reduce_op")) if "reduce" in kind else ""
-    return Collective(kind, op, group.size(), axes_of(mesh, ranks), dist.get_rank(group))
+    axes = axes_of(mesh, ranks, within=kind == "all_gather")  # FSDP2's reshard_after_forward=2 gathers on a part
+    return Collective(kind, op, group.size(), axes, dist.get_rank(group))
 
 
 def _group(group: Any) -> dist.ProcessGroup:
@@ -88,13 +89,14 @@ def _op(op: Any) -> str:
     return text if not text.isdigit() else OPS[int(text)] if int(text) < len(OPS) else "sum"
 
 
-def axes_of(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[str, ...]:
-    """Return the axes of the mesh that a group of this rank spans; () if there are none."""
+def axes_of(mesh: DeviceMesh, ranks: Sequence[int], *, within: bool = False) -> tuple[str, ...]:
+    """Return the axes of the mesh that a group of this rank spans, or is ``within``; () if there are none."""
     names, here = mesh.mesh_dim_names or (), mesh.get_coordinate() or ()
     for count in range(1, len(names) + 1):
         for chosen in combinations(range(len(names)), count):
             index = tuple(slice(None) if dim in chosen else here[dim] for dim in range(len(names)))
-            if sorted(mesh.mesh[index].reshape(-1).tolist()) == list(ranks):
+            spanned = set(mesh.mesh[index].reshape(-1).tolist())
+            if spanned == set(ranks) or (within and spanned > set(ranks)):
                 return tuple(names[dim] for dim in chosen if mesh.size(dim) > 1) or (names[chosen[0]],)
     return ()
 
@@ -129,7 +131,13 @@ def _fill_scattered(collective: Collective, inputs: Sequence[Tensor], output: Te
 
 
 def effect(
-    collective: Collective, axis: str, size: int, codes: list[Tensor], shapes: Sequence[tuple[int, ...]], *, zero: bool
+    collective: Collective,
+    axis: str,
+    size: int,
+    codes: list[Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    counts: bool,
 ) -> list[Outcome]:
     """Return the outcome of each output on an axis. A fault stands at each.
 
@@ -138,7 +146,7 @@ def effect(
         axis, size: the axis, and its number of ranks.
         codes: of the inputs.
         shapes: of the outputs.
-        zero: whether all inputs are zero; the sum of zeros multiplies nothing.
+        counts: whether equal inputs may be summed: zeros, or what follows from no parameter, as counts of tokens do.
     """
     kind, flat = collective.kind, torch.cat([item.reshape(-1) for item in codes])
     types = letters(flat)
@@ -146,7 +154,7 @@ def effect(
         return [Outcome(item) for item in _elsewhere(collective, flat, shapes)]
     whole = [filled(shape, R) for shape in shapes]
     if kind in ("all_reduce", "reduce_scatter"):
-        fault = _fault_of_reduction(collective, size, types, zero)
+        fault = _fault_of_reduction(collective, size, types, counts)
         factor = float(size) if fault and types == "R" else 1.0
         if not fault and "P" in types and collective.op == "avg":
             factor = 1 / size
@@ -157,10 +165,14 @@ def effect(
         return [Outcome(item, fault) for item in whole]
     if kind == "broadcast":
         return [Outcome(item) for item in whole]
-    return [Outcome(filled(shape, P) if types == "P" else halves(shape)) for shape in shapes]
+    if kind == "all_to_all" and types in ("P", "V"):
+        return [Outcome(filled(shape, P if types == "P" else V)) for shape in shapes]
+    if kind == "all_to_all":
+        return [Outcome(filled(shape, V), f"what {kind} deals out is not typed", "unknown") for shape in shapes]
+    return [Outcome(halves(shape)) for shape in shapes]
 
 
-def _fault_of_reduction(collective: Collective, size: int, types: str, zero: bool) -> str:
+def _fault_of_reduction(collective: Collective, size: int, types: str, counts: bool) -> str:
     """Return what is wrong with a reduction of values with these types, or an empty string."""
     if collective.op not in ("sum", "avg"):
         return ""
@@ -170,7 +182,7 @@ def _fault_of_reduction(collective: Collective, size: int, types: str, zero: boo
         return f"{collective} of norms: square them first"
     if "S" in types or "X" in types:
         return f"{collective} adds slices of different elements"
-    if types == "R" and collective.op == "sum" and not zero:
+    if types == "R" and collective.op == "sum" and not counts:
         return f"{collective} of a value that is already equal on all ranks multiplies it by {size}"
     return ""
 

@@ -100,7 +100,11 @@ def _flops(line: RecordedLine) -> int:
     count = flop_counter.flop_registry.get(line.operator.overloadpacket)
     if count is None:
         return 0
-    args, kwargs, results = tree_map_only(Ref, _on_meta, (line.args, line.kwargs, line.results))
+    results: Sequence[Ref | None] = line.results
+    if line.name == "convolution_backward":  # its mask says which gradients it computes
+        computed = iter(line.results)
+        results = [next(computed) if is_computed else None for is_computed in line.args[-1]]
+    args, kwargs, results = tree_map_only(Ref, _on_meta, (line.args, line.kwargs, results))
     return int(count(*args, **kwargs, out_val=results[0] if len(results) == 1 else results))
 
 

@@ -7,9 +7,10 @@ which it differs from the true one, and the cause of its fault: what follows fro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from functools import partial
 from itertools import combinations
 from math import isclose, prod
 from typing import Any
@@ -20,15 +21,15 @@ from torch.utils._pytree import tree_map_only
 
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.spmd.collectives import effect
-from thunder_zero.spmd.laws import Outcome, P, V, filled, halves, has, letters
+from thunder_zero.spmd.laws import Outcome, P, R, V, filled, halves, has, is_sliced, letters
 from thunder_zero.spmd.record import SILENT, Parameter, RecordedLine, Ref, Shadow, StepRecord
 from thunder_zero.spmd.regions import Region, Trial, are_typed, joined, starts_region
 from thunder_zero.spmd.rules import FACTORS, MOVES, SELECTIONS, Rules, averages, is_constant, runner, shapes_of
 from thunder_zero.spmd.rules import Memo as Memo
 from thunder_zero.spmd.storages import TypedStorages, cut_dim, end_of, is_contiguous
+from thunder_zero.spmd.verdict import TIMES_TRUE
 from thunder_zero.spmd.verdict import Fault as Fault
 
-TIMES_TRUE = "x the true one"
 MEANINGS = {
     "R": "equal on all ranks",
     "S": "a slice",
@@ -96,7 +97,12 @@ class Walk:
         self._assumed: set[str] = set()
         self._inputs_differ = False
         self._placed = {item.ref.storage: item for item in (*record.buffers, *record.parameters)}
+        self._cuts: dict[torch.Size, Tensor] = {}  # codes of slices that are gathered or dealt out, by shape
         self._sized_by_data: set[int] = set()  # storages whose shapes follow from the values of each rank
+        self._batch_shapes = set(self._shapes_of_batches()) if batches_differ else set()
+        self._pieces = packed(record)
+        self._cut_params: set[int] = set()  # storages of parameters that the user cut
+        self._summed: set[int] = set()  # storages whose values were moved into a sum
         self._line, self._began_backward = 0, False
 
     def run(self) -> AxisTypes:
@@ -115,6 +121,7 @@ class Walk:
                 if line is not None:
                     types.append(self._type(line))
         self._check_loss()
+        self._check_parameters()
         faults, assumed = tuple(self._faults.values()), tuple(sorted(self._assumed))
         return AxisTypes(tuple(types), faults, gradients, assumed, self._inputs_differ, reductions)
 
@@ -141,6 +148,8 @@ class Walk:
 
     def _place(self) -> None:
         """Type parameters and buffers by their placements."""
+        for item in (*self._record.parameters, *self._record.slices):
+            self._values[item.ref].is_learned = True
         for item in (*self._placed.values(), *self._record.slices):
             where = item.placements.get(self._axis)
             if isinstance(where, int):
@@ -156,16 +165,28 @@ class Walk:
         theirs, whole = (item if len(item) == len(mine) else mine for item in (theirs, whole))
         for ref, value, their_value, (full, _) in zip(line.fresh, mine, theirs, whole, strict=True):
             item, differs = self._placed.get(ref.storage), value != their_value
+            self._values[ref].is_total |= ref.storage in self._record.equalised
             if ref.storage in self._record.equalised or (item is not None and self._axis in item.placements):
                 continue
             dim = cut_dim(ref.shape, full if item is None else self._full_shapes.get(item.path, full))
             is_slice = dim is not None and (item is not None or not self._batches_differ)
-            if is_slice or (differs and item is None):
-                self._values.give(ref, halves(ref.shape, dim or 0))
+            if is_slice and item is not None:
+                self._cut_params.add(ref.storage)
+            if is_slice or (item is None and (differs or ref.shape in self._batch_shapes)):
+                self._values.give(ref, halves(ref.shape, dim or 0, self._pieces.get(ref.storage, 1)))
             elif differs and item is not None:
                 text = "its values differ between the ranks before the step: broadcast it, or seed the ranks alike"
                 self._say("error", text, item.path, item.path)
             self._inputs_differ |= differs and item is None
+
+    def _shapes_of_batches(self) -> Iterator[tuple[int, ...]]:
+        """Yield the shapes of inputs that differ between the ranks: an equal mask of such a shape is cut alike."""
+        for index, line in enumerate(self._record.lines):
+            mine = self._record.shadows[index].fresh
+            theirs = self._neighbour[index].fresh if index in self._neighbour else mine
+            for ref, value, their_value in zip(line.fresh, mine, theirs, strict=False):
+                if value != their_value and len(ref.shape) > 1 and ref.storage not in self._placed:
+                    yield from (ref.shape[:size] for size in range(2, len(ref.shape) + 1))
 
     # lines
 
@@ -198,7 +219,7 @@ class Walk:
             if offset != ref.offset and ref.nbytes and not self._codes(ref).any() and not is_sized:
                 steps = [*ref.stride, 0]
                 gaps = (dim for dim in range(1, len(ref.shape)) if steps[dim - 1] > ref.shape[dim] * steps[dim])
-                result[ref] = halves(ref.shape, next(gaps, 0))
+                result[ref] = self._cuts[torch.Size(ref.shape)] = halves(ref.shape, next(gaps, 0))
         return result
 
     def _view(self, line: RecordedLine) -> None:
@@ -223,16 +244,36 @@ class Walk:
         region = self._join(line)
         indices = (ref for ref in line.inputs if not ref.dtype.is_floating_point and self._values[ref].region)
         is_routed = any(has(self._codes(ref), V) for ref in indices)
-        outcomes = self._rules.outcomes(line, targets, self._mine, self._theirs, self._numbers, is_routed=is_routed)
+        given = self._mine, self._theirs, self._numbers
+        typed = partial(self._rules.outcomes, line, targets, *given, is_routed=is_routed)
+        outcomes = typed()
+        if line.name == "sum" and self._values[line.inputs[0]].is_dealt and has(outcomes[0].codes, P):
+            outcomes = self._known_cuts("reduce_scatter", (), [Outcome(halves(ref.shape)) for ref in targets])
         joint = self._rules.joint_outcomes(region, targets) if region and not are_typed(outcomes, targets) else None
         if may_start and not region and starts_region(line.name, outcomes, targets):
             region = joined((), self._trial(line))
             text = f"what {line.name} writes depends on the data, and no law was found after it"
             outcomes = [replace(item, text=text, kind="unknown") if has(item.codes, V) else item for item in outcomes]
+        if joint is None and self._batches_differ and (line.backward or not self._began_backward):
+            outcomes = self._of_own_batch(line, outcomes, typed)
         reads = () if is_constant(line.name) else line.read
         self._write(line, reads, targets, joint or outcomes, ends_region=joint is not None)
         for ref, outcome in zip(targets, joint or outcomes, strict=True):
             self._values[ref].region = region if has(outcome.codes, V) or has(outcome.codes, P) else ()
+
+    def _of_own_batch(
+        self, line: RecordedLine, outcomes: Sequence[Outcome], again: Callable[[], list[Outcome]]
+    ) -> list[Outcome]:
+        """Return a warning in place of an error if a line needs a mean of the whole batch, as a router's loss does."""
+        means = [ref for ref in line.inputs if self._values[ref].is_mean and has(self._codes(ref), P)]
+        if not means or "nll_loss" in line.name or not any(item.is_error for item in outcomes):
+            return [*outcomes]
+        for ref in means:
+            self._values.give(ref, filled(ref.shape, R))
+        if line.backward:
+            return again()
+        text = f"{line.name} of a mean over each rank's own batch: it is not that of the whole batch"
+        return [replace(item, codes=filled(item.codes.shape, P), text=text, kind="warning") for item in outcomes]
 
     def _join(self, line: RecordedLine) -> Region:
         """Return the region of a line; () if no input has one. A view joins that of its source."""
@@ -254,12 +295,30 @@ class Walk:
                 continue
             codes = [self._codes(ref).clone() for ref in inputs]
             zero = all(not self._record.values[ref].any() for ref in inputs if ref in self._record.values)
+            learned = (ref for ref in inputs if ref.dtype.is_floating_point and self._values[ref].is_learned)
+            counts = zero or next(learned, None) is None
             shapes = [ref.shape for ref in outputs]
-            outcomes = effect(item, self._axis, self._size, codes, shapes, zero=zero)
-            self._tell_unknown(inputs)
-            self._write(line, inputs, outputs, outcomes)
+            outcomes = effect(item, self._axis, self._size, codes, shapes, counts=counts)
+            if self._axis in item.axes:
+                outcomes = self._known_cuts(item.kind, codes, outcomes)
+            is_extreme = item.op in ("max", "min")  # equal on all ranks, whatever it reads
+            self._tell_unknown(() if is_extreme else inputs)
+            self._write(line, () if is_extreme else inputs, outputs, outcomes)
+            for ref in outputs:
+                self._values[ref].region = ()
+            if item.op in ("sum", "avg"):
+                self._summed.update(*({ref.storage} | self._values[ref].parts for ref in inputs))
         if not item.axes:
             self._say("error", f"{item.kind} over a group that is no axis of the mesh", line.where)
+
+    def _known_cuts(self, kind: str, codes: Sequence[Tensor], outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Return outcomes. Slices that are made by a sum are cut as gathered slices of the same shape are."""
+        if kind == "all_gather":
+            self._cuts.update((item.shape, item) for item in codes if is_sliced(item))
+        if kind != "reduce_scatter":
+            return [*outcomes]
+        cuts = (self._cuts.get(item.codes.shape) if item.codes.dim() > 1 else None for item in outcomes)
+        return [item if cut is None else replace(item, codes=cut) for item, cut in zip(outcomes, cuts, strict=True)]
 
     def _write(
         self,
@@ -278,13 +337,26 @@ class Walk:
         factors = [self._factor(line, inputs, ref, outcome) for ref, outcome in zip(targets, outcomes, strict=True)]
         reductions = _reductions(line, [item.reductions for item in sources], targets)
         is_mean = line.collective is None and any(item.is_mean for item in sources)
+        is_total = (line.collective is not None and "reduce" in line.collective.kind) or any(
+            item.is_total for item in sources
+        )
+        moves = line.name in MOVES or line.name in FACTORS
+        parts = frozenset().union(*({ref.storage} | item.parts for ref, item in zip(inputs, sources, strict=True)))
+        deals = line.collective is not None and line.collective.kind == "all_to_all"
+        is_dealt = deals or (line.name in MOVES and any(item.is_dealt for item in sources))
+        is_learned = line.backward or any(item.is_learned for item in sources)
         is_divided = self._divides(line) or (line.name in MOVES and any(item.is_divided for item in sources[:1]))
         for ref, outcome, factor in zip(targets, outcomes, factors, strict=True):
             value = self._values[ref]
             self._values.give(ref, self._known_codes(line, ref, outcome.codes))
             value.set_factor(factor)
-            value.is_mean = is_mean or (averages(line) and has(outcome.codes, P))
-            value.is_divided, value.reductions = is_divided, reductions
+            is_share = has(outcome.codes, P) and not self._began_backward and (self._batches_differ or not ref.shape)
+            value.is_mean = (
+                is_mean or (averages(line) and has(outcome.codes, P)) or (is_share and self._divides_by_own_count(line))
+            )
+            value.is_total, value.parts = is_total, parts if moves else frozenset()
+            value.is_dealt = is_dealt
+            value.is_divided, value.reductions, value.is_learned = is_divided, reductions, is_learned
             told = self._hear(outcome, line, note) if cause is None else None
             value.cause = cause or told or (note if has(outcome.codes, V) else None)
 
@@ -334,16 +406,22 @@ class Walk:
         """Return whether a line divides a value by the number of ranks."""
         return not line.name.startswith("_foreach") and isclose(self._scaled(line), 1 / self._size, rel_tol=1e-6)
 
+    def _divides_by_own_count(self, line: RecordedLine) -> bool:
+        """Return whether a line divides by a number that is no count of the whole batch."""
+        scaled, number = self._scaled(line), line.args[-1] if line.args else None
+        is_total = isinstance(number, Ref) and self._values[number].is_total
+        return scaled < 1 and not is_total and round(1 / scaled) % self._size != 0
+
     def _scaled(self, line: RecordedLine) -> float:
         """Return the number by which a line multiplies, or 1 if there is none that is equal on all ranks."""
         if line.name not in FACTORS or len(line.args) < 2:
             return 1.0
-        number = line.args[1]
+        number = line.args[-1]
         if isinstance(number, Ref) and number.shape == () and letters(self._codes(number)) == "R":
             number = float(self._record.values[number])
         if not isinstance(number, int | float) or not number:
             return 1.0
-        return abs(number) if "mul" in line.name else 1 / abs(number)
+        return 1 / abs(number) if "div" in line.name else abs(number)
 
     def _own_part(self, scaled: float) -> float:
         """Return this axis' part of a factor: the factor 1/15 is 1/5 on an axis of 5 ranks beside one of 3."""
@@ -364,7 +442,8 @@ class Walk:
         wanted = "P" if grad.placements.get(self._axis) == "partial" else wanted
         got, value = letters(self._codes(grad.ref)), self._values[grad.ref]
         self._tell_unknown([grad.ref])
-        if value.is_spoiled:
+        is_summed = got == "P" and grad.path not in self._record.stepped and grad.ref.storage in self._summed
+        if value.is_spoiled or is_summed:  # a copy was summed, which makes the new parameter
             return got, value.factor
         if got != wanted and not (wanted == "S" and set(got.split("+")) <= {"S", "R"}):
             note = f": {value.cause.text} ({value.cause.where})" if value.cause is not None else ""
@@ -375,6 +454,15 @@ class Walk:
             what = "mean" if self._loss_is_mean() else "sum"
             self._say("error", f"gradient is {value.factor:.4g} {TIMES_TRUE} (the loss is a {what})", path=grad.path)
         return got, value.factor
+
+    def _check_parameters(self) -> None:
+        """Say which parameters an update by hand leaves different on each rank."""
+        for item in self._record.parameters:
+            types, value = letters(self._codes(item.ref)), self._values[item.ref]
+            is_cut = isinstance(item.placements.get(self._axis), int) or item.ref.storage in self._cut_params
+            is_updated = item.ref.writes and item.path not in self._record.stepped
+            if is_updated and types != "R" and not is_cut and not value.is_spoiled:
+                self._say("error", f"after the step its values are {MEANINGS[types[0]]}", path=item.path)
 
     def _check_loss(self) -> None:
         loss = self._record.loss
@@ -399,6 +487,20 @@ def _reductions(line: RecordedLine, before: Sequence[tuple[str, ...]], targets: 
     result = tuple(dict.fromkeys(text for texts in before for text in texts)) if item is not None or keeps else ()
     if item is not None and item.op in ("sum", "avg"):
         return (*result, f"{item} in {name_of(targets[0].dtype)}")
+    return result
+
+
+def packed(record: StepRecord) -> dict[int, int]:
+    """Return in how many pieces the products of parameters are split, by storage, as queries, keys and values are."""
+    factors: dict[int, list[int]] = {}
+    result: dict[int, int] = {}
+    for line in record.lines:
+        if line.name in ("mm", "addmm", "linear", "bmm"):
+            factors.update((ref.storage, [item.storage for item in line.inputs]) for ref in line.results)
+        elif line.name.startswith("split") and len({ref.shape for ref in line.results}) == 1 and not line.backward:
+            source = line.inputs[0]
+            if sum(ref.shape[-1] for ref in line.results) == source.shape[-1]:
+                result.update((storage, len(line.results)) for storage in factors.get(source.storage, ()))
     return result
 
 

@@ -89,7 +89,7 @@ def has(codes: Tensor, code: int) -> bool:
 
 def _equal(one: Tensor, other: Tensor) -> Tensor:
     one, other = (torch.view_as_real(item) if item.is_complex() else item.double() for item in (one, other))
-    return torch.isclose(one, other, rtol=1e-6, atol=1e-9, equal_nan=True)
+    return torch.isclose(one, other, rtol=1e-8, atol=1e-9, equal_nan=True)
 
 
 def _all_equal(pair: Pair, other: Pair) -> bool:
@@ -192,7 +192,7 @@ class Experiment:
             value = torch.where(flips & (codes != R) & value.isfinite(), -value, value)
         order = torch.randperm(value.numel(), generator=self._dice)
         other = value.reshape(-1)[order].reshape(value.shape)
-        other = other * (1 + 0.3 * torch.rand(value.shape, generator=self._dice, dtype=torch.float64))
+        other = other * (1.05 + 0.3 * torch.rand(value.shape, generator=self._dice, dtype=torch.float64))
         free = (codes == P) | (codes == N)
         first = torch.where(free, self._normal(value.shape), value)
         return first, torch.where(codes == R, value, torch.where(free, self._normal(value.shape), other))
@@ -239,7 +239,7 @@ class Experiment:
             return Outcome(filled(shape, R))
         if not _all_equal(runs.drawn, runs.redrawn):
             return Outcome(filled(shape, V))
-        if by_swap and not by_split:
+        if not by_split:
             for codes in candidates(self._codes, shape):
                 if _all_equal(exchange(runs.drawn, codes), runs.swapped):
                     return Outcome(torch.where((codes == A) | (codes == B), codes, torch.where(same, R, F).byte()))
@@ -248,7 +248,7 @@ class Experiment:
         return self._sum_or_none(shape, runs)
 
     def _sum_or_none(self, shape: Sequence[int], runs: ChangedRuns) -> Outcome:
-        name, ranks, has_shares = self._name, self._ranks, "P" in self._letters
+        name, ranks, has_shares = self._name, self._ranks, bool(self._letters & {"P", "N"})
         if runs.keeps(torch.add):
             added = (
                 "a value that is equal on all ranks is added to a share of a sum"

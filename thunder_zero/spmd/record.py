@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -33,7 +34,7 @@ from thunder_zero.compat.torch.recording import (
     next_sequence,
     with_arrived_works,
 )
-from thunder_zero.spmd.collectives import Collective, Pair, collective_of, fill
+from thunder_zero.spmd.collectives import Collective, Pair, axes_of, collective_of, fill
 from thunder_zero.spmd.processes import NotChecked
 
 PACKAGE, TORCH = str(Path(__file__).resolve().parents[1]), str(Path(nn.__file__).resolve().parents[1])
@@ -402,9 +403,11 @@ class StepRecorder(TorchDispatchMode):
     def _note_slices(self, module: nn.Module) -> None:
         """Note how gathered parameters of FSDP2 are sliced on the other axes."""
         for item in module.parameters(recurse=False):
-            if isinstance(item, DTensor) and len(item.device_mesh.mesh_dim_names or ()) < len(self._axes):
+            if isinstance(item, DTensor):
                 placed = self._placed("", item)
-                if any(isinstance(dim, int) for dim in placed.placements.values()):
+                if len(placed.placements) < len(self._axes) and any(
+                    isinstance(dim, int) for dim in placed.placements.values()
+                ):
                     self._slices[placed.ref.storage] = placed
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -420,7 +423,12 @@ class StepRecorder(TorchDispatchMode):
         local = _local(item)
         if isinstance(item, DTensor):
             dims = [placement.dim for placement in item.placements if isinstance(placement, Shard | StridedShard)]
-            for axis, placement in zip(item.device_mesh.mesh_dim_names or (), item.placements, strict=True):
+            on_axes = [
+                (axis, placement)
+                for index, placement in enumerate(item.placements)
+                for axis in axes_of(self._mesh, dist.get_process_group_ranks(item.device_mesh.get_group(index)))
+            ]  # a flattened mesh has several axes in one dimension
+            for axis, placement in on_axes:
                 if isinstance(placement, Replicate | Partial):
                     placements[axis] = "replicate" if isinstance(placement, Replicate) else "partial"
                 else:

@@ -18,7 +18,8 @@ def verdict_of(
     """Return the verdict on a typed record. ``extra`` are faults that need no types."""
     gradients = tuple(_gradient(item.path, types) for item in record.gradients)
     equal = {axis for axis, found in types.items() if axis in data and not found.inputs_differ}
-    faults = [*extra, *map(_equal_batches, sorted(equal)), *_optimizer(record), *_precisions(record, gradients)]
+    faults = [*extra, *map(_equal_batches, sorted(equal)), *_optimizer(record), *_missing(record)]
+    faults += _precisions(record, gradients)
     faults += [fault for axis, found in types.items() for fault in found.faults if axis not in equal]
     faults.sort(key=lambda fault: (ORDER.index(fault.kind), fault.line))
     assumed = [f"ranks along {axis} have batches of their own" for axis in data if axis in types]
@@ -59,6 +60,12 @@ def _optimizer(record: StepRecord) -> Iterator[Fault]:
             "values; make the optimizer after fully_shard or parallelize_module"
         )
         yield Fault("every axis", "error", text, line=len(record.lines), parameters=missing)
+
+
+def _missing(record: StepRecord) -> Iterator[Fault]:
+    if not record.gradients:
+        text = "no parameter of the model has a gradient at the optimizer's step, or at the end of the step"
+        yield Fault("every axis", "error" if record.stepped else "unknown", text, line=len(record.lines))
 
 
 def _precisions(record: StepRecord, gradients: Sequence[Gradient]) -> Iterator[Fault]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from thunder_zero.compat.torch.recording import in_float64
-from thunder_zero.spmd.laws import Experiment, Outcome, P, R, Rerun, V, X, as_slices, filled, halves, has, letters
+from thunder_zero.spmd.laws import Experiment, N, Outcome, P, R, Rerun, V, X, as_slices, filled, halves, has, letters
 from thunder_zero.spmd.record import RANDOM, RecordedLine, Ref, Shadow, argument_of
 from thunder_zero.spmd.regions import Region, are_typed, as_one
 from thunder_zero.spmd.storages import TypedStorages
@@ -36,7 +36,8 @@ SCATTERS = _words(
 )
 PARTS_OF_BACKWARD = _words("slice_backward select_backward")
 MEANS = _words("mean nll_loss_forward nll_loss2d_forward mse_loss binary_cross_entropy")
-FACTORS = _words("mul mul_ div div_ _foreach_mul_ _foreach_div_ _foreach_mul _foreach_div")
+UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+FACTORS = _words(f"mul mul_ div div_ _foreach_mul_ _foreach_div_ _foreach_mul _foreach_div {UNSCALE}")
 
 REPEATS = 6  # of a region's experiment, with other values: a law may hold by chance for a single row
 
@@ -99,7 +100,7 @@ class Rules:
         draws_differ = self._batches_differ or theirs.drawn != mine.drawn
         if line.backward and numbers is not None and shapes_of(mine) != shapes_of(theirs):
             return _unknown(f"the sizes of {name} differ between the ranks", targets)
-        if numbers is not None and name in RANGES:
+        if numbers is not None and (name in RANGES or self._shifts_range(line, numbers)):
             return [Outcome(halves(ref.shape)) for ref in targets]
         if name in RANDOM and (draws_differ or not line.inputs or name.endswith("_")):
             return [Outcome(_drawn(name, codes, ref) if draws_differ else filled(ref.shape, R)) for ref in targets]
@@ -107,11 +108,25 @@ class Rules:
             return [Outcome(filled(ref.shape, R)) for ref in targets]
         if name in MOVES:
             return [Outcome(item) for item in self._moved(line, targets)]
+        is_root = name == "sqrt" or (name == "pow" and line.args[1] == 0.5)
+        if is_root and has(codes[0], P) and set(letters(codes[0])) <= set("P+R"):
+            if self._types[line.inputs[0]].is_mean:
+                return [Outcome(filled(ref.shape, R), f"{name} is not linear in a share of a mean") for ref in targets]
+            return [Outcome(torch.where(codes[0] == P, N, codes[0]).byte())]  # the norm of a share of a sum of squares
         if "batch_norm" in name and self._batches_differ:
             return _batch_norm(line, codes[1 if line.backward else 0], targets)
         if is_routed:
             return [Outcome(filled(ref.shape, V)) for ref in targets]
         return self._masked(line, codes, targets, numbers) or self._experiment(line, codes, targets, numbers)
+
+    def _shifts_range(self, line: RecordedLine, numbers: tuple[Any, ...]) -> bool:
+        """Return whether a line computes consecutive numbers, as positions in a slice, that two ranks share none of."""
+        values = [self._values[ref] for ref in line.inputs]
+        if any(value.is_floating_point() or value.numel() < 2 for value in values):
+            return False
+        mine, theirs = (runner(line, numbers)(values, rank)[0].reshape(-1) for rank in (0, 1))
+        are_ranges = all(bool((item.diff() == 1).all()) for item in (mine, theirs))
+        return are_ranges and abs(int(mine[0]) - int(theirs[0])) >= len(mine)
 
     def joint_outcomes(self, region: Region, targets: Targets) -> list[Outcome] | None:
         """Return the outcomes of a region's last line, if all its lines together keep a law."""

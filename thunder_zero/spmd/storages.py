@@ -29,8 +29,12 @@ class TypedStorage:
         factor: by which the values differ from the true ones.
         is_mean: whether they follow from a mean over this rank's part.
         is_divided: whether they were divided by the number of ranks.
+        is_learned: whether they follow from parameters.
+        is_total: whether they follow from a sum over the ranks.
+        is_dealt: whether they came by an all_to_all, so that the sum of shares is a slice.
         cause: the fault that they follow from: an error that was told, or what is unknown, or the note of a ``V``.
         reductions: of a gradient.
+        parts: the storages whose values were moved here.
         region: the lines that made them, from where values decide what is read (``regions.py``).
     """
 
@@ -39,6 +43,10 @@ class TypedStorage:
     factor: float = 1.0
     is_mean: bool = False
     is_divided: bool = False
+    is_learned: bool = False
+    is_total: bool = False
+    is_dealt: bool = False
+    parts: frozenset[int] = frozenset()
     cause: Fault | None = None
     reductions: tuple[str, ...] = ()
     region: Region = ()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the caller's process computes nothing
     from thunder_zero.spmd.picture import StepPicture
 
 ENDS = {0: "nothing wrong", 1: "wrong", 2: "cannot say"}
+TIMES_TRUE = "x the true one"
 MOST = 12  # rows of a table
 INDENT = "   "
 
@@ -109,6 +110,16 @@ class Verdict:
         """0 if nothing is wrong, 1 if something is wrong, 2 if the check cannot say."""
         kinds = {fault.kind for fault in self.faults}
         return 1 if "error" in kinds else 2 if "unknown" in kinds else 0
+
+    @property
+    def has_wrong_factors(self) -> bool:
+        """True if a gradient is a multiple of the true one."""
+        return any(TIMES_TRUE in fault.text for fault in self.faults)
+
+    def with_factors_of(self, other: Verdict) -> Verdict:
+        """Return the verdict with the factors on a mesh of other sizes, which tells ranks from other numbers."""
+        faults = tuple(fault for fault in self.faults if TIMES_TRUE not in fault.text)
+        return replace(self, faults=faults, gradients=other.gradients)
 
     def to_json(self) -> str:
         """Return the verdict as JSON, with its status and without the step."""

@@ -60,12 +60,22 @@ def with_arrived_works(result: Any, outputs: Sequence[Tensor]) -> Any:
     return tree_map_only(torch.ScriptObject, arrived, result)
 
 
-# needed while: torch's grouped product has no kernel for float64.
+# needed while: torch's grouped product, and what a GradScaler calls, have no kernels for float64.
 
 
 def in_float64(operator: Any) -> Any:
     """Return a function that computes what an operator does in float64, too."""
-    return _grouped_mm if operator is torch.ops.aten._grouped_mm.default else operator
+    kernels: dict[Any, Any] = {
+        torch.ops.aten._grouped_mm.default: _grouped_mm,
+        torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    }
+    return kernels.get(operator, operator)
+
+
+def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    for grad in grads:
+        grad.mul_(inv_scale)
+        found_inf.copy_(torch.maximum(found_inf, (~grad.isfinite().all()).to(found_inf.dtype)))
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
