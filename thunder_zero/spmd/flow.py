@@ -7,12 +7,10 @@ which it differs from the true one, and the cause of its fault: what follows fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import partial
-from itertools import combinations
-from math import isclose, prod
 from typing import Any
 
 import torch
@@ -20,24 +18,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from thunder_zero.plan.amounts import name_of
+from thunder_zero.spmd.admitted import Admitted
 from thunder_zero.spmd.collectives import effect
+from thunder_zero.spmd.ending import Ending
+from thunder_zero.spmd.factors import Factors
 from thunder_zero.spmd.laws import Outcome, P, R, V, filled, halves, has, is_sliced, letters
-from thunder_zero.spmd.record import SILENT, Parameter, RecordedLine, Ref, Shadow, StepRecord
+from thunder_zero.spmd.record import SILENT, RecordedLine, Ref, Shadow, StepRecord
 from thunder_zero.spmd.regions import Region, Trial, are_typed, joined, starts_region
 from thunder_zero.spmd.rules import FACTORS, MOVES, SELECTIONS, Rules, averages, is_constant, runner, shapes_of
 from thunder_zero.spmd.rules import Memo as Memo
 from thunder_zero.spmd.storages import TypedStorages, cut_dim, end_of, is_contiguous
-from thunder_zero.spmd.verdict import TIMES_TRUE
+from thunder_zero.spmd.told import Told
 from thunder_zero.spmd.verdict import Fault as Fault
-
-MEANINGS = {
-    "R": "equal on all ranks",
-    "S": "a slice",
-    "P": "a share of a sum that is never summed",
-    "N": "a share of a norm",
-    "V": "different on each rank",
-    "X": "random on each rank",
-}
 
 
 @dataclass(frozen=True)
@@ -85,23 +77,19 @@ class Walk:
     ) -> None:
         self._record, self._axis, self._size = record, axis, record.axes[axis]
         self._batches_differ = batches_differ
-        self._neighbour, self._whole = _aligned(record, neighbour), _aligned(record, whole)
-        self._full_shapes = {item.path: item.ref.shape for item in whole.parameters} if whole is not None else {}
+        self._neighbour, whole_lines = _aligned(record, neighbour), _aligned(record, whole)
         self._values = TypedStorages()
         self._rules = Rules(
             record.values, self._codes, self._values, self._size, batches_differ=batches_differ, memo=memo
         )
         self._over: dict[Ref, Tensor] = {}  # codes of inputs that are another part of a value on the neighbour
-        self._gathered: dict[int, Tensor] = {}  # codes of parameters that FSDP2 gathers, by storage
-        self._faults: dict[tuple[str, str], Fault] = {}
-        self._assumed: set[str] = set()
-        self._inputs_differ = False
-        self._placed = {item.ref.storage: item for item in (*record.buffers, *record.parameters)}
+        self._told, self._factors = Told(axis), Factors(record, axis, self._values, self._codes)
         self._cuts: dict[torch.Size, Tensor] = {}  # codes of slices that are gathered or dealt out, by shape
         self._sized_by_data: set[int] = set()  # storages whose shapes follow from the values of each rank
-        self._batch_shapes = set(self._shapes_of_batches()) if batches_differ else set()
-        self._pieces = packed(record)
-        self._cut_params: set[int] = set()  # storages of parameters that the user cut
+        self._admitted = Admitted(
+            record, axis, self._neighbour, whole, whole_lines, self._values, self._told, batches_differ=batches_differ
+        )
+        self._ending = Ending(record, axis, self._values, self._told)
         self._summed: set[int] = set()  # storages whose values were moved into a sum
         self._line, self._began_backward = 0, False
 
@@ -110,20 +98,21 @@ class Walk:
         gradients: dict[str, tuple[str, float]] = {}
         reductions: dict[str, tuple[str, ...]] = {}
         types = []
-        self._place()
         due = self._record.gradients_by_line
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for index, line in enumerate((*self._record.lines, None)):
-                self._line = index
+                self._line = self._told.line = index
                 for grad in due.get(index, ()):
-                    gradients[grad.path] = self._check_gradient(grad)
+                    is_mean, is_summed = self._loss_is_mean(), grad.ref.storage in self._summed
+                    gradients[grad.path] = self._ending.gradient(grad, is_mean=is_mean, is_summed=is_summed)
                     reductions[grad.path] = self._values[grad.ref].reductions
                 if line is not None:
                     types.append(self._type(line))
-        self._check_loss()
-        self._check_parameters()
-        faults, assumed = tuple(self._faults.values()), tuple(sorted(self._assumed))
-        return AxisTypes(tuple(types), faults, gradients, assumed, self._inputs_differ, reductions)
+        if not self._batches_differ:
+            self._ending.loss()
+        self._ending.parameters(self._admitted.cut)
+        told = self._told
+        return AxisTypes(tuple(types), told.faults, gradients, told.assumed, self._admitted.differ, reductions)
 
     def _codes(self, ref: Ref) -> Tensor:
         return self._over[ref] if ref in self._over else self._values.codes(ref)
@@ -144,50 +133,6 @@ class Walk:
         is_sized = self._line < len(self._record.lines) and self._reads_sized(self._record.lines[self._line])
         return self._theirs.scalars if differs and not is_sized else None
 
-    # values that come from outside of the record
-
-    def _place(self) -> None:
-        """Type parameters and buffers by their placements."""
-        for item in (*self._record.parameters, *self._record.slices):
-            self._values[item.ref].is_learned = True
-        for item in (*self._placed.values(), *self._record.slices):
-            where = item.placements.get(self._axis)
-            if isinstance(where, int):
-                self._values.give(item.ref, halves(item.ref.shape, where, item.pieces.get(self._axis, 1)))
-            elif where == "partial":
-                self._values.give(item.ref, filled(item.ref.shape, P))
-            if isinstance(where, int) and item in self._record.slices:
-                self._gathered[item.ref.storage] = self._values[item.ref].codes.clone()
-
-    def _admit(self, line: RecordedLine) -> None:
-        """Type what a line reads first, by comparing it with the neighbour's."""
-        mine, theirs, whole = self._mine.fresh, self._theirs.fresh, self._whole.get(self._line, self._mine).fresh
-        theirs, whole = (item if len(item) == len(mine) else mine for item in (theirs, whole))
-        for ref, value, their_value, (full, _) in zip(line.fresh, mine, theirs, whole, strict=True):
-            item, differs = self._placed.get(ref.storage), value != their_value
-            self._values[ref].is_total |= ref.storage in self._record.equalised
-            if ref.storage in self._record.equalised or (item is not None and self._axis in item.placements):
-                continue
-            dim = cut_dim(ref.shape, full if item is None else self._full_shapes.get(item.path, full))
-            is_slice = dim is not None and (item is not None or not self._batches_differ)
-            if is_slice and item is not None:
-                self._cut_params.add(ref.storage)
-            if is_slice or (item is None and (differs or ref.shape in self._batch_shapes)):
-                self._values.give(ref, halves(ref.shape, dim or 0, self._pieces.get(ref.storage, 1)))
-            elif differs and item is not None:
-                text = "its values differ between the ranks before the step: broadcast it, or seed the ranks alike"
-                self._say("error", text, item.path, item.path)
-            self._inputs_differ |= differs and item is None
-
-    def _shapes_of_batches(self) -> Iterator[tuple[int, ...]]:
-        """Yield the shapes of inputs that differ between the ranks: an equal mask of such a shape is cut alike."""
-        for index, line in enumerate(self._record.lines):
-            mine = self._record.shadows[index].fresh
-            theirs = self._neighbour[index].fresh if index in self._neighbour else mine
-            for ref, value, their_value in zip(line.fresh, mine, theirs, strict=False):
-                if value != their_value and len(ref.shape) > 1 and ref.storage not in self._placed:
-                    yield from (ref.shape[:size] for size in range(2, len(ref.shape) + 1))
-
     # lines
 
     def _type(self, line: RecordedLine) -> tuple[str, ...]:
@@ -197,7 +142,7 @@ class Walk:
         if (line.name in SELECTIONS or self._reads_sized(line)) and shapes_of(self._mine) != shapes_of(self._theirs):
             self._sized_by_data |= {ref.storage for ref in targets}
         self._over = self._parts_of_rank(line)
-        self._admit(line)
+        self._admitted.read(line, self._line)
         if line.collective is not None:
             self._collective(line)
         elif line.is_view:
@@ -302,14 +247,14 @@ class Walk:
             if self._axis in item.axes:
                 outcomes = self._known_cuts(item.kind, codes, outcomes)
             is_extreme = item.op in ("max", "min")  # equal on all ranks, whatever it reads
-            self._tell_unknown(() if is_extreme else inputs)
+            self._told.unknown(self._values[ref].cause for ref in (() if is_extreme else inputs))
             self._write(line, () if is_extreme else inputs, outputs, outcomes)
             for ref in outputs:
                 self._values[ref].region = ()
-            if item.op in ("sum", "avg"):
+            if item.op in ("sum", "avg") and self._axis in item.axes:
                 self._summed.update(*({ref.storage} | self._values[ref].parts for ref in inputs))
         if not item.axes:
-            self._say("error", f"{item.kind} over a group that is no axis of the mesh", line.where)
+            self._told.say("error", f"{item.kind} over a group that is no axis of the mesh", line.where)
 
     def _known_cuts(self, kind: str, codes: Sequence[Tensor], outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Return outcomes. Slices that are made by a sum are cut as gathered slices of the same shape are."""
@@ -345,48 +290,28 @@ class Walk:
         deals = line.collective is not None and line.collective.kind == "all_to_all"
         is_dealt = deals or (line.name in MOVES and any(item.is_dealt for item in sources))
         is_learned = line.backward or any(item.is_learned for item in sources)
-        is_divided = self._divides(line) or (line.name in MOVES and any(item.is_divided for item in sources[:1]))
+        is_divided = line.name in MOVES and any(item.is_divided for item in sources[:1])
+        is_divided = is_divided or self._factors.divides(line)
         for ref, outcome, factor in zip(targets, outcomes, factors, strict=True):
             value = self._values[ref]
             self._values.give(ref, self._known_codes(line, ref, outcome.codes))
             value.set_factor(factor)
             is_share = has(outcome.codes, P) and not self._began_backward and (self._batches_differ or not ref.shape)
-            value.is_mean = (
-                is_mean or (averages(line) and has(outcome.codes, P)) or (is_share and self._divides_by_own_count(line))
-            )
+            averages_here = averages(line) and has(outcome.codes, P)
+            value.is_mean = is_mean or averages_here or (is_share and self._factors.divides_by_own_count(line))
             value.is_total, value.parts = is_total, parts if moves else frozenset()
             value.is_dealt = is_dealt
             value.is_divided, value.reductions, value.is_learned = is_divided, reductions, is_learned
-            told = self._hear(outcome, line, note) if cause is None else None
+            told = self._told.hear(outcome, line, note) if cause is None else None
             value.cause = cause or told or (note if has(outcome.codes, V) else None)
 
     def _known_codes(self, line: RecordedLine, ref: Ref, codes: Tensor) -> Tensor:
         """Return the codes of a target. Those of a parameter that FSDP2 gathers are known."""
-        gathered = self._gathered.get(ref.storage)
+        gathered = self._admitted.gathered.get(ref.storage)
         if gathered is None or line.name not in MOVES or not is_contiguous(ref):
             return codes
         part = gathered[ref.offset : end_of(ref)]
         return torch.cat([part, codes.reshape(-1)[len(part) :]])
-
-    def _hear(self, outcome: Outcome, line: RecordedLine, note: Fault | None) -> Fault | None:
-        """Tell an outcome's fault. Return it, or what may be told later, as the cause of later faults."""
-        text, kind = outcome.text, outcome.kind
-        if not text:
-            return None
-        if kind == "assumed":
-            self._assumed.add(text)
-        if kind in ("error", "warning"):
-            because = f": {note.text} ({note.where})" if note is not None and line.collective is not None else ""
-            self._say(kind, f"{text}{because}", line.where)
-        if kind in ("assumed", "warning"):
-            return None
-        return Fault(self._axis, kind, text, line.where, self._line)
-
-    def _tell_unknown(self, refs: Sequence[Ref]) -> None:
-        """Report values that are not typed, where they reach a collective or a gradient."""
-        for cause in (self._values[ref].cause for ref in refs):
-            if cause is not None and cause.kind == "unknown":
-                self._say("unknown", cause.text, cause.where)
 
     # factors
 
@@ -399,86 +324,13 @@ class Walk:
         factor = self._values.largest_factor(inputs) * outcome.factor
         counts = self._began_backward and (self._batches_differ or self._loss_is_mean())
         if inputs and (counts or has(outcome.codes, P)):
-            factor *= self._own_part(self._scaled(line))
+            factor *= self._factors.own_part(line)
         return factor
-
-    def _divides(self, line: RecordedLine) -> bool:
-        """Return whether a line divides a value by the number of ranks."""
-        return not line.name.startswith("_foreach") and isclose(self._scaled(line), 1 / self._size, rel_tol=1e-6)
-
-    def _divides_by_own_count(self, line: RecordedLine) -> bool:
-        """Return whether a line divides by a number that is no count of the whole batch."""
-        scaled, number = self._scaled(line), line.args[-1] if line.args else None
-        is_total = isinstance(number, Ref) and self._values[number].is_total
-        return scaled < 1 and not is_total and round(1 / scaled) % self._size != 0
-
-    def _scaled(self, line: RecordedLine) -> float:
-        """Return the number by which a line multiplies, or 1 if there is none that is equal on all ranks."""
-        if line.name not in FACTORS or len(line.args) < 2:
-            return 1.0
-        number = line.args[-1]
-        if isinstance(number, Ref) and number.shape == () and letters(self._codes(number)) == "R":
-            number = float(self._record.values[number])
-        if not isinstance(number, int | float) or not number:
-            return 1.0
-        return 1 / abs(number) if "div" in line.name else abs(number)
-
-    def _own_part(self, scaled: float) -> float:
-        """Return this axis' part of a factor: the factor 1/15 is 1/5 on an axis of 5 ranks beside one of 3."""
-        others = [size for axis, size in self._record.axes.items() if axis != self._axis]
-        for size in {prod(chosen) for count in range(len(others) + 1) for chosen in combinations(others, count)}:
-            if isclose(scaled, self._size * size, rel_tol=1e-5):
-                return float(self._size)
-            if isclose(scaled * self._size * size, 1.0, rel_tol=1e-5):
-                return 1 / self._size
-        return 1.0
-
-    # gradients
-
-    def _check_gradient(self, grad: Parameter) -> tuple[str, float]:
-        """Compare the type of a gradient with that of its parameter. Return it with the gradient's factor."""
-        parameter = next(item for item in self._record.parameters if item.path == grad.path)
-        wanted = "S" if "S" in letters(self._codes(parameter.ref)) else "R"
-        wanted = "P" if grad.placements.get(self._axis) == "partial" else wanted
-        got, value = letters(self._codes(grad.ref)), self._values[grad.ref]
-        self._tell_unknown([grad.ref])
-        is_summed = got == "P" and grad.path not in self._record.stepped and grad.ref.storage in self._summed
-        if value.is_spoiled or is_summed:  # a copy was summed, which makes the new parameter
-            return got, value.factor
-        if got != wanted and not (wanted == "S" and set(got.split("+")) <= {"S", "R"}):
-            note = f": {value.cause.text} ({value.cause.where})" if value.cause is not None else ""
-            advice = f"; sum it over {self._axis}" if got == "P" else ""
-            text = f"gradient is {MEANINGS[got[0]]}, must be {MEANINGS[wanted]}{note}{advice}"
-            self._say("error", text, path=grad.path)
-        elif not isclose(value.factor, 1.0, rel_tol=1e-4):
-            what = "mean" if self._loss_is_mean() else "sum"
-            self._say("error", f"gradient is {value.factor:.4g} {TIMES_TRUE} (the loss is a {what})", path=grad.path)
-        return got, value.factor
-
-    def _check_parameters(self) -> None:
-        """Say which parameters an update by hand leaves different on each rank."""
-        for item in self._record.parameters:
-            types, value = letters(self._codes(item.ref)), self._values[item.ref]
-            is_cut = isinstance(item.placements.get(self._axis), int) or item.ref.storage in self._cut_params
-            is_updated = item.ref.writes and item.path not in self._record.stepped
-            if is_updated and types != "R" and not is_cut and not value.is_spoiled:
-                self._say("error", f"after the step its values are {MEANINGS[types[0]]}", path=item.path)
-
-    def _check_loss(self) -> None:
-        loss = self._record.loss
-        if loss is not None and not self._batches_differ and (types := letters(self._codes(loss))) != "R":
-            self._say("warning", f"the loss is {MEANINGS[types[0]]}: the ranks report different numbers")
 
     def _loss_is_mean(self) -> bool:
         """Return whether the loss is a mean over this rank's part, so that gradients are means over the ranks."""
-        return self._record.loss is not None and self._values[self._record.loss].is_mean
-
-    def _say(self, kind: str, text: str, where: str = "", path: str = "") -> None:
-        """Keep a fault. Parameters with the same fault share it."""
-        key = text, "" if path else where
-        fault = self._faults.get(key, Fault(self._axis, kind, text, where, self._line))
-        paths = dict.fromkeys((*fault.parameters, path) if path else fault.parameters)
-        self._faults[key] = replace(fault, parameters=tuple(paths))
+        loss = self._record.loss
+        return loss is not None and self._values[loss].is_mean
 
 
 def _reductions(line: RecordedLine, before: Sequence[tuple[str, ...]], targets: Sequence[Ref]) -> tuple[str, ...]:
@@ -487,20 +339,6 @@ def _reductions(line: RecordedLine, before: Sequence[tuple[str, ...]], targets: 
     result = tuple(dict.fromkeys(text for texts in before for text in texts)) if item is not None or keeps else ()
     if item is not None and item.op in ("sum", "avg"):
         return (*result, f"{item} in {name_of(targets[0].dtype)}")
-    return result
-
-
-def packed(record: StepRecord) -> dict[int, int]:
-    """Return in how many pieces the products of parameters are split, by storage, as queries, keys and values are."""
-    factors: dict[int, list[int]] = {}
-    result: dict[int, int] = {}
-    for line in record.lines:
-        if line.name in ("mm", "addmm", "linear", "bmm"):
-            factors.update((ref.storage, [item.storage for item in line.inputs]) for ref in line.results)
-        elif line.name.startswith("split") and len({ref.shape for ref in line.results}) == 1 and not line.backward:
-            source = line.inputs[0]
-            if sum(ref.shape[-1] for ref in line.results) == source.shape[-1]:
-                result.update((storage, len(line.results)) for storage in factors.get(source.storage, ()))
     return result
 
 

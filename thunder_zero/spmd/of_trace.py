@@ -34,7 +34,8 @@ from thunder_zero.plan.mesh import ALL, DATA, REPLICATE, SHARD, TENSOR, Mesh
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.ops import Compute, Reduce, Return, Wait, ends
 from thunder_zero.spmd.collectives import NO_SHARE, Collective, collective_kind, fill
-from thunder_zero.spmd.flow import MEANINGS, AxisTypes, Fault, Memo, Walk
+from thunder_zero.spmd.ending import MEANINGS
+from thunder_zero.spmd.flow import AxisTypes, Fault, Memo, Walk
 from thunder_zero.spmd.processes import NotChecked
 from thunder_zero.spmd.record import RANDOM, Parameter, Ref, StepRecord, Tape, changed_by, shadow_of
 from thunder_zero.spmd.verdict import TIMES_TRUE

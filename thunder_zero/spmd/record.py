@@ -536,12 +536,15 @@ def _digest(item: Tensor) -> str:
     return blake2b(data, digest_size=8).hexdigest()
 
 
+WRAPPERS = ("/contextlib.py", "/typing_extensions.py")  # files whose functions call the user's, or torch's
+
+
 def _users_line() -> str:
     """Return the last line outside of torch and of this package, as ``file:line: text``."""
     frame = currentframe()
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((TORCH, PACKAGE, "<")) and "/contextlib.py" not in name:
+        if not name.startswith((TORCH, PACKAGE, "<")) and not name.endswith(WRAPPERS):
             text = linecache.getline(name, frame.f_lineno).strip()
             return f"{Path(name).name}:{frame.f_lineno}: {text}"
         frame = frame.f_back

@@ -1,0 +1,59 @@
+"""The numbers by which a step multiplies and divides, and what they mean on one axis of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+from math import isclose, prod
+
+from torch import Tensor
+
+from thunder_zero.spmd.laws import letters
+from thunder_zero.spmd.record import RecordedLine, Ref, StepRecord
+from thunder_zero.spmd.rules import FACTORS
+from thunder_zero.spmd.storages import TypedStorages
+
+
+@dataclass(frozen=True)
+class Factors:
+    record: StepRecord
+    axis: str
+    values: TypedStorages
+    codes: Callable[[Ref], Tensor]
+
+    @property
+    def size(self) -> int:
+        return self.record.axes[self.axis]
+
+    def divides(self, line: RecordedLine) -> bool:
+        """Return whether a line divides a value by the number of ranks."""
+        return not line.name.startswith("_foreach") and isclose(self._scaled(line), 1 / self.size, rel_tol=1e-6)
+
+    def divides_by_own_count(self, line: RecordedLine) -> bool:
+        """Return whether a line divides by a number that is no count of the whole batch."""
+        scaled, number = self._scaled(line), line.args[-1] if line.args else None
+        is_total = isinstance(number, Ref) and self.values[number].is_total
+        return scaled < 1 and not is_total and round(1 / scaled) % self.size != 0
+
+    def own_part(self, line: RecordedLine) -> float:
+        """Return this axis' part of a line's factor: the factor 1/15 is 1/5 on an axis of 5 ranks beside one of 3."""
+        scaled = self._scaled(line)
+        others = [size for axis, size in self.record.axes.items() if axis != self.axis]
+        for size in {prod(chosen) for count in range(len(others) + 1) for chosen in combinations(others, count)}:
+            if isclose(scaled, self.size * size, rel_tol=1e-5):
+                return float(self.size)
+            if isclose(scaled * self.size * size, 1.0, rel_tol=1e-5):
+                return 1 / self.size
+        return 1.0
+
+    def _scaled(self, line: RecordedLine) -> float:
+        """Return the number by which a line multiplies, or 1 if there is none that is equal on all ranks."""
+        if line.name not in FACTORS or len(line.args) < 2:
+            return 1.0
+        number = line.args[-1]
+        if isinstance(number, Ref) and number.shape == () and letters(self.codes(number)) == "R":
+            number = float(self.record.values[number])
+        if not isinstance(number, int | float) or not number:
+            return 1.0
+        return 1 / abs(number) if "div" in line.name else abs(number)
