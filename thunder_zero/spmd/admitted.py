@@ -1,4 +1,4 @@
-"""Types what a step reads first: parameters by placements, inputs by comparing them with a neighbour's."""
+"""Types what a step reads first: parameters by placements, inputs by comparing with a neighbour's."""
 
 from __future__ import annotations
 
