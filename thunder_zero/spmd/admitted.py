@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from thunder_zero.spmd.laws import P, filled, halves
-from thunder_zero.spmd.record import RecordedLine, Shadow, StepRecord
-from thunder_zero.spmd.storages import TypedStorages, cut_dim
+from thunder_zero.spmd.record import RecordedLine, Ref, Shadow, StepRecord
+from thunder_zero.spmd.rules import MOVES
+from thunder_zero.spmd.storages import TypedStorages, cut_dim, end_of, is_contiguous
 from thunder_zero.spmd.told import Told
 
 
@@ -16,8 +18,7 @@ class Admitted:
     """Args as of ``Walk``; ``neighbour`` and ``whole`` have the lines that run there, too.
 
     Attributes:
-        gathered: codes of parameters that FSDP2 gathers, by storage.
-        cut: storages of parameters that the user cut.
+            cut: storages of parameters that the user cut.
         differ: whether the ranks read different inputs.
     """
 
@@ -39,7 +40,7 @@ class Admitted:
         self._placed = {item.ref.storage: item for item in (*record.buffers, *record.parameters)}
         self._batch_shapes = set(self._shapes_of_batches()) if batches_differ else set()
         self._pieces = packed(record)
-        self.gathered: dict[int, Tensor] = {}
+        self._gathered: dict[int, Tensor] = {}  # codes of parameters that FSDP2 gathers, by storage
         self.cut: set[int] = set()
         self.differ = False
         self._place()
@@ -55,7 +56,7 @@ class Admitted:
             elif where == "partial":
                 self._values.give(item.ref, filled(item.ref.shape, P))
             if isinstance(where, int) and item in self._record.slices:
-                self.gathered[item.ref.storage] = self._values[item.ref].codes.clone()
+                self._gathered[item.ref.storage] = self._values[item.ref].codes.clone()
 
     def read(self, line: RecordedLine, index: int) -> None:
         """Type what a line reads first, by comparing it with the neighbour's."""
@@ -77,6 +78,14 @@ class Admitted:
                 text = "its values differ between the ranks before the step: broadcast it, or seed the ranks alike"
                 self._told.say("error", text, item.path, item.path)
             self.differ |= differs and item is None
+
+    def known(self, line: RecordedLine, ref: Ref, codes: Tensor) -> Tensor:
+        """Return the codes of a target. Those of a parameter that FSDP2 gathers are known."""
+        gathered = self._gathered.get(ref.storage)
+        if gathered is None or line.name not in MOVES or not is_contiguous(ref):
+            return codes
+        part = gathered[ref.offset : end_of(ref)]
+        return torch.cat([part, codes.reshape(-1)[len(part) :]])
 
     def _shapes_of_batches(self) -> Iterator[tuple[int, ...]]:
         """Yield the shapes of inputs that differ between the ranks: an equal mask of such a shape is cut alike."""

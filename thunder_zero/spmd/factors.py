@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import isclose, prod
 
 from torch import Tensor
 
-from thunder_zero.spmd.laws import letters
+from thunder_zero.spmd.laws import Outcome, P, has, letters
 from thunder_zero.spmd.record import RecordedLine, Ref, StepRecord
 from thunder_zero.spmd.rules import FACTORS
 from thunder_zero.spmd.storages import TypedStorages
@@ -26,6 +26,20 @@ class Factors:
     def size(self) -> int:
         return self.record.axes[self.axis]
 
+    def of(self, line: RecordedLine, inputs: Sequence[Ref], ref: Ref, outcome: Outcome, *, counts: bool) -> float:
+        """Return the factor of what a line writes. ``counts``: whether a division changes what a gradient must be."""
+        if line.name == "ones_like" and not ref.shape and self.values[line.inputs[0]].is_mean:
+            return float(self.size)  # backward begins: the gradients of means are summed, and divided by the ranks
+        if line.name in FACTORS and line.name.endswith("_") and self.values[ref].factor != 1:
+            inputs = [ref]  # a wrong gradient makes the norm wrong, which is no fault of its own
+        factor = self.values.largest_factor(inputs) * outcome.factor
+        return factor * self._own_part(line) if inputs and (counts or has(outcome.codes, P)) else factor
+
+    def loss_is_mean(self) -> bool:
+        """Return whether the loss is a mean over this rank's part, so that gradients are means over the ranks."""
+        loss = self.record.loss
+        return loss is not None and self.values[loss].is_mean
+
     def divides(self, line: RecordedLine) -> bool:
         """Return whether a line divides a value by the number of ranks."""
         return not line.name.startswith("_foreach") and isclose(self._scaled(line), 1 / self.size, rel_tol=1e-6)
@@ -36,7 +50,7 @@ class Factors:
         is_total = isinstance(number, Ref) and self.values[number].is_total
         return scaled < 1 and not is_total and round(1 / scaled) % self.size != 0
 
-    def own_part(self, line: RecordedLine) -> float:
+    def _own_part(self, line: RecordedLine) -> float:
         """Return this axis' part of a line's factor: the factor 1/15 is 1/5 on an axis of 5 ranks beside one of 3."""
         scaled = self._scaled(line)
         others = [size for axis, size in self.record.axes.items() if axis != self.axis]

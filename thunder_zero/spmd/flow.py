@@ -14,20 +14,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.spmd.admitted import Admitted
 from thunder_zero.spmd.collectives import effect
 from thunder_zero.spmd.ending import Ending
 from thunder_zero.spmd.factors import Factors
-from thunder_zero.spmd.laws import Outcome, P, R, V, filled, halves, has, is_sliced, letters
+from thunder_zero.spmd.laws import Outcome, P, R, V, filled, halves, has, letters
+from thunder_zero.spmd.parts import Parts
 from thunder_zero.spmd.record import SILENT, RecordedLine, Ref, Shadow, StepRecord
 from thunder_zero.spmd.regions import Region, Trial, are_typed, joined, starts_region
 from thunder_zero.spmd.rules import FACTORS, MOVES, SELECTIONS, Rules, averages, is_constant, runner, shapes_of
 from thunder_zero.spmd.rules import Memo as Memo
-from thunder_zero.spmd.storages import TypedStorages, cut_dim, end_of, is_contiguous
+from thunder_zero.spmd.storages import TypedStorages
 from thunder_zero.spmd.told import Told
 from thunder_zero.spmd.verdict import Fault as Fault
 
@@ -79,12 +78,11 @@ class Walk:
         self._batches_differ = batches_differ
         self._neighbour, whole_lines = _aligned(record, neighbour), _aligned(record, whole)
         self._values = TypedStorages()
+        self._parts = Parts(self._values)
         self._rules = Rules(
-            record.values, self._codes, self._values, self._size, batches_differ=batches_differ, memo=memo
+            record.values, self._parts.codes, self._values, self._size, batches_differ=batches_differ, memo=memo
         )
-        self._over: dict[Ref, Tensor] = {}  # codes of inputs that are another part of a value on the neighbour
-        self._told, self._factors = Told(axis), Factors(record, axis, self._values, self._codes)
-        self._cuts: dict[torch.Size, Tensor] = {}  # codes of slices that are gathered or dealt out, by shape
+        self._told, self._factors = Told(axis), Factors(record, axis, self._values, self._parts.codes)
         self._sized_by_data: set[int] = set()  # storages whose shapes follow from the values of each rank
         self._admitted = Admitted(
             record, axis, self._neighbour, whole, whole_lines, self._values, self._told, batches_differ=batches_differ
@@ -103,7 +101,7 @@ class Walk:
             for index, line in enumerate((*self._record.lines, None)):
                 self._line = self._told.line = index
                 for grad in due.get(index, ()):
-                    is_mean, is_summed = self._loss_is_mean(), grad.ref.storage in self._summed
+                    is_mean, is_summed = self._factors.loss_is_mean(), grad.ref.storage in self._summed
                     gradients[grad.path] = self._ending.gradient(grad, is_mean=is_mean, is_summed=is_summed)
                     reductions[grad.path] = self._values[grad.ref].reductions
                 if line is not None:
@@ -113,9 +111,6 @@ class Walk:
         self._ending.parameters(self._admitted.cut)
         told = self._told
         return AxisTypes(tuple(types), told.faults, gradients, told.assumed, self._admitted.differ, reductions)
-
-    def _codes(self, ref: Ref) -> Tensor:
-        return self._over[ref] if ref in self._over else self._values.codes(ref)
 
     @property
     def _mine(self) -> Shadow:
@@ -141,95 +136,54 @@ class Walk:
         targets = (*line.written, *line.results)
         if (line.name in SELECTIONS or self._reads_sized(line)) and shapes_of(self._mine) != shapes_of(self._theirs):
             self._sized_by_data |= {ref.storage for ref in targets}
-        self._over = self._parts_of_rank(line)
+        self._parts.over = self._parts.of_rank(line, self._theirs, self._sized_by_data)
         self._admitted.read(line, self._line)
         if line.collective is not None:
             self._collective(line)
         elif line.is_view:
-            self._view(line)
+            self._parts.view(line, self._mine, self._theirs, is_sized=self._reads_sized(line))
             self._join(line)
         elif line.name not in SILENT and line.operator.namespace != "c10d" and targets:
             self._compute(line, targets)
-        self._over = {}
-        return tuple(letters(self._codes(item)) for item in targets)
+        self._parts.over = {}
+        return tuple(letters(self._parts.codes(item)) for item in targets)
 
     def _reads_sized(self, line: RecordedLine) -> bool:
         return any(ref.storage in self._sized_by_data for ref in line.inputs)
 
-    def _parts_of_rank(self, line: RecordedLine) -> dict[Ref, Tensor]:
-        """Return codes of inputs that are another part of an equal value on the neighbouring rank."""
-        result: dict[Ref, Tensor] = {}
-        for ref, offset in zip(line.inputs, self._theirs.offsets, strict=False):
-            is_sized = ref.storage in self._sized_by_data
-            if offset != ref.offset and ref.nbytes and not self._codes(ref).any() and not is_sized:
-                steps = [*ref.stride, 0]
-                gaps = (dim for dim in range(1, len(ref.shape)) if steps[dim - 1] > ref.shape[dim] * steps[dim])
-                result[ref] = self._cuts[torch.Size(ref.shape)] = halves(ref.shape, next(gaps, 0))
-        return result
-
-    def _view(self, line: RecordedLine) -> None:
-        """Pass codes on to a view; a view of another part on each rank is a slice of its own."""
-        source, mine, theirs = line.inputs[0], self._mine, self._theirs
-        for ref in line.results:
-            if len(line.results) > 1 or self._values[source].region or self._reads_sized(line):
-                self._values.follow(source, ref)
-            elif self._over:
-                args, kwargs = tree_map_only(Ref, lambda item: self._codes(item).clone(), (line.args, line.kwargs))
-                self._values.separate(ref, line.operator(*args, **kwargs).clone())
-            elif theirs.outputs != mine.outputs and (theirs.scalars != mine.scalars or theirs.offsets == mine.offsets):
-                codes = self._values[source].view(ref).clone()
-                codes = codes if codes.any() else halves(ref.shape, cut_dim(ref.shape, source.shape))
-                self._values.separate(ref, codes)
-            else:
-                self._values.follow(source, ref)
-
     def _compute(self, line: RecordedLine, targets: Sequence[Ref]) -> None:
         """Type what a line writes, if need be together with the lines before it."""
-        may_start = self._numbers is None and not any(has(self._codes(ref), V) for ref in line.inputs)
+        may_start = self._numbers is None and not any(has(self._parts.codes(ref), V) for ref in line.inputs)
         region = self._join(line)
         indices = (ref for ref in line.inputs if not ref.dtype.is_floating_point and self._values[ref].region)
-        is_routed = any(has(self._codes(ref), V) for ref in indices)
+        is_routed = any(has(self._parts.codes(ref), V) for ref in indices)
         given = self._mine, self._theirs, self._numbers
         typed = partial(self._rules.outcomes, line, targets, *given, is_routed=is_routed)
         outcomes = typed()
         if line.name == "sum" and self._values[line.inputs[0]].is_dealt and has(outcomes[0].codes, P):
-            outcomes = self._known_cuts("reduce_scatter", (), [Outcome(halves(ref.shape)) for ref in targets])
+            outcomes = self._parts.made("reduce_scatter", (), [Outcome(halves(ref.shape)) for ref in targets])
         joint = self._rules.joint_outcomes(region, targets) if region and not are_typed(outcomes, targets) else None
         if may_start and not region and starts_region(line.name, outcomes, targets):
             region = joined((), self._trial(line))
             text = f"what {line.name} writes depends on the data, and no law was found after it"
             outcomes = [replace(item, text=text, kind="unknown") if has(item.codes, V) else item for item in outcomes]
         if joint is None and self._batches_differ and (line.backward or not self._began_backward):
-            outcomes = self._of_own_batch(line, outcomes, typed)
+            outcomes = _of_own_batch(line, outcomes, typed, self._values)
         reads = () if is_constant(line.name) else line.read
         self._write(line, reads, targets, joint or outcomes, ends_region=joint is not None)
         for ref, outcome in zip(targets, joint or outcomes, strict=True):
             self._values[ref].region = region if has(outcome.codes, V) or has(outcome.codes, P) else ()
 
-    def _of_own_batch(
-        self, line: RecordedLine, outcomes: Sequence[Outcome], again: Callable[[], list[Outcome]]
-    ) -> list[Outcome]:
-        """Return a warning in place of an error if a line needs a mean of the whole batch, as a router's loss does."""
-        means = [ref for ref in line.inputs if self._values[ref].is_mean and has(self._codes(ref), P)]
-        if not means or "nll_loss" in line.name or not any(item.is_error for item in outcomes):
-            return [*outcomes]
-        for ref in means:
-            self._values.give(ref, filled(ref.shape, R))
-        if line.backward:
-            return again()
-        text = f"{line.name} of a mean over each rank's own batch: it is not that of the whole batch"
-        return [replace(item, codes=filled(item.codes.shape, P), text=text, kind="warning") for item in outcomes]
-
     def _join(self, line: RecordedLine) -> Region:
         """Return the region of a line; () if no input has one. A view joins that of its source."""
         regions = [self._values[ref].region for ref in line.inputs]
-        region = joined(regions, self._trial(line)) if any(regions) and not self._over else ()
+        region = joined(regions, self._trial(line)) if any(regions) and not self._parts.over else ()
         if line.is_view:
             self._values[line.inputs[0]].region = region
         return region
 
     def _trial(self, line: RecordedLine) -> Trial:
-        codes = (None if self._values[ref].region else self._codes(ref).clone() for ref in line.inputs)
+        codes = (None if self._values[ref].region else self._parts.codes(ref).clone() for ref in line.inputs)
         return Trial(self._line, line, runner(line, self._numbers, in_place=True), tuple(codes))
 
     def _collective(self, line: RecordedLine) -> None:
@@ -238,14 +192,14 @@ class Walk:
         for inputs, outputs in line.pairs:
             if not inputs:
                 continue
-            codes = [self._codes(ref).clone() for ref in inputs]
+            codes = [self._parts.codes(ref).clone() for ref in inputs]
             zero = all(not self._record.values[ref].any() for ref in inputs if ref in self._record.values)
             learned = (ref for ref in inputs if ref.dtype.is_floating_point and self._values[ref].is_learned)
             counts = zero or next(learned, None) is None
             shapes = [ref.shape for ref in outputs]
             outcomes = effect(item, self._axis, self._size, codes, shapes, counts=counts)
             if self._axis in item.axes:
-                outcomes = self._known_cuts(item.kind, codes, outcomes)
+                outcomes = self._parts.made(item.kind, codes, outcomes)
             is_extreme = item.op in ("max", "min")  # equal on all ranks, whatever it reads
             self._told.unknown(self._values[ref].cause for ref in (() if is_extreme else inputs))
             self._write(line, () if is_extreme else inputs, outputs, outcomes)
@@ -255,15 +209,6 @@ class Walk:
                 self._summed.update(*({ref.storage} | self._values[ref].parts for ref in inputs))
         if not item.axes:
             self._told.say("error", f"{item.kind} over a group that is no axis of the mesh", line.where)
-
-    def _known_cuts(self, kind: str, codes: Sequence[Tensor], outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Return outcomes. Slices that are made by a sum are cut as gathered slices of the same shape are."""
-        if kind == "all_gather":
-            self._cuts.update((item.shape, item) for item in codes if is_sliced(item))
-        if kind != "reduce_scatter":
-            return [*outcomes]
-        cuts = (self._cuts.get(item.codes.shape) if item.codes.dim() > 1 else None for item in outcomes)
-        return [item if cut is None else replace(item, codes=cut) for item, cut in zip(outcomes, cuts, strict=True)]
 
     def _write(
         self,
@@ -279,7 +224,9 @@ class Walk:
         causes = (item.cause for item in sources if item.is_spoiled)
         cause = next((item for item in causes if not (ends_region and item and item.kind == "unknown")), None)
         note = next((item.cause for item in sources if item.cause is not None and not item.is_spoiled), None)
-        factors = [self._factor(line, inputs, ref, outcome) for ref, outcome in zip(targets, outcomes, strict=True)]
+        counts = self._began_backward and (self._batches_differ or self._factors.loss_is_mean())
+        factor_of = partial(self._factors.of, line, inputs, counts=counts)
+        factors = [factor_of(ref, outcome) for ref, outcome in zip(targets, outcomes, strict=True)]
         reductions = _reductions(line, [item.reductions for item in sources], targets)
         is_mean = line.collective is None and any(item.is_mean for item in sources)
         is_total = (line.collective is not None and "reduce" in line.collective.kind) or any(
@@ -294,7 +241,7 @@ class Walk:
         is_divided = is_divided or self._factors.divides(line)
         for ref, outcome, factor in zip(targets, outcomes, factors, strict=True):
             value = self._values[ref]
-            self._values.give(ref, self._known_codes(line, ref, outcome.codes))
+            self._values.give(ref, self._admitted.known(line, ref, outcome.codes))
             value.set_factor(factor)
             is_share = has(outcome.codes, P) and not self._began_backward and (self._batches_differ or not ref.shape)
             averages_here = averages(line) and has(outcome.codes, P)
@@ -305,32 +252,20 @@ class Walk:
             told = self._told.hear(outcome, line, note) if cause is None else None
             value.cause = cause or told or (note if has(outcome.codes, V) else None)
 
-    def _known_codes(self, line: RecordedLine, ref: Ref, codes: Tensor) -> Tensor:
-        """Return the codes of a target. Those of a parameter that FSDP2 gathers are known."""
-        gathered = self._admitted.gathered.get(ref.storage)
-        if gathered is None or line.name not in MOVES or not is_contiguous(ref):
-            return codes
-        part = gathered[ref.offset : end_of(ref)]
-        return torch.cat([part, codes.reshape(-1)[len(part) :]])
 
-    # factors
-
-    def _factor(self, line: RecordedLine, inputs: Sequence[Ref], ref: Ref, outcome: Outcome) -> float:
-        """Return the factor of what a line writes."""
-        if line.name == "ones_like" and not ref.shape and self._values[line.inputs[0]].is_mean:
-            return float(self._size)  # backward begins: the gradients of means are summed, and divided by the ranks
-        if line.name in FACTORS and line.name.endswith("_") and self._values[ref].factor != 1:
-            inputs = [ref]  # a wrong gradient makes the norm wrong, which is no fault of its own
-        factor = self._values.largest_factor(inputs) * outcome.factor
-        counts = self._began_backward and (self._batches_differ or self._loss_is_mean())
-        if inputs and (counts or has(outcome.codes, P)):
-            factor *= self._factors.own_part(line)
-        return factor
-
-    def _loss_is_mean(self) -> bool:
-        """Return whether the loss is a mean over this rank's part, so that gradients are means over the ranks."""
-        loss = self._record.loss
-        return loss is not None and self._values[loss].is_mean
+def _of_own_batch(
+    line: RecordedLine, outcomes: Sequence[Outcome], again: Callable[[], list[Outcome]], values: TypedStorages
+) -> list[Outcome]:
+    """Return a warning in place of an error if a line needs a mean of the whole batch, as a router's loss does."""
+    means = [ref for ref in line.inputs if values[ref].is_mean and has(values.codes(ref), P)]
+    if not means or "nll_loss" in line.name or not any(item.is_error for item in outcomes):
+        return [*outcomes]
+    for ref in means:
+        values.give(ref, filled(ref.shape, R))
+    if line.backward:
+        return again()
+    text = f"{line.name} of a mean over each rank's own batch: it is not that of the whole batch"
+    return [replace(item, codes=filled(item.codes.shape, P), text=text, kind="warning") for item in outcomes]
 
 
 def _reductions(line: RecordedLine, before: Sequence[tuple[str, ...]], targets: Sequence[Ref]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from inspect import currentframe
 from pathlib import Path
@@ -404,11 +405,10 @@ class StepRecorder(TorchDispatchMode):
         """Note how gathered parameters of FSDP2 are sliced on the other axes."""
         for item in module.parameters(recurse=False):
             if isinstance(item, DTensor):
-                placed = self._placed("", item)
-                if len(placed.placements) < len(self._axes) and any(
-                    isinstance(dim, int) for dim in placed.placements.values()
-                ):
-                    self._slices[placed.ref.storage] = placed
+                part = placed("", item, self._tape, self._mesh)
+                is_cut = any(isinstance(dim, int) for dim in part.placements.values())
+                if is_cut and len(part.placements) < len(self._axes):
+                    self._slices[part.ref.storage] = part
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
@@ -417,26 +417,6 @@ class StepRecorder(TorchDispatchMode):
                 if item.grad is not None:
                     self._gradients[id(item)] = item.grad, len(self._tape.lines)
 
-    def _placed(self, path: str, item: Tensor, line: int = 0) -> Parameter:
-        placements: dict[str, int | str] = {}
-        pieces: dict[str, int] = {}
-        local = _local(item)
-        if isinstance(item, DTensor):
-            dims = [placement.dim for placement in item.placements if isinstance(placement, Shard | StridedShard)]
-            on_axes = [
-                (axis, placement)
-                for index, placement in enumerate(item.placements)
-                for axis in axes_of(self._mesh, dist.get_process_group_ranks(item.device_mesh.get_group(index)))
-            ]  # a flattened mesh has several axes in one dimension
-            for axis, placement in on_axes:
-                if isinstance(placement, Replicate | Partial):
-                    placements[axis] = "replicate" if isinstance(placement, Replicate) else "partial"
-                else:
-                    placements[axis] = placement.dim % max(local.dim(), 1)  # type: ignore[attr-defined]
-                if isinstance(placement, StridedShard) and dims.count(placement.dim) == 1:  # else FSDP2's own rows
-                    pieces[axis] = int(placement.split_factor)
-        return Parameter(path, self._tape.ref(local), placements, line, pieces)
-
     def record(self, model: nn.Module) -> StepRecord:
         """Return the record of the model's step."""
         with disable_current_modes():
@@ -444,14 +424,15 @@ class StepRecorder(TorchDispatchMode):
             held = {id(item) for item in named.values()}
             end = len(self._tape.lines)
             grads = {path: self._gradients.get(id(item), (item.grad, end)) for path, item in named.items()}
+            place = partial(placed, tape=self._tape, mesh=self._mesh)
             return StepRecord(
                 self._axes,
                 tuple(self._tape.lines),
                 tuple(self._shadows),
                 self._values,
-                tuple(self._placed(path, item) for path, item in named.items() if not _local(item).is_meta),
-                tuple(self._placed(path, grad, line) for path, (grad, line) in grads.items() if grad is not None),
-                tuple(self._placed(path, item) for path, item in model.named_buffers() if not _local(item).is_meta),
+                tuple(place(path, item) for path, item in named.items() if not _local(item).is_meta),
+                tuple(place(path, grad, line=line) for path, (grad, line) in grads.items() if grad is not None),
+                tuple(place(path, item) for path, item in model.named_buffers() if not _local(item).is_meta),
                 tuple(self._slices.values()),
                 frozenset(self._equalised),
                 _loss_of(self._tape.lines),
@@ -460,6 +441,28 @@ class StepRecorder(TorchDispatchMode):
                 tuple(self._resized),
                 units_of(model),
             )
+
+
+def placed(path: str, item: Tensor, tape: Tape, mesh: DeviceMesh, line: int = 0) -> Parameter:
+    """Return a parameter, a gradient or a buffer, with its placements on the axes of a mesh."""
+    placements: dict[str, int | str] = {}
+    pieces: dict[str, int] = {}
+    local = _local(item)
+    if isinstance(item, DTensor):
+        dims = [placement.dim for placement in item.placements if isinstance(placement, Shard | StridedShard)]
+        on_axes = [
+            (axis, placement)
+            for index, placement in enumerate(item.placements)
+            for axis in axes_of(mesh, dist.get_process_group_ranks(item.device_mesh.get_group(index)))
+        ]  # a flattened mesh has several axes in one dimension
+        for axis, placement in on_axes:
+            if isinstance(placement, Replicate | Partial):
+                placements[axis] = "replicate" if isinstance(placement, Replicate) else "partial"
+            else:
+                placements[axis] = placement.dim % max(local.dim(), 1)  # type: ignore[attr-defined]
+            if isinstance(placement, StridedShard) and dims.count(placement.dim) == 1:  # else FSDP2's own rows
+                pieces[axis] = int(placement.split_factor)
+    return Parameter(path, tape.ref(local), placements, line, pieces)
 
 
 def units_of(model: nn.Module) -> dict[int, str]:
