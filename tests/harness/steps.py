@@ -633,6 +633,19 @@ def shape_of_data(mesh: DeviceMesh) -> nn.Module:
     return net
 
 
+def ring(mesh: DeviceMesh) -> nn.Module:
+    """Read the output of the previous rank."""
+    net, rank, size = nn.Linear(WIDTH, WIDTH), mesh.get_local_rank(), mesh.size()
+    mine = net(batch(mesh, "dp")[0])
+    theirs = torch.zeros_like(mine)
+    send, receive = (mine.detach(), (rank + 1) % size), (theirs, (rank - 1) % size)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, *send), dist.P2POp(dist.irecv, *receive)]):
+        work.wait()
+    F.mse_loss(mine, theirs).backward()
+    average(net, mesh)
+    return net
+
+
 DP, TP, BOTH, HYBRID, SP = {"dp": 7}, {"tp": 2}, {"dp": 7, "tp": 2}, {"replicate": 3, "shard": 5}, {"sp": 2}
 Case = tuple[Callable[[DeviceMesh], nn.Module], dict[str, int]]
 RIGHT: list[Case] = [

@@ -136,9 +136,10 @@ def test_a_difference_that_may_be_meant_is_a_warning() -> None:
 
 
 def test_it_says_what_it_cannot_check() -> None:
-    verdict = tz.tools.check_step(steps.shape_of_data, steps.DP)
-    assert verdict.status == 2, str(verdict)
-    assert "on the data" in verdict.faults[0].text
+    for step, text in ((steps.shape_of_data, "on the data"), (steps.ring, "what send and recv bring")):
+        verdict = tz.tools.check_step(step, steps.DP)
+        assert verdict.status == 2, str(verdict)
+        assert text in verdict.faults[0].text
 
 
 def test_bad_arguments_are_refused() -> None:

@@ -43,6 +43,7 @@ LIMIT = 2 << 30  # bytes of copied values
 SILENT = frozenset(
     ("resize_", "set_", "record_stream", "detach", "_local_scalar_dense", "item", "is_pinned", "equal", "_assert_async")
 )
+TRADES = ("send", "recv_", "recv_any_source_")  # between two ranks
 RANDOM = frozenset(
     (
         *("bernoulli_", "bernoulli", "rand", "randn", "rand_like", "randn_like", "native_dropout", "uniform_"),
@@ -172,6 +173,7 @@ class StepRecord:
         foreign: how many tensors an optimizer stepped that are no parameters of the model.
         sizes: changes of storages, as (lines that ran before, storage, bytes from now on). 0 bytes are freed.
         units: the block of each module, keyed by the module's ``id``.
+        trades: the user's first line that sends to one other rank, or receives from it; "" if none does.
     """
 
     axes: Mapping[str, int]
@@ -188,6 +190,7 @@ class StepRecord:
     foreign: int = 0
     sizes: tuple[tuple[int, int, int], ...] = ()
     units: Mapping[int, str] = field(default_factory=dict)
+    trades: str = ""
 
     def for_other_ranks(self) -> StepRecord:
         """Return what types on other ranks need, which processes can send."""
@@ -251,18 +254,16 @@ class StepRecorder(TorchDispatchMode):
         self._tape = Tape()
         self._shadows: list[Shadow] = []
         self._values: dict[Ref, Tensor] = {}
-        self._nbytes = 0
-        self._seen: set[Ref] = set()
-        self._equalised: set[int] = set()
+        self._nbytes, self._seen = 0, set[Ref]()
+        self._equalised, self._perturbed = set[int](), set[int]()
         self._slices: dict[int, Parameter] = {}
         self._forward_lines: dict[int, tuple[str, int]] = {}
         self._modules: list[int] = []  # that compute, the innermost one last
         self._sizes: dict[int, int] = {}  # of living storages, by number
         self._resized: list[tuple[int, int, int]] = []
-        self._perturbed: set[int] = set()
         self._optimized: list[Tensor] = []
         self._gradients: dict[int, tuple[Tensor, int]] = {}  # by parameter, and the line at which an optimizer reads it
-        self._is_active = False
+        self._is_active, self._trades = False, ""
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -291,6 +292,7 @@ class StepRecorder(TorchDispatchMode):
         if any(item.is_meta for item in tensors):
             return func(*args, **kwargs)
         collective = collective_of(func, args, kwargs, self._mesh)
+        self._trades = self._trades or (_users_line() if func.overloadpacket.__name__ in TRADES else "")
         if not self._is_active:
             return self._prepare(func, args, kwargs, collective)
         (where, module), inputs = self._where(), tuple(map(self._tape.ref, tensors))
@@ -440,6 +442,7 @@ class StepRecorder(TorchDispatchMode):
                 sum(id(item) not in held for item in self._optimized),
                 tuple(self._resized),
                 units_of(model),
+                self._trades,
             )
 
 

@@ -63,6 +63,8 @@ def _optimizer(record: StepRecord) -> Iterator[Fault]:
 
 
 def _missing(record: StepRecord) -> Iterator[Fault]:
+    if record.trades:
+        yield Fault("every axis", "unknown", "what send and recv bring is not typed", record.trades)
     if not record.gradients:
         text = "no parameter of the model has a gradient at the optimizer's step, or at the end of the step"
         yield Fault("every axis", "error" if record.stepped else "unknown", text, line=len(record.lines))
