@@ -22,6 +22,7 @@ from torch import Tensor
 
 from thunder_zero.plan.amounts import bytes_of, duration, size
 from thunder_zero.plan.policy import STAGES, Policy, is_count
+from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.tools.devices.device import Device, Link, device_of
 from thunder_zero.tools.plan.plan_sites import in_int8, on_link
 from thunder_zero.tools.plan.plan_training import (
@@ -122,6 +123,7 @@ def plan_machines(
     loss: Callable[[Any], Tensor] | None = None,
     sequence_length: int | None = None,
     micro_batch: int = 1,
+    precision: MixedPrecision = PRECISION,
     stages: Sequence[int] = tuple(range(len(STAGES))),
     tp: int | Sequence[int] = 1,
 ) -> MachinesPlan:
@@ -137,7 +139,7 @@ def plan_machines(
     device = on_link(device, link, ranks)
     memory = device.memory_bytes if memory_bytes is None else bytes_of("memory_bytes", memory_bytes)
     rate = rate_of(8 * link.bytes_per_second)
-    subject, asked = _subject(model, loss, sequence_length, micro_batch, sizes), Policy(2, mixed_precision=PRECISION)
+    subject, asked = _subject(model, loss, sequence_length, micro_batch, sizes), Policy(2, mixed_precision=precision)
     with show_steps("thunder-zero plan", len(stages) * len(sizes) * len(machines)) as show:
         programs = dict[int, SubjectPrograms]()
         for part in sizes:
@@ -149,11 +151,6 @@ def plan_machines(
         for number in more:
             compared = _ways(programs, stages, number, memory, show)
             ways += [replace(way, pays_from=_pays_from(way, alone, link, memory, show)) for way in compared]
-    compared_rows = [alone.row, *(way.row for way in ways)]
-    if best_of(compared_rows) is None:
-        answer = f"{reason_of(compared_rows, None, memory, subject.batch)}."
-    else:
-        answer = _answer(alone, ways, rate, memory)
     heading = (
         f"{subject.name} on {device.name} of {size(memory)}, {ranks} in a machine, {rate} "
         f"between machines; {subject.tokens:,} tokens of a rank a step"
@@ -161,6 +158,7 @@ def plan_machines(
     sentences = assumed(subject, asked, device, returns_loss=programs[sizes[0]].returns_loss())
     bound = () if device.is_measured else (BOUND,)
     table = MachinesRows(way.described() for way in (alone, *ways))
+    answer = _answer(alone, ways, rate, memory, subject.batch)
     return MachinesPlan(heading, table, answer, (*NOTES, *bound, *sentences))
 
 
@@ -245,8 +243,10 @@ def _say_nothing(now: str = "", ended: int = 0) -> None:
     pass
 
 
-def _answer(alone: Way, ways: Sequence[Way], rate: str, memory_bytes: int) -> str:
-    """Return the answer in a sentence. Some row fits."""
+def _answer(alone: Way, ways: Sequence[Way], rate: str, memory_bytes: int, batch: int) -> str:
+    """Return the answer in a sentence. ``batch`` is that of ``reason_of``."""
+    if best_of(rows := [way.row for way in (alone, *ways)]) is None:
+        return f"{reason_of(rows, None, memory_bytes, batch)}."
     one = f"{alone.machines} machine{'s' * (alone.machines > 1)}"
     fitting = [way for way in ways if way.row.fits]
     if not fitting:
@@ -261,7 +261,5 @@ def _answer(alone: Way, ways: Sequence[Way], rate: str, memory_bytes: int) -> st
     if not paying:
         return f"No, at no rate: {reach}, and {one} {alone.tokens_per_second:,.0f}."
     first = min(paying, key=lambda way: way.pays_from or 0.0)
-    return (
-        f"No: {reach}, and {one} {alone.tokens_per_second:,.0f}. More pay from {rate_of(first.pays_from)} on, with "
-        f"{first.name}."
-    )
+    pays = f"More machines pay from {rate_of(first.pays_from)} on, with {first.name}"
+    return f"No: {reach}, and {one} {alone.tokens_per_second:,.0f}. {pays}."
