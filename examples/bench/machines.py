@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import redirect_stderr
+from contextlib import ExitStack, redirect_stderr
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -89,8 +89,9 @@ def take_steps(name: str, ways: Sequence[str]) -> None:
 
 def measured(name: str, network: str, world_size: int, ways: Sequence[str]) -> dict[str, float]:
     """Seconds of a step of each way."""
-    with seats(world_size, network) as places:
-        workers = []
+    with seats(world_size, network) as places, ExitStack() as stack:
+        workers = list[subprocess.Popen[str]]()
+        stack.callback(lambda: [worker.kill() for worker in workers])
         for rank, seat in enumerate(places):
             core = ("taskset", "--cpu-list", str(rank % (os.cpu_count() or 1)))
             command = (*seat.prefix, *core, sys.executable, "-m", "examples.bench.machines", "--steps", name, *ways)
