@@ -262,6 +262,13 @@ def test_the_page_answers_which_stage_trains_13_b_on_four_devices(tmp_path: Path
     assert [row["stage"] for row in plan["rows"] if row["fits"]] == [2, 3]
 
 
+@pytest.mark.deep
+def test_the_page_answers_whether_a_second_machine_pays() -> None:
+    page = (Path(__file__).parents[2] / "docs/plan.md").read_text()
+    command, table = re.findall(r"```\n(.*?)\n```", page.partition("## Does a second machine pay?")[2], re.DOTALL)[:2]
+    assert output_of(*command.split()[1:]).startswith(f"{table}\n\n")
+
+
 def plan_of_file(folder: Path, text: str, *options: object) -> Any:
     """Plan the module that ``build`` of a file returns. Return the plan's data."""
     (folder / "model.py").write_text(text)
@@ -454,8 +461,63 @@ def test_a_plan_of_sites_has_rows_of_the_planner(tmp_path: Path) -> None:
     text = output_of("plan", "--model", f"{tmp_path / 'model.py'}:build", "--sites", "2x2", "--between", "100mbit")
     assert "costs quality" in text
     assert "docs/two-sites.md" in text
+    assert len(plan_of_file(tmp_path, model, "--sites", "2x1", "--between", "1gbit", "--stages", 3)) == 6
     for options, words in {("--sites", "1x2"): "sites is '1x2'", ("--sites", "2x2"): "between is 'fast'"}.items():
         assert words in refusal_of("plan", *GPT, *options, "--between", "fast" if words[0] == "b" else "1mbit")
+
+
+CHAIN = """import torch
+def build():
+    layers = [torch.nn.Linear(512, 512, bias=False) for _ in range(3)]
+    return torch.nn.Sequential(*layers), torch.zeros(16384, 512, device="meta")
+"""
+
+
+def plan_two(folder: Path, between: str, *options: object) -> Any:
+    """Plan one RTX 4090 and two, each in a machine of its own."""
+    asked = ("--machines", 1, 2, "--device", "rtx4090", "--between", between, "--stages", 0, 2, *options)
+    return plan_of_file(folder, CHAIN, *asked)
+
+
+@pytest.mark.slow
+def test_a_second_machine_pays_from_a_link_on(tmp_path: Path) -> None:
+    plan = plan_two(tmp_path, "1gbit")
+    one, ddp, zero, bytewise = plan["rows"]
+    assert [row["machines"] for row in plan["rows"]] == [1, 2, 2, 2]
+    assert [row["way"] for row in plan["rows"][1:]] == ["DDP on 2", "ZeRO-2 on 2", "ZeRO-2 on 2, int8"]
+    assert (one["sent"], one["pays from"]) == (0, None)
+    assert zero["sent"] == 3 * 512 * 512 * (2 + 4) / 2  # half of the parameters in 16 bits, of the gradients in 32
+    assert bytewise["sent"] < zero["sent"] / 2
+    assert bytewise["pays from"] < zero["pays from"]
+    assert plan["answer"].startswith("No: 2 machines reach")
+    assert "More machines pay from" in plan["answer"]
+    assert not any(row["tokens/s"] >= one["tokens/s"] for row in (ddp, zero, bytewise))
+    # At that link both have as many tokens/s, and more on a faster link.
+    at = {factor: plan_two(tmp_path, f"{factor * zero['pays from']:.0f}bit") for factor in (1, 2)}
+    assert at[1]["rows"][2]["tokens/s"] == pytest.approx(one["tokens/s"], rel=0.01)
+    assert at[1]["rows"][2]["tokens/s"] >= one["tokens/s"]
+    assert at[1]["rows"][2]["pays from"] == pytest.approx(zero["pays from"], rel=0.01)
+    for slow, fast in zip(at[1]["rows"][1:], at[2]["rows"][1:], strict=True):
+        assert fast["tokens/s"] >= slow["tokens/s"]
+    assert at[2]["answer"].startswith("Yes: 2 machines reach")
+
+
+@pytest.mark.slow
+def test_a_second_machine_may_be_needed_or_not_enough(tmp_path: Path) -> None:
+    one, _, _, bytewise = plan_two(tmp_path, "1gbit")["rows"]
+    between = (one["needs"] + bytewise["needs"]) // 2
+    plan = plan_two(tmp_path, "1gbit", "--memory-bytes", f"{between}B")
+    assert [(row["fits"], row["pays from"]) for row in plan["rows"][::3]] == [(False, None), (True, 0.0)]
+    assert plan["answer"].startswith("Yes: 1 machine would need")
+    plan = plan_two(tmp_path, "1gbit", "--memory-bytes", "1GiB")
+    assert plan["answer"].startswith("nothing fits into 1.00 GiB: the least, ZeRO-2 on 2 ranks")
+    assert not any(row["fits"] for row in plan["rows"])
+
+
+def test_numbers_of_machines_are_checked() -> None:
+    for numbers in (["2"], ["0", "1"], ["2", "2"]):
+        given = f"machines is ({', '.join(numbers)}{',' * (len(numbers) == 1)}); give two numbers of machines or more"
+        assert given in refusal_of("plan", *GPT, "--machines", *numbers, "--between", "1gbit")
 
 
 GPT = ("--model", "gpt-1.3b")
@@ -467,8 +529,9 @@ REFUSED_ARGUMENTS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     ((*GPT, "--world-size", "0"), ("world_size is 0", "give the number of ranks, at least 1")),
     ((*GPT, "--micro-batch", "0"), ("micro_batch is 0", "give a number of sequences, at least 1")),
     ((*GPT, "--sequence-length", "-1"), ("sequence_length is -1", "give a number of tokens")),
-    ((*GPT, "--between", "1mbit"), ("give --world-size, or --sites and --between",)),
+    ((*GPT, "--between", "1mbit"), ("give --world-size, or --between with either",)),
     ((*GPT, "--sites", "2x2", "--between", "1mbit"), ("--sites is given; leave out --world-size",)),
+    ((*GPT, "--machines", "1", "2", "--between", "1mbit"), ("--machines is given; leave out --world-size",)),
     (("--model", "no.py:build"), ("there is no file no.py", "give FILE.py:function")),
     (("--model", "{file}:build"), ("returns int", "return a tuple of the module and its inputs")),
     (

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 INPUTS = "(module, input, ...) or (module, (input, ...), {name: input, ...})"
-OF_ONE_SITE = {"world_size": None, "devices_per_node": None, "global_batch": None, "tp": (1,)}  # options of plan
+# options of plan that do not go with --machines, and those that do not go with --sites either
+OF_ONE_MACHINE = {"world_size": None, "global_batch": None}
+OF_ONE_SITE = {**OF_ONE_MACHINE, "devices_per_node": None, "tp": (1,)}
 INTERRUPTED = 130  # the exit code that shells use for an interrupted command
 DESCRIPTION = (
     "Print and convert checkpoints; print traces; plan a training; measure a script's step beside its forecast (why), "
@@ -207,27 +209,31 @@ def _check(add: Add) -> Command:
 
 
 def _plan(add: Add) -> Command:
-    def run(model: str, loss: str | None, sites: str | None, between: str | None, **options: Any) -> None:
+    def run(model: str, loss: str | None, between: str | None, **options: Any) -> None:
         from thunder_zero.tools.from_file import function_at, naming_the_users_line
+        from thunder_zero.tools.plan.plan_machines import plan_machines
         from thunder_zero.tools.plan.plan_sites import plan_sites
         from thunder_zero.tools.plan.plan_training import plan_training
 
         as_json, loss_function = options.pop("json"), None if loss is None else function_at(loss)
+        places = {name: given for name in ("sites", "machines") if (given := options.pop(name)) is not None}
         plan_it: Callable[..., Any] = plan_training
-        if sites is not None and between is not None:
-            if unused := [name for name, default in OF_ONE_SITE.items() if options.pop(name) != default]:
-                raise ValueError(f"--sites is given; leave out --{unused[0].replace('_', '-')}")
-            plan_it = partial(plan_sites, sites=sites, between=between)
-        elif sites or between or options["world_size"] is None:
-            raise ValueError("give --world-size, or --sites and --between")
+        if len(places) == 1 and between is not None:
+            unused = OF_ONE_SITE if "sites" in places else OF_ONE_MACHINE
+            if given := [name for name, default in unused.items() if options.pop(name) != default]:
+                raise ValueError(f"--{min(places)} is given; leave out --{given[0].replace('_', '-')}")
+            plan_it = partial(plan_sites if "sites" in places else plan_machines, **places, between=between)
+        elif places or between or options["world_size"] is None:
+            raise ValueError("give --world-size, or --between with either --sites or --machines")
         with naming_the_users_line(model):
             plan = plan_it(model, loss=loss_function, **options)
         print(json.dumps(plan.as_json(), indent=1) if as_json else plan)
 
     add("--model", required=True, help=f"{_models()}, or FILE.py:function: {INPUTS}")
-    add("--world-size", type=int, help="ranks that train; or give --sites")
+    add("--world-size", type=int, help="ranks that train; or give --sites or --machines")
     add("--sites", metavar="SITESxRANKS", help="compare ways to train at several sites, such as 2x2")
-    add("--between", metavar="RATE", help="of the link between sites, such as 100mbit")
+    add("--machines", type=int, nargs="+", metavar="N", help="compare numbers of machines, such as 1 2: does more pay?")
+    add("--between", metavar="RATE", help="of the link between sites or machines, such as 100mbit")
     add("--device", default="h100", help=f"(default: h100) {_devices()}")
     add("--memory-bytes", help="of each device, such as 80GiB (default: the device's)")
     add("--devices-per-node", type=int, help="(default: the device's)")

@@ -252,9 +252,9 @@ def _ranks(number: int) -> str:
 
 MiB, GiB = 1 << 20, 1 << 30
 
-# Latency of a step of a ring: in NCCL's model 3.4 us over NVLink and 14 us over a network (hwLat, ring, simple
-# protocol, in src/graph/tuning.cc); in the scaling book about 1 us a hop of a TPU's links.
-NVLINK, NETWORK, ICI = 3.4e-6, 14e-6, 1e-6  # seconds
+# Latency of a step of a ring: in NCCL's model 3.4 us over NVLink, 5.7 us over PCIe and 14 us over a network (hwLat,
+# ring, simple protocol, in src/graph/tuning.cc); in the scaling book about 1 us a hop of a TPU's links.
+NVLINK, PCIE, NETWORK, ICI = 3.4e-6, 5.7e-6, 14e-6, 1e-6  # seconds
 
 # float32 is torch's default, without TF32. NVLink's 600 and 900 GB/s are the sums of both directions.
 A100 = Device(
@@ -280,6 +280,34 @@ H100 = Device(
 # https://www.nvidia.com/en-us/data-center/h200 (data sheet, SXM): an H100 with more memory, of the size that nvidia-smi
 # reports
 H200 = replace(H100, name="H200", memory_bytes_per_second=4.8e12, memory_bytes=143_771 * MiB)
+# GeForce: tables of NVIDIA's white papers on GA102 (Ampere), Ada and RTX Blackwell: FLOP/s of tensor cores without
+# sparsity, sums in float32; float64 is 1/64 of float32. PCIe has 16 lanes. One GPU in a machine, with the Ethernet of
+# 1 Gbit/s that boards have. Memory as nvidia-smi reports it.
+RTX3090 = Device(
+    # https://images.nvidia.com/aem-dam/en-zz/Solutions/geforce/ampere/pdf/NVIDIA-ampere-GA102-GPU-Architecture-Whitepaper-V1.pdf
+    name="RTX 3090",
+    flops_per_second={"bfloat16": 71e12, "float16": 71e12, "float32": 35.6e12, "float64": 0.556e12},
+    memory_bytes_per_second=936e9,
+    memory_bytes=24_576 * MiB,
+    intra_node=Link(31.5e9, PCIE),  # PCIe 4.0
+    inter_node=Link(125e6, NETWORK),
+    devices_per_node=1,
+)
+RTX4090 = replace(
+    RTX3090,  # https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
+    name="RTX 4090",
+    flops_per_second={"bfloat16": 165.2e12, "float16": 165.2e12, "float32": 82.6e12, "float64": 1.29e12},
+    memory_bytes_per_second=1.008e12,
+    memory_bytes=24_564 * MiB,
+)
+RTX5090 = replace(
+    RTX3090,  # https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf
+    name="RTX 5090",
+    flops_per_second={"bfloat16": 209.5e12, "float16": 209.5e12, "float32": 104.8e12, "float64": 1.64e12},
+    memory_bytes_per_second=1.792e12,
+    memory_bytes=32_607 * MiB,
+    intra_node=Link(63e9, PCIE),  # PCIe 5.0
+)
 TPU_V2 = Device(
     # A chip: Jouppi et al., A Domain-Specific Supercomputer for Training Deep Neural Networks, 2020: four links of
     # 496 Gbit/s each way, 16 GiB at 700 GB/s, a pod of 256; Google's announcement: 180 TFLOP/s for four chips
@@ -304,7 +332,10 @@ TPU_V5P = Device(
 
 
 DEVICES: Mapping[str, Device] = MappingProxyType(
-    ByName({"a100": A100, "h100": H100, "h200": H200, "tpu-v2": TPU_V2, "tpu-v5p": TPU_V5P})
+    ByName(
+        {"a100": A100, "h100": H100, "h200": H200, "rtx3090": RTX3090, "rtx4090": RTX4090, "rtx5090": RTX5090}
+        | {"tpu-v2": TPU_V2, "tpu-v5p": TPU_V5P}
+    )
 )
 
 CHOICES = f"one of {', '.join(DEVICES)}, the path of a file that calibrate wrote, or a thunder_zero.tools.Device"

@@ -21,9 +21,9 @@ from thunder_zero.plan.outer import Outer
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.tools.devices.device import Device, Link, device_of
-from thunder_zero.tools.plan.plan_training import PRECISION, best_of, compare, known_stages
+from thunder_zero.tools.plan.plan_training import PRECISION, best_or_least, compare, known_stages
 from thunder_zero.tools.plan.subject import SubjectPrograms, subject_of
-from thunder_zero.tools.plan.training_plan import NARROW, MeshShape, PlanRow
+from thunder_zero.tools.plan.training_plan import NARROW, MeshShape, PlanRow, meshes
 from thunder_zero.tools.printing.progress import show_steps
 from thunder_zero.tools.printing.words import PrintedRows
 from thunder_zero.tools.time.sites import exchanges_of, link_of
@@ -81,23 +81,20 @@ def plan_sites(
     if not match or match[1] == "1":
         raise ValueError(f"sites is {sites!r}; give the number of sites and of ranks at each, such as '2x2'")
     ranks, world_size = int(match[2]), int(match[1]) * int(match[2])
-    if device.is_measured and device.devices_per_node != ranks:
-        raise ValueError(f"{device.name} was calibrated with {device.devices_per_node} ranks, not with {ranks}")
     link = link_of(between, device)
-    share = replace(link, bytes_per_second=link.bytes_per_second / ranks)
-    device = replace(device, devices_per_node=ranks, inter_node=share)
+    device = on_link(device, link, ranks)
     memory = device.memory_bytes if memory_bytes is None else bytes_of("memory_bytes", memory_bytes)
     subject = subject_of(model, loss=loss, length=sequence_length, micro_batch=micro_batch)
     with show_steps("thunder-zero plan", 4 * len(stages)) as show:
-        programs = SubjectPrograms(subject, Policy(2, mixed_precision=PRECISION), ranks, device, show)
-        alone = _best(compare({1: programs}, stages, ranks, memory, show))
+        asked, shards = Policy(2, mixed_precision=PRECISION), meshes(3, world_size, ranks)[0].shards
+        programs = SubjectPrograms(subject, asked, shards, device, show)
+        alone = best_or_least(compare({1: programs}, stages, ranks, memory, show))
         joined = compare({1: programs}, stages, world_size, memory, show)
         ddp, zero = ([row for row in joined if (row.stage > 0) is sharded] for sharded in (False, True))
-        ways = {row.name: row for row in map(_best, filter(None, (ddp, zero)))}
+        ways = {row.name: row for row in map(best_or_least, filter(None, (ddp, zero)))}
         if zero:
-            asked = replace(programs.asked, gather_format=Int8(), reduce_format=Int8())
-            bytewise = replace(programs, asked=asked, scheduled={}, enough={})
-            best = _best(compare({1: bytewise}, (_best(zero).stage,), world_size, memory, show))
+            stage = best_or_least(zero).stage
+            best = best_or_least(compare({1: in_int8(programs)}, (stage,), world_size, memory, show))
             ways[f"{best.name}, int8"] = best
 
     def described(name: str, row: PlanRow, sent: float = 0.0, hidden: int | None = None) -> dict[str, Any]:
@@ -126,6 +123,14 @@ def _outer_row(plan: Plan, outer: Outer, alone: PlanRow, link: Link, device: Dev
     return row, sum(exchanges.sent) / outer.sync_every, hidden
 
 
-def _best(rows: Sequence[PlanRow]) -> PlanRow:
-    """Return the best row that fits, or the row that needs the least memory."""
-    return best_of(rows) or min(rows, key=lambda row: row.needed_bytes)
+def on_link(device: Device, link: Link, ranks: int) -> Device:
+    """Return a device of places with ``ranks`` each, which share the link of their place to the others."""
+    device = replace(device, devices_per_node=ranks) if not device.is_measured else device
+    if device.devices_per_node != ranks:
+        raise ValueError(f"{device.name} was calibrated with {device.devices_per_node} ranks, not with {ranks}")
+    return replace(device, inter_node=replace(link, bytes_per_second=link.bytes_per_second / ranks))
+
+
+def in_int8(programs: SubjectPrograms) -> SubjectPrograms:
+    """Return the programs whose gathers and gradients are int8 on the wire."""
+    return replace(programs, asked=replace(programs.asked, gather_format=Int8(), reduce_format=Int8()))

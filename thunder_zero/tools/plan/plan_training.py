@@ -105,7 +105,7 @@ def plan_training(
     if devices_per_node is not None:
         described = replace(described, devices_per_node=devices_per_node)
     memory = described.memory_bytes if memory_bytes is None else bytes_of("memory_bytes", memory_bytes)
-    sizes = _known_slices(tp)
+    sizes = known_slices(tp)
     count = sum(len(meshes(stage, world_size, described.devices_per_node, size)) for stage in stages for size in sizes)
     batches = _batches(micro_batch, global_batch, world_size, sizes)
     by_batch = {
@@ -152,7 +152,7 @@ def known_stages(stages: Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(stages))
 
 
-def _known_slices(tp: int | Sequence[int]) -> tuple[int, ...]:
+def known_slices(tp: int | Sequence[int]) -> tuple[int, ...]:
     sizes = tp if isinstance(tp, Sequence) else (tp,)
     if not sizes or any(not is_count(size) or not size for size in sizes):
         raise ValueError(f"tp is {tp!r}; give a number of ranks, at least 1, or several")
@@ -206,7 +206,7 @@ def compare(
             # From most shards to fewest: a level that does not fit on a mesh does not fit on one of fewer shards. One
             # that does not fit on all ranks in a stage does not fit in a lower stage.
             for mesh in reversed(meshes(stage, world_size, compared.device.devices_per_node, size)):
-                tried = (_row(compared, stage, mesh, level, memory_bytes, show) for level in possible)
+                tried = (evaluate_row(compared, stage, mesh, level, memory_bytes, show) for level in possible)
                 rows.append(next(row for row in tried if row.fits or row.recompute == possible[-1]))
                 possible = possible[possible.index(rows[-1].recompute) :]
                 show(ended=1)
@@ -215,9 +215,10 @@ def compare(
     return tuple(row for stage in stages for size in programs for row in by_stage[stage, size])
 
 
-def _row(
+def evaluate_row(
     programs: SubjectPrograms, stage: int, mesh: MeshShape, recompute: str, memory_bytes: int, show: Callable[..., None]
 ) -> PlanRow:
+    """Return the row of a stage on a mesh with a recompute level, whether it fits or not."""
     step, traced = programs.evaluate(programs.policy(stage, recompute), mesh)
     overhead = overhead_bytes(programs.device, mesh, step.storages)
     peak = max(step.peak, step.optimizer_step)
@@ -273,6 +274,11 @@ def best_of(rows: Sequence[PlanRow]) -> PlanRow | None:
     fastest = max((row.tokens_per_second for row in fitting), default=0.0)
     fast = (row for row in fitting if row.tokens_per_second >= AS_FAST * fastest)
     return min(fast, key=lambda row: row.needed_bytes, default=None)
+
+
+def best_or_least(rows: Sequence[PlanRow]) -> PlanRow:
+    """Return the best row that fits, or the row that needs the least memory."""
+    return best_of(rows) or min(rows, key=lambda row: row.needed_bytes)
 
 
 MEASURED = ("each line takes as long as lines of its kind and size took where the device was measured",)

@@ -172,7 +172,7 @@ def why(script: Path, arguments: Sequence[str], *, steps: int, device: str | Non
 
 def _device_here() -> Device | None:
     gpu = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    return next((device for name, device in DEVICES.items() if name in gpu), None)
+    return next((device for name, device in DEVICES.items() if name in gpu.replace("rtx ", "rtx")), None)
 
 
 def _page(followed: Followed, resident_before: int, device: Device | None) -> str:
