@@ -17,8 +17,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -182,12 +183,28 @@ class Done:
         return self.results
 
 
+Launch = Callable[[Sequence[Tensor], Sequence[str]], Any]  # of tensors and paths; it returns a handle
+
+
+def functions_of(all_gather: Launch, reduce: Launch) -> dict[str, Callable[..., Any]]:
+    """Return the functions that lines call, by their names. A line launches for one tensor, or for a bucket."""
+    return {
+        "zero_enter": lambda phase, schedule: None,  # all ranks have written the same lines
+        "zero_all_gather": lambda shard, path: all_gather([shard], [path]),
+        "zero_all_gather_coalesced": all_gather,
+        "zero_reduce_scatter": lambda grad, path: reduce([grad], [path]),
+        "zero_reduce_scatter_coalesced": reduce,
+        "zero_wait": lambda handle: handle.wait()[0],
+        "zero_wait_coalesced": lambda handle: handle.wait(),
+    }
+
+
 class BothRanks(Runtime):
     def __init__(self, plan: Plan, others: Mapping[str, Tensor]) -> None:
         self.plan, self.others = plan, others
 
-    def enter(self, phase: str, schedule: str) -> None:
-        """Compare nothing: there is one process."""
+    def function(self, name: str) -> Callable[..., Any]:
+        return functions_of(self.all_gather, self.reduce).get(name, super().function(name))
 
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Done:
         rows = [self.plan.by_name[path].shape[0] for path in paths]

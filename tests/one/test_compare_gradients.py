@@ -340,7 +340,12 @@ def test_zeros_hide_no_error_but_a_gradient_that_is_zero_but_for_rounding_is_rig
 
     wrong = errors(hooked("inner.weight", lambda grad: 3 * grad), build=Adapter)
     assert wrong["inner.weight"] == "3 times the true value"
-    comparison = compare_gradients(Adapter, by_hand(), X, DP)
+
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+        by_hand()(model, mesh)
+        hooked("shift", lambda grad: grad + 1e-18)(model, mesh)  # on some CPUs the rounding errors are equal
+
+    comparison = compare_gradients(Adapter, parallelize, X, DP)
     assert comparison.right, str(comparison)
     (error,) = (row.error for row in comparison.rows if row.name == "shift")
     assert error > 0.01  # of about 1e-18
