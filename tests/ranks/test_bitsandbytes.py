@@ -51,6 +51,8 @@ def bits(module: nn.Module) -> dict[str, Any]:
 def trains_and_comes_back(rank: int, world_size: int, stage: int) -> None:
     bnb: Any = pytest.importorskip("bitsandbytes").nn
     one, model = Adapted(bnb.Linear4bit), tz.compile(Adapted(bnb.Linear4bit, seed=rank), stage=stage, broadcast_from=0)
+    mixed = bnb.Linear4bit(64, 64, quant_type="fp4" if rank else "nf4").to("cpu")
+    fails(partial(tz.compile, mixed, stage=stage), "the format fp4", "; ")  # on both ranks
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
     for module in (one, model):
         optimizer = torch.optim.SGD([param for param in module.parameters() if param.requires_grad], 0.1)

@@ -15,7 +15,7 @@ whose parameters are shards. Thunder calls ``transform_module`` once. This call 
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, NoReturn, Unpack
 
@@ -84,8 +84,8 @@ class ZeroTransform(Transform):
         return self._arguments.policy
 
     def transform_module(self, model: ThunderModule) -> None:
-        with transforming(plain_of(model)), taken(plain_of(model)):
-            self._shard(model)
+        with transforming(plain_of(model)), ExitStack() as undone_by_errors:
+            self._shard(model, undone_by_errors)
 
     def transform_traces_pre_prologue(self, *traces: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
@@ -93,10 +93,11 @@ class ZeroTransform(Transform):
             "the jitted module from a function that is not jitted"
         )
 
-    def _shard(self, model: ThunderModule) -> None:
+    def _shard(self, model: ThunderModule, undone_by_errors: ExitStack) -> None:
         arguments, plain = self._arguments, plain_of(model)
         ranks = ranks_of(arguments.process_group, arguments.mesh, arguments.dp_mesh_dims)
         with agree.all_or_none(ranks.world):
+            undone_by_errors.enter_context(taken(plain))
             require_untransformed(model, self)
             if self._used:
                 raise RuntimeError(

@@ -18,10 +18,10 @@ def local_slice(whole: Tensor, param: Param, plan: Plan) -> Tensor:
 
 def local_rows(full: Tensor, param: Param, plan: Plan) -> Tensor:
     """Return this rank's rows of a full parameter, padded with zeros, or the parameter itself if it is replicated."""
-    return stored_rows(full[plan.geometry(param).rows], param, plan) if param.sharded else full
+    return padded_rows(full[plan.geometry(param).rows], param, plan) if param.sharded else full
 
 
-def stored_rows(rows: Tensor, param: Param, plan: Plan) -> Tensor:
+def padded_rows(rows: Tensor, param: Param, plan: Plan) -> Tensor:
     """Return a copy of this rank's rows of a sharded parameter, padded with zeros."""
     shard = rows.new_zeros(plan.geometry(param).at_rest)
     shard[: len(rows)] = rows

@@ -55,7 +55,7 @@ def taken(module: nn.Module, *, restore: bool = False) -> Iterator[None]:
             weight = layer.weight
             if weight not in stored:
                 layer.state_dict()  # which undoes bitsandbytes' own order of codes for inference on a CPU
-                stored[weight] = _stored(layer.weight, layer, f"{path}.weight".lstrip("."))
+                stored[weight] = _stored(weight, layer, f"{path}.weight".lstrip("."))
             names = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
             layer.options = {name: getattr(weight, name) for name in names}
             if not layer.compute_type_is_set:
@@ -96,10 +96,8 @@ def packed(payload: Tensor, layer: StoredLinear, fmt: NF4, dtype: torch.dtype) -
     bnb: Any = sys.modules["bitsandbytes"]
     shape, options = torch.Size((len(payload), layer.in_features)), layer.options
     codes, scales = fmt.parts(payload, layer.in_features)
-    flat = torch.zeros(-(-codes.numel() // 8) * 8, dtype=torch.uint8, device=codes.device)
-    flat[: codes.numel()] = codes.reshape(-1)
-    size = options["quant_storage"].itemsize
-    data = flat[: -(-codes.numel() // size) * size].view(options["quant_storage"]).view(-1, 1)
+    storage = options["quant_storage"]
+    data = F.pad(codes.reshape(-1), (0, -codes.numel() % storage.itemsize)).view(storage).view(-1, 1)
     first = torch.arange(0, shape.numel(), options["blocksize"], device=codes.device)
     state = bnb.functional.QuantState(
         absmax=scales.reshape(-1)[first // fmt.block],
