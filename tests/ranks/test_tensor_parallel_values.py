@@ -153,6 +153,7 @@ def compare_masks(rank: int, world_size: int, checks: bool, options: dict[str, A
         module.checks = checks
         for name, param in module.named_parameters():
             nn.init.constant_(param, VALUES[name])
+        module.norm.requires_grad_(styles is not CHUNKED)  # nothing would sum the gradients of its parts
         is_parts = styles is not SLICED
         model = compile_sliced(module, mesh, styles, **options)
         torch.manual_seed(rank // 2)

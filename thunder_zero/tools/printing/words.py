@@ -14,9 +14,10 @@ import ast
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import pairwise
+from textwrap import shorten
 from typing import Any, ClassVar
 
-from thunder_zero.plan.amounts import folded
+from thunder_zero.plan.amounts import WIDTH
 from thunder_zero.plan.params import Plan
 from thunder_zero.plan.policy import STAGES
 
@@ -57,7 +58,7 @@ class ByName(dict[str, Any]):
     """Values keyed by name. The text form has a line for each value."""
 
     def __repr__(self) -> str:
-        return "".join(f"\n{folded(f'{name!r}: {value}')}" for name, value in self.items())
+        return "".join(f"\n{shorten(f'{name!r}: {value}', WIDTH, placeholder=' ...')}" for name, value in self.items())
 
 
 def count(number: float) -> str:
