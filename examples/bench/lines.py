@@ -34,6 +34,7 @@ POLICIES = {
     "stage 0, bfloat16": replace(tz.DDP, mixed_precision=HALF),
     "stage 1": tz.ZERO1,
     "stage 2, int8": replace(tz.ZERO2, **FORMATS),
+    "stage 2, owned": replace(tz.ZERO2, owned=("*.weight",)),
     "stage 3": replace(tz.ZERO3, reshard_after_forward=True),
     "stage 3, bfloat16": replace(tz.ZERO3, mixed_precision=HALF),
     "stage 3, bfloat16, int8": replace(tz.ZERO3, mixed_precision=HALF, reshard_after_forward=True, **FORMATS),

@@ -1,35 +1,41 @@
-"""Measures a step with Muon on whole matrices, beside one process and torch's Muon over FSDP2's DTensors.
+"""Measures a step with Muon on whole matrices, beside one process, DDP and torch's Muon over FSDP2's DTensors.
 
-python examples/bench/whole.py [--ranks 2] [--rounds 9] [--blocks 2] [--width 512]
+python examples/bench/whole.py [--network 1gbit] [--ranks 2] [--rounds 9] [--blocks 2] [--width 512]
 
-All contestants run in the same processes, on gloo over loopback, alternately; AdamW steps what is no matrix of a block.
-A cell is the median over rounds, of the slowest rank, with the quartiles. Then the FLOPs of orthogonalising on the
-busiest rank, counted as torch dispatches them, for 1 to 8 ranks.
+All contestants run in the same processes, on gloo, alternately; AdamW steps what is no matrix of a block. A network
+with a rate needs root (network.py). A cell is the median over rounds, of the slowest rank, with the quartiles. Rank 0
+counts the bytes that it sends in a step. Then the FLOPs of orthogonalising on the busiest rank, counted as torch dispatches
+them, for 1 to 8 ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 import thunder_zero as tz  # before thunder
 from examples.bench.model import Size, loss_of, make_batch, make_model
-from thunder_zero.optim.owners import Piece, assign, work_of_shape
+from examples.bench.network import LOOPBACK, bytes_sent, seats
+from thunder_zero.plan.owners import Piece, assign, work_of_shape
 
 import thunder
 
+MATRICES = ("blocks.*.weight",)  # of two dimensions
 SMALL = 16 << 20  # bytes of a bucket on the CPU
 Timed = Callable[[], tuple[float, float]]  # seconds of a step, and of its optimizers
 
@@ -64,36 +70,71 @@ def timed(model: nn.Module, size: Size, rank: int, muon: Callable[..., optim.Opt
 
 def contestants(size: Size, rank: int) -> dict[str, Timed]:
     """By name; FSDP2's mesh divides the rows."""
-    ours = thunder.jit(make_model(size), transforms=[tz.ZeroTransform(stage=3)])
+
+    def ours(stage: int, owned: tuple[str, ...] = ()) -> Timed:
+        model = thunder.jit(make_model(size), transforms=[tz.ZeroTransform(tz.Policy(stage, owned=owned))])
+        return timed(model, size, rank, partial(tz.whole, optim.Muon))
+
     theirs = make_model(size)
     for block in theirs.blocks:
         fully_shard(block)
     fully_shard(theirs)
     return {
         "one process": timed(make_model(size), size, rank, optim.Muon),
-        "ZeRO-3, tz.whole": timed(ours, size, rank, partial(tz.whole, optim.Muon)),
+        "torch's DDP": timed(DistributedDataParallel(make_model(size)), size, rank, optim.Muon),
+        "ZeRO-1, tz.whole": ours(1),
+        "ZeRO-1, owned": ours(1, MATRICES),
+        "ZeRO-2, tz.whole": ours(2),
+        "ZeRO-2, owned": ours(2, MATRICES),
+        "ZeRO-3, tz.whole": ours(3),
+        "ZeRO-3, owned": ours(3, MATRICES),
         "FSDP2, Muon on DTensors": timed(theirs, size, rank, optim.Muon),
     }
 
 
-def measure(rank: int, world_size: int, rounds: int, size: Size, folder: str) -> None:
-    """One rank; rank 0 writes the table."""
+def measure(options: argparse.Namespace, size: Size) -> None:
+    """One rank; rank 0 writes seconds of a step, of its optimizers, and bytes, by contestant and round."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo")
+    rank, interface = dist.get_rank(), os.environ["GLOO_SOCKET_IFNAME"]
+    shared = dist.get_world_size() if options.network == LOOPBACK else 1  # all ranks count on the one interface
     steps = contestants(size, rank)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    for round_ in range(rounds + 2):
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in steps}
+    for round_ in range(options.rounds + 2):
         for name, step in steps.items():
+            before = bytes_sent(interface)
             seconds = torch.tensor(step())
+            nbytes = (bytes_sent(interface) - before) / shared
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             if round_ > 1:
-                found[name].append((float(seconds[0]), float(seconds[1])))
+                found[name].append((float(seconds[0]), float(seconds[1]), nbytes))
     if rank == 0:
-        torch.save(found, Path(folder) / "found.pt")
+        torch.save(found, options.found)
     dist.destroy_process_group()
 
 
-def cell(values: list[float]) -> str:
+def run(options: argparse.Namespace, found: Path) -> dict[str, list[tuple[float, float, float]]]:
+    """Measure in a process for each rank, on its place in the network."""
+    with seats(options.ranks, options.network) as places:
+        common = {"MASTER_ADDR": places[0].address, "MASTER_PORT": "29617", "WORLD_SIZE": str(options.ranks)}
+        workers = [
+            subprocess.Popen(
+                [*seat.prefix, sys.executable, __file__, *sys.argv[1:], "--found", str(found)],
+                env={**os.environ, **common, "RANK": str(rank), "GLOO_SOCKET_IFNAME": seat.interface},
+            )
+            for rank, seat in enumerate(places)
+        ]
+        try:
+            if any([worker.wait() for worker in workers]):
+                raise SystemExit("a rank failed; its error is above")
+        finally:
+            for worker in workers:
+                worker.kill()
+    measured: dict[str, list[tuple[float, float, float]]] = torch.load(found)
+    return measured
+
+
+def cell(values: Sequence[float]) -> str:
     """The median with the quartiles, in ms."""
     low, middle, high = (f"{1000 * value:.0f}" for value in quantiles(values, n=4))
     return f"{middle} ({low}-{high})"
@@ -123,19 +164,25 @@ def flops_of_busiest(shapes: list[tuple[int, ...]], ranks: int) -> int:
 def main() -> None:
     """Print two tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", default=LOOPBACK, help="loopback, or a rate such as 1gbit")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--found", help=argparse.SUPPRESS)
     options = parser.parse_args()
     size = Size(options.blocks, options.width)
+    if options.found:
+        measure(options, size)
+        return
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (options.ranks, options.rounds, size, folder), options.ranks)
-        found = torch.load(Path(folder) / "found.pt")
-    print(f"{options.blocks} blocks of width {options.width}, {options.ranks} ranks, {options.rounds} rounds\n")
-    print("| | step, ms | its optimizers, ms |\n| --- | --- | --- |")
-    for name, times in found.items():
-        print(f"| {name} | {cell([step for step, _ in times])} | {cell([part for _, part in times])} |")
+        found = run(options, Path(folder) / "found.pt")
+    model = sum(4 * param.numel() for param in make_model(size).parameters())
+    print(f"{size.blocks} blocks of width {size.width}, {options.ranks} ranks, {options.network}\n")
+    print("| | step, ms | its optimizers, ms | bytes, of the model's |\n| --- | --- | --- | --- |")
+    for name, rounds in found.items():
+        step, part, nbytes = zip(*rounds, strict=True)
+        print(f"| {name} | {cell(step)} | {cell(part)} | {median(nbytes) / model:.2f} |")
     shapes = [tuple(param.shape) for param in matrices(make_model(Size()))[0]]
     alone = orthogonalising(shapes)
     print("\n| ranks | GFLOP of orthogonalising on the busiest one | of one process |\n| --- | --- | --- |")

@@ -115,6 +115,7 @@ REASONS: tuple[tuple[int, dict[str, Any], str, str], ...] = (  # stage, policy's
     (3, {"keep_unsharded": ("layers.1",)}, weight(1), "Policy.keep_unsharded names its unit"),
     (3, {"replicate_below_bytes": MATRIX + 1}, weight(1), "its 64 B are below Policy.replicate_below_bytes=65"),
     (3, {"replicated": ("layers.1",)}, weight(1), "Policy.replicated names it"),
+    (2, {"owned": ("layers.*",)}, weight(1), "rank 1 steps it, since Policy.owned names it"),
     # when its gradient travels, and why some have none
     (3, {}, weight(0), "at the end of backward, behind all of its compute"),
     (3, ALONE | {"in_flight_bytes": MATRIX}, weight(4), "before the next gradient is made: with it, more than 64 B"),

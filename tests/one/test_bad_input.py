@@ -31,6 +31,7 @@ from thunder.dynamo import thunderfx
 from thunder.transforms.cudagraph import CUDAGraphTransform
 
 X = torch.ones(3, 4)
+OWNED = tz.Policy(2, owned=("layers",))
 BUILTIN: Any = torch.tanh
 
 
@@ -67,6 +68,7 @@ FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "broadcast_from": ((-1, "0"), "a rank of the process group, or None"),
     "ignored": (("router", (1,)), "a tuple of paths"),
     "replicated": (("*.bias",), "give a tuple of patterns"),
+    "owned": (("*.weight",), "give a tuple of patterns"),
     "recompute": ((True,), "'none', 'cheap', 'units'"),
     "reshard_after_backward": ((1,), "True or False"),
     "gather_per_unit": (("no",), "True or False"),
@@ -173,6 +175,9 @@ CALLS: dict[type[Exception], list[tuple[Any, ...]]] = {
         (lambda m: shard(m, unit_of=lambda module: ("c",)), "unit_of names 'c'", "submodule of Mlp"),
         (lambda m: shard(m, ignored=("lin",)), "ignored names 'lin'", "no parameter and no submodule of Mlp"),
         (lambda m: shard(m, replicated=("*.gain",)), "replicated names '*.gain'", "no parameter and no submodule of"),
+        (lambda m: shard(m, owned=("*.gain",)), "owned names '*.gain'", "no parameter and no submodule of"),
+        (lambda m: shard(m, owned=("layers",), stage=0), "owned is ('layers',), in stage 0", "stage 1, 2 or 3"),
+        (lambda m: tz.trace(m, X, policy=OWNED, replicas=2), "with 2 replicas", "give it in stage 1, 2 or 3"),
         (lambda m: shard(m, ignored=("layers",)), "Mlp has no parameters that are not ignored"),
         (lambda m: shard(nn.ReLU()), "ReLU has no parameters", "nothing to shard"),
         (lambda m: tz.zero(thunder.jit(nn.ReLU())), "ReLU has no parameters", "nothing to shard"),

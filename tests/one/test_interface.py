@@ -224,6 +224,11 @@ def count_recomputed(policy: Policy) -> list[int]:
     return [names.count(name) for name in ("exp", "addmm")]
 
 
+def sent_to_owners(policy: Policy) -> set[str]:
+    text = "\n".join(line for line in str(traces(policy).backward).splitlines() if "zero_reduce_to_owner" in line)
+    return {path for path in PATHS if f"'{path}'" in text or f'"{path}"' in text}
+
+
 def checked(policy: Policy) -> set[str]:
     """Return the parameters whose gradients backward checks."""
     text = "\n".join(line for line in str(traces(policy).backward).splitlines() if "zero_check_finite" in line)
@@ -280,6 +285,7 @@ SEEN: dict[str, tuple[Policy, Callable[[Policy], Any], list[tuple[Any, Any]]]] =
     "unit_of": (TEXTBOOK, gathers, [(None, LAYERS), (lambda module: (), [sum(LAYERS, ())])]),
     "ignored": (TEXTBOOK, travelling, [((), [PATHS, PATHS]), (("layers.1", "layers.2.bias"), [KEPT, KEPT])]),
     "replicated": (TEXTBOOK, sharded, [((), PATHS), (("*.bias", "layers.1"), WEIGHTS - {"layers.1.weight"})]),
+    "owned": (TEXTBOOK, sent_to_owners, [((), set()), (("*.weight",), WEIGHTS)]),
     "replicate_below_bytes": (TEXTBOOK, sharded, [(WEIGHT, WEIGHTS), (WEIGHT + 1, set())]),
     "mixed_precision": (  # 16 elements to each of 3 ranks; 40 of others
         tz.ZERO2,

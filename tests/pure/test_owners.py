@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunder_zero.optim.owners import Piece, assign, work_of_shape
+from thunder_zero.plan.owners import Piece, assign, work_of_shape
 
 BLOCK = ((768, 2304), (768, 768), (768, 3072), (3072, 768))  # a GPT's matrices
 GPT = [Piece(number, work_of_shape(shape), 4 * prod(shape)) for number, shape in enumerate(BLOCK * 12)]

@@ -15,7 +15,7 @@ from thunder_zero.plan.mesh import Mesh
 from thunder_zero.plan.params import ROOT, Plan
 from thunder_zero.plan.policy import DDP, ZERO1, ZERO2, ZERO3, Policy
 from thunder_zero.plan.precision import MixedPrecision
-from thunder_zero.plan.traffic import gather_traffic, reduce_traffic
+from thunder_zero.plan.traffic import bucket_traffic, gather_traffic, reduce_traffic
 
 
 class Block(nn.Module):
@@ -130,6 +130,20 @@ def test_zero_dimensional_and_empty_parameters_are_always_replicated(shape: tupl
     for stage in range(4):
         (param,) = make_plan(parameter(shape), Policy(stage=stage), Mesh.of(4)).params
         assert (param.sharded, param.resident, param.kept_unsharded) == (False, False, True)
+
+
+def test_owned_matrices_are_whole_and_shared_by_work_among_owners() -> None:
+    module = nn.ModuleList(nn.ModuleList(nn.Linear(4, 4) for _ in range(3)) for _ in range(2))
+    plan = make_plan(module, Policy(stage=2, owned=("*",)), Mesh.of(3, 1))
+    weights = [param for param in plan.params if param.path.endswith("weight")]
+    assert [param.owner for param in weights] == [0, 1, 2] * 2
+    assert not any(param.sharded or plan.geometry(param).padding for param in weights)
+    assert all(param.sharded and param.owner is None for param in plan.params if param not in weights)
+    assert make_plan(module, Policy(stage=2, owned=("*",)), Mesh.of(3)).params == plan.params
+    mine, theirs = (reduce_traffic(plan, weights[owner]) for owner in (1, 0))
+    assert (mine.sent, mine.received, theirs.sent, theirs.received) == (0, 2 * 64, 64, 0)
+    bucket = bucket_traffic(plan, tuple(param.path for param in weights[:3]), "shard")
+    assert (bucket.sent, bucket.received, bucket.busiest) == (2 * 64, 2 * 64, 2 * 64)
 
 
 def test_a_parameter_has_the_shapes_dtypes_and_bytes_of_arithmetic() -> None:

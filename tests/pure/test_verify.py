@@ -243,7 +243,7 @@ COPIES: Faults = (
 )
 LIMITS: Faults = (
     (lambda t: reading(t, "gather a.w", {"t_a.v": "t_a.half"}), "mixes dtypes or formats in one bucket"),
-    (lambda t: changed(t, "gather a.w", params=("a.w", "a.scalar")), "mixes sharded, resident and replicated"),
+    (lambda t: changed(t, "gather a.w", params=("a.w", "a.scalar")), "mixes sharded, resident, replicated"),
     (lambda t: with_policy(t, bucket_bytes=7), "is a bucket of 8 bytes; bucket_bytes is 7"),
     (lambda t: moved(t, "gather b.w", "wait a.w"), "bytes in flight; in_flight_bytes is 12"),
     (lambda t: moved(t, "writes mean_c.w", "return"), "puts 1[46] bytes in flight; in_flight_bytes is 12"),

@@ -120,9 +120,9 @@ def make_adafactor(model: nn.Module, build: Callable[..., Any]) -> list[Any]:
     return [build(optim.Adafactor, model.parameters(), lr=0.01)]
 
 
-def train_as_one_process(rank: int, world_size: int, stage: int) -> None:
+def train_as_one_process(rank: int, world_size: int, stage: int, owned: tuple[str, ...]) -> None:
     start = fresh(Small).double()
-    model = sharded(start, tz.Policy(stage=stage, bucket_bytes=400))
+    model = sharded(start, tz.Policy(stage=stage, bucket_bytes=400, owned=owned))
     for make_optimizers in (make_muon_and_adamw, make_adafactor):
         plain = fresh(Small).double()
         train(plain, make_optimizers(plain, lambda kind, *args, **options: kind(*args, **options)))
@@ -135,10 +135,13 @@ def train_as_one_process(rank: int, world_size: int, stage: int) -> None:
         assert relative_error(full["layers.0.weight"], start.layers[0].weight) > 0.05, make_optimizers
 
 
-@pytest.mark.parametrize("stage", [*slow(3, 1), *deep(0, 2)])
-def test_it_trains_as_one_process(ranks_pool: RanksPool, stage: int) -> None:
+OWNED = ("layers.*.weight",)
+
+
+@pytest.mark.parametrize(("stage", "owned"), [(2, OWNED), *slow((3, ()), (1, ()), (3, OWNED)), *deep((0, ()), (2, ()))])
+def test_it_trains_as_one_process(ranks_pool: RanksPool, stage: int, owned: tuple[str, ...]) -> None:
     """The loop accumulates, clips and shares a scaler; there are schedulers, tied, frozen and unused parameters."""
-    ranks_pool.run(3, train_as_one_process, stage, timeout=LONG)
+    ranks_pool.run(3, train_as_one_process, stage, owned, timeout=LONG)
 
 
 # Steps by hand: bytes and states
@@ -173,6 +176,42 @@ def count_bytes_and_states(rank: int, world_size: int) -> None:
 def test_a_step_sends_what_owners_lack_and_states_are_kept_once(ranks_pool: RanksPool) -> None:
     """Owners get what they lack (DDP: nothing; ZeRO-1 after a forward: only gradients) and send parameters back."""
     ranks_pool.run(3, count_bytes_and_states)
+
+
+def train_with_owners(rank: int, world_size: int) -> None:
+    policy = tz.Policy(stage=2, owned=("*",))  # the matrices; biases have rows
+    x = torch.randn(12, 7, generator=torch.Generator().manual_seed(0))
+    plain, mine = fresh(Mlp), x.tensor_split(world_size)[rank]
+    model = sharded(plain, policy)
+    muon, nbytes = tz.whole(optim.Muon, matrices_of(model)), 0
+    for _ in range(2):
+        with count_sends() as messages:
+            model(mine).square().mean().backward()
+            to_owners = sum(messages)
+            muon.step()
+        nbytes = sum(messages) - to_owners
+        model.zero_grad()
+    of_matrices, of_all = (
+        sum(4 * param.numel() for param in each) for each in (matrices_of(plain), plain.parameters())
+    )
+    of_biases = 2 * (of_all - of_matrices)  # gathered and reduced
+    sums = [sum(counts) for counts in zip(*gather_objects((to_owners, nbytes)), strict=True)]
+    assert sums == [(world_size - 1) * (of_matrices + of_biases), (world_size - 1) * of_matrices], sums
+    # torch's clip and optimizers sum the owner's gradient and zeros
+    model = sharded(plain, policy)
+    both = [optim.AdamW(module.parameters(), 0.01) for module in (model, plain)]
+    for _ in range(3):
+        for module, part, optimizer in zip((model, plain), (mine, x), both, strict=True):
+            optimizer.zero_grad()
+            module(part).square().mean().backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+            optimizer.step()
+    full = tz.full_state_dict(model)
+    assert all(relative_error(full[name], value) < 1e-5 for name, value in plain.state_dict().items())
+
+
+def test_gradients_of_owned_parameters_are_sent_to_their_owners_alone(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(3, train_with_owners)
 
 
 WIDTH = 192  # large enough that half of a matrix is its own message

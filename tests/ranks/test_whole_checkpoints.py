@@ -117,6 +117,7 @@ def load_all(rank: int, world_size: int, root: Path) -> None:
         ("Adafactor", "Adafactor", 1),
         ("Listing", "Listing", 0),
         ("AdamW", "AdamW", 3),
+        ("AdamW", "AdamW", tz.Policy(2, owned=("*.weight",))),
         ("rows", "AdamW", 3),
     ]:
         model = sharded(Mlp(), stage)

@@ -8,8 +8,8 @@ from typing import Any
 
 from thunder_zero.comm.agree import Claim, all_or_none, require_same
 from thunder_zero.comm.small_collectives import all_reduce_sum
+from thunder_zero.optim.exchange import Member
 from thunder_zero.optim.options import describe_values, hyper_parameters
-from thunder_zero.optim.owners import Member
 from thunder_zero.sharded.gather import may_be_stale
 from thunder_zero.sharded.state import State
 

@@ -6,25 +6,36 @@
     rank 1: rows 2 3                                                                                 rows 2 3
     rank 2: row  4                                                                                   row  4
 
-In ZeRO-1 every rank has the parameter in full, so only the gradient's rows are sent to the owner. Every rank has the
-gradient of a replicated parameter in full, so only the stepped parameter is sent.
+In ZeRO-1 every rank has the parameter in full, so only the gradient's rows are sent to the owner. The owner of a
+replicated parameter has its gradient in full, so only the stepped parameter is sent.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
-from thunder_zero.optim.owners import Member, ParamAndGrad
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.state import State
 from thunder_zero.sharded.wire import rest_device
 
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    param: Param
+    shard: Tensor  # the parameter in the optimizer over shards, and the key of its states
+    group: int
+    name: str | None  # the name in the group, if the group has names
+    owner: int  # the rank that steps the parameter, as an index among the ranks of a replica
+
+
+ParamAndGrad = tuple[Tensor, Tensor | None]  # a whole parameter and its gradient, on the device of the shards
 ByPeer = defaultdict[int, list[Tensor]]  # lists of messages, keyed by peer
 
 

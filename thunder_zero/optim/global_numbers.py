@@ -80,8 +80,8 @@ def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bo
 def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     """Return the norm of all gradients as one vector, and each rank's status. This is one small collective.
 
-    The norm has equal bits on every rank. Each element is counted once: a replicated parameter on the first rank of a
-    replica, a parameter that is not tensor-parallel on the first rank of the ``tensor`` axis.
+    The norm has equal bits on every rank. Each element is counted once: a replicated parameter on its owner or the
+    first rank of a replica, a parameter that is not tensor-parallel on the first rank of the ``tensor`` axis.
     """
     # torch's function on DTensors hangs for an infinite norm_type if a rank has no rows.
     params = state.params.values()
@@ -91,7 +91,7 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
         rows
         for param, rows in present.items()
         if rows.numel()
-        and (param.sharded or mesh.shard.place == 0)
+        and (param.sharded or mesh.shard.place == (param.owner or 0))
         and (param.sliced is not None or mesh.tensor.place == 0)
     ]
     dtype = torch.float32  # or a larger dtype; equal on ranks that have no gradient

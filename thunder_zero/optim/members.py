@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from thunder_zero.optim.exchange import Member
 from thunder_zero.optim.options import hyper_parameters, names_of
-from thunder_zero.optim.owners import Member, Piece, assign, work_of_shape
 from thunder_zero.optim.probe import ProbeResult, probe_optimizer
 from thunder_zero.optim.stepper import (
     GroupedParams,
@@ -29,6 +29,7 @@ from thunder_zero.optim.stepper import (
     copy_values,
     make_optimizer,
 )
+from thunder_zero.plan.owners import Piece, assign, work_of_shape
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.sharded_model import owner_of, owner_of_replaced
 from thunder_zero.sharded.state import State
@@ -172,6 +173,7 @@ def members_of(groups: Groups, offset: int, state: State, loads: Sequence[int]) 
             work_of_shape(param.shape),
             prod(param.shape) * param.dtype.itemsize,
             (shard.requires_grad, param.dtype),
+            param.owner,
         )
         for number, (param, shard, *_) in enumerate(chosen)
     ]

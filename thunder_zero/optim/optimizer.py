@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from thunder_zero.comm.collective_tags import CollectiveTag, current_activity, doing
 from thunder_zero.optim.agreement import agree_on_step, raise_on_all
-from thunder_zero.optim.exchange import FromOwners, ToOwners
+from thunder_zero.optim.exchange import FromOwners, Member, ToOwners
 from thunder_zero.optim.members import (
     describe_uneven_option,
     groups_of_params,
@@ -30,9 +30,9 @@ from thunder_zero.optim.members import (
     model_of,
 )
 from thunder_zero.optim.options import OF_BASE, changed_names, describe_for_probe, describe_values, hyper_parameters
-from thunder_zero.optim.owners import Member, work_of_shape
 from thunder_zero.optim.probe import ProbeResult
 from thunder_zero.optim.stepper import BucketStepper, Groups, MakeOptimizer, UserOptions, copy_values, params_entry
+from thunder_zero.plan.owners import work_of_shape
 from thunder_zero.sharded.optimizers import StepsWhole, parameters_of
 from thunder_zero.sharded.state import State
 

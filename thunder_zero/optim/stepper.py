@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from thunder_zero.compat.torch.optimizers import step_alone
+from thunder_zero.optim.exchange import Member, ParamAndGrad
 from thunder_zero.optim.options import attributes_of, describe_values, hyper_parameters
-from thunder_zero.optim.owners import Member, ParamAndGrad
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.dtensors import parameter_like, with_attributes_of
 

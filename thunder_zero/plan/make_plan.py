@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from thunder_zero.plan import layout
 from thunder_zero.plan.formats import FORMATS, embeddings_of, fits, format_of, frozen_format_of
 from thunder_zero.plan.geometry import Geometry
 from thunder_zero.plan.mesh import Mesh
+from thunder_zero.plan.owners import Piece, assign, work_of_shape
 from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.plan.precision import MixedPrecision, around
 from thunder_zero.plan.stored import Stored
@@ -86,7 +88,7 @@ def make_plan(
         _plan_param(param, tuple(paths), policy, _unit_of(paths[0], units), embeddings, mesh, slices or {}, partial)
         for param, paths in names.items()
     )
-    plan = Plan(policy, mesh, params)
+    plan = Plan(policy, mesh, _with_owners(params, policy, mesh))
     _require_units(plan, module)
     _require_formats(plan)
     return plan
@@ -100,6 +102,7 @@ def _names(module: nn.Module, policy: Policy, modules: set[str]) -> dict[nn.Para
     paths = {*modules, *(name for aliases in names.values() for name in aliases)}
     _require_known(policy.ignored, paths, module)
     _require_matches("replicated names", policy.replicated, paths, module)
+    _require_matches("owned names", policy.owned, paths, module)
     with_buffers = {*paths, *(name for name, _ in module.named_buffers())}
     _require_matches("mixed_precision overrides", policy.mixed_precision.overrides, with_buffers, module)
     for field in FORMATS:
@@ -144,6 +147,34 @@ def _require_units(plan: Plan, module: nn.Module) -> None:
                     f"{field} names {path!r}, which is no unit of {type(module).__name__}; its units are "
                     f"{', '.join(repr(unit) for unit in plan.units if unit != ROOT) or 'none'}"
                 )
+
+
+def _with_owners(params: tuple[Param, ...], policy: Policy, mesh: Mesh) -> tuple[Param, ...]:
+    """Give each parameter that ``Policy.owned`` names to a rank, so that ranks have equal work in each unit."""
+    if policy.owned and not (STAGES[policy.stage].sharded and mesh.replicate.size == mesh.tensor.size == 1):
+        raise ValueError(
+            f"owned is {policy.owned!r}, in stage {policy.stage} with {mesh.replicate.size} replicas and "
+            f"{mesh.tensor.size} slices; give it in stage 1, 2 or 3, with one replica and without tensor parallelism, "
+            f"or leave it out, since tz.whole also steps rows"
+        )
+    pieces = [
+        Piece(number, work_of_shape(param.shape), param.grad_bytes, param.unit)
+        for number, param in enumerate(params)
+        if _is_owned(param.names, param.shape, policy)
+    ]
+    buckets = assign(pieces, mesh.shard.size, sum(piece.nbytes for piece in pieces), [0] * mesh.shard.size)
+    owners = {number: owner for bucket in buckets for number, owner in bucket}
+    return tuple(replace(param, owner=owners.get(number)) for number, param in enumerate(params))
+
+
+def _is_owned(names: Iterable[str], shape: tuple[int, ...], policy: Policy) -> bool:
+    return len(shape) > 1 and layout.is_sharded(shape) and _fits(names, policy.owned)
+
+
+def _fits(names: Iterable[str], patterns: Collection[str]) -> bool:
+    """Return whether a pattern fits a name of a parameter, or a submodule that holds it."""
+    paths = {path for name in names for path in around(name)}
+    return any(fnmatchcase(path, pattern) for path in paths for pattern in patterns)
 
 
 KINDS = {
@@ -214,8 +245,7 @@ def _plan_param(
             f"ranks of tensor parallelism has nothing; choose fewer ranks, or do not slice this parameter"
         )
     is_small = prod(shape) * param.dtype.itemsize < policy.replicate_below_bytes and not uneven
-    paths = {path for name in names for path in around(name)}
-    replicated = any(fnmatchcase(path, pattern) for path in paths for pattern in policy.replicated)
+    replicated = _fits(names, policy.replicated) or _is_owned(names, shape, policy)
     # torch's placements cannot describe rows of slices that have different numbers of rows.
     is_divisible = not (uneven and sliced == 0)
     sharded = stage.sharded and layout.is_sharded(shape) and is_divisible and not (is_small or replicated)

@@ -47,6 +47,8 @@ class Param:
         requires_grad: True if the parameter is trained.
         unit: the path of the parameter's unit, ``""`` for the root unit.
         sharded: True if each rank owns rows; False if the parameter is replicated.
+        owner: the rank, as an index among the ranks of a replica, that alone gets the gradient of a replicated
+            parameter; None if all ranks get it.
         resident: True if the parameter is sharded, but also stays in memory in full between steps (ZeRO-1).
         kept_unsharded: True if one gather serves forward and backward; False if forward frees the parameter and
             backward gathers it again. In ZeRO-3, scheduling sets True for some last units
@@ -79,6 +81,7 @@ class Param:
     sliced: int | None = None
     is_partial: bool = False
     uneven: tuple[int, ...] = ()
+    owner: int | None = None
 
     @property
     def rest_shape(self) -> tuple[int, ...]:

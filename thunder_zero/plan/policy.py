@@ -103,6 +103,7 @@ OPEN = ("bucket_bytes", "prefetch", "in_flight_bytes")  # None: plan/sizes.py ch
 PATHS = {  # fields that hold paths
     "ignored": "paths of parameters or submodules, such as ('router',)",
     "replicated": "patterns of paths of parameters or submodules, such as ('*.bias',)",
+    "owned": "patterns of paths of parameters or submodules, such as ('h.*.weight',)",
     "keep_unsharded": "paths of units, such as ('blocks.3',)",
     "recompute_units": "paths of units, such as ('blocks.0',)",
 }
@@ -124,6 +125,9 @@ class Policy:
             reduced. Each rank trains its own copy (default none).
         replicated: patterns of paths (``"*.bias"``, as in ``fnmatch``) of parameters, or of submodules with all their
             parameters, that every rank keeps in full. Their gradients are all-reduced (default none).
+        owned: ZeRO-1 to 3. Patterns, as of ``replicated``, of matrices (parameters of two dimensions or more), each of
+            which one rank steps whole, by ``tz.whole``. Every rank keeps them in full, and only the owner gets their
+            gradients. The plan shares the work of a step, as Muon's, among owners (default none).
         replicate_below_bytes: a size in bytes. Every rank keeps smaller parameters in full and all-reduces their
             gradients (default 0: all parameters are sharded).
         mixed_precision: the dtypes of compute and of gradients on the wire (default: the parameters' dtypes).
@@ -190,6 +194,7 @@ class Policy:
     unit_of: Callable[[nn.Module], tuple[str, ...]] | None = None
     ignored: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
+    owned: tuple[str, ...] = ()
     replicate_below_bytes: int = 0
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     bucket_bytes: int | None = None

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from thunder_zero.plan import layout
@@ -24,7 +24,7 @@ class Traffic:
         sent, received: bytes on the wire of this rank.
         busiest: bytes that rank 0 sends or receives, whichever is more, on all ranks. Rank 0 is the busiest rank, since
             it owns the most rows: it sends most in a gather, receives most in a reduce-scatter, and averages most
-            between replicas.
+            between replicas. Of a bucket that is reduced to owners, the busiest owner's.
         full: bytes of the full, unpadded parameters or gradients.
     """
 
@@ -62,7 +62,11 @@ def bucket_traffic(plan: Plan, paths: tuple[str, ...], axis: str | None) -> Traf
     if (total := plan.known_traffic.get((paths, axis))) is None:
         params = [plan.by_name[path] for path in paths]
         each = (gather_traffic(plan, param) if axis is None else reduce_traffic(plan, param, axis) for param in params)
-        total = plan.known_traffic[paths, axis] = sum(each, Traffic())
+        total = sum(each, Traffic())
+        if axis == SHARD and params[0].owner is not None:  # owners differ, so no rank is the busiest for all
+            loads = [[_reduced(plan, param, axis, rank) for param in params] for rank in range(plan.mesh.shard.size)]
+            total = replace(total, busiest=max(max(map(sum, zip(*load, strict=True))) for load in loads))
+        plan.known_traffic[paths, axis] = total
     return total
 
 
@@ -86,6 +90,9 @@ def _reduced(plan: Plan, param: Param, axis: str, rank: int) -> tuple[int, int]:
         sent = (1 + (axis == REPLICATE)) * (plan.ranks_over(axis) - 1) * part_bytes(plan, param, axis)
         return sent, sent
     itemsize = encoding.dtype.itemsize
+    if axis == SHARD and param.owner is not None:
+        is_owner, peers = rank == param.owner, plan.mesh.shard.size - 1
+        return (0, peers * param.grad_bytes) if is_owner else (param.grad_bytes, 0)
     if axis == SHARD and param.sharded:
         received = (plan.mesh.shard.size - 1) * plan.geometry(param).numel_of(rank)
         return layout.scatter_sends(param.shape, plan.mesh.shard.size, rank) * itemsize, received * itemsize

@@ -82,7 +82,8 @@ def _reduce_buckets(timeline: Timeline) -> list[list[int]]:
         elif isinstance(op, Reduce):
             (param,) = timeline.params_of(op)
             later_axes = tuple((axis, plan.reduce_encoding(param, axis)) for axis in plan.reduced_over(param)[1:])
-            buckets.add(index, param.grad_bytes, param.unit, (_dtypes(timeline, op), later_axes, param.sharded))
+            kind = _dtypes(timeline, op), later_axes, param.sharded, param.owner is None
+            buckets.add(index, param.grad_bytes, param.unit, kind)
             reduced[op.writes[0]] = index
         elif ends(op, Reduce):
             reduced[op.writes[0]] = reduced[op.reads[0]]

@@ -157,8 +157,8 @@ def _check_bucket(timeline: Timeline, index: int, op: Launch) -> None:
     read = [timeline.values[name].dtype for name in op.reads]
     if len({*zip(read, (timeline.travels_as(op, param) for param in params), strict=True)}) > 1:
         raise fault(timeline, index, "mixes dtypes or formats in one bucket")
-    if len({(param.sharded, param.resident) for param in params}) > 1:
-        raise fault(timeline, index, "mixes sharded, resident and replicated parameters in one bucket")
+    if len({(param.sharded, param.resident, param.owner is None) for param in params}) > 1:
+        raise fault(timeline, index, "mixes sharded, resident, replicated and owned parameters in one bucket")
     if isinstance(op, Reduce) and len({timeline.plan.reduced_over(param) for param in params}) > 1:
         raise fault(timeline, index, "mixes gradients that are reduced over different axes in one bucket")
     if len(params) > 1 and (full := timeline.traffic(op).full) > limit:

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 
 from thunder_zero.comm.group import Ranks
 from thunder_zero.compat.private import DTensorSpec, StridedShard, TensorMeta
-from thunder_zero.plan.params import Plan
+from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import STAGES
 
 IS_PARAM = "_is_param"  # torch's attribute that marks a DTensor as a parameter
@@ -50,6 +50,13 @@ def specs_of(plan: Plan, ranks: Ranks, device: torch.device) -> dict[str, DTenso
         param.path: spec(plan.resting(param).shape, param.rest_dtype, param.sharded, param.sliced)
         for param in plan.params
     }
+
+
+def of_gradient(spec: DTensorSpec | None, param: Param) -> DTensorSpec | None:
+    """Return the spec of a parameter's gradient. If only the owner gets it, it is a sum of the owner's and zeros."""
+    if spec is None or param.owner is None:
+        return spec
+    return DTensorSpec(spec.mesh, (*spec.placements[:-1], Partial()), spec.tensor_meta)
 
 
 def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> TensorMeta:

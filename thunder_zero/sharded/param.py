@@ -23,7 +23,7 @@ from thunder_zero.compat.private import DTensorSpec
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import local_rows, padded, real_rows, rows_in
 from thunder_zero.sharded.digests import digests_of
-from thunder_zero.sharded.dtensors import as_dtensor, local, parameter, with_attributes_of
+from thunder_zero.sharded.dtensors import as_dtensor, local, of_gradient, parameter, with_attributes_of
 from thunder_zero.sharded.placeholders import placeholder_of
 from thunder_zero.sharded.wire import is_staged, rest_device
 
@@ -70,6 +70,7 @@ class ShardedParam:
         """Lay out the memory of ``value``: this rank's rows with padding, or the full value (ZeRO-1, replicated)."""
         self.planned, self.path = param, param.path  # :meth:`LocalState.take_plan` replaces it
         self.spec = spec  # of the shard; None in stage 0 without tensor parallelism
+        self._spec_of_gradient = of_gradient(spec, param)
         keeps = param.resident or (param.kept_unsharded and not plan.policy.reshard_after_backward)
         self.keeps = param.sharded and keeps  # between forwards: in ZeRO-1, or in ZeRO-2 over an accumulation
         self.full: Tensor | None = None  # ZeRO-1's padded buffer, or the full parameter that ZeRO-2 keeps
@@ -103,7 +104,7 @@ class ShardedParam:
 
     def gradient(self, rows: Tensor) -> Tensor:
         """Return the gradient of the shard, from the gradient of its rows with their padding."""
-        return as_dtensor(rows if self._count is None else rows[: self._count], self.spec)
+        return as_dtensor(rows if self._count is None else rows[: self._count], self._spec_of_gradient)
 
     @property
     def is_hooked(self) -> bool:

@@ -69,5 +69,6 @@ def _shapes(name: str, tensor: nn.Parameter, plan: Plan) -> str:
     if (param := plan.by_name.get(name)) is None:
         return f"{list(tensor.shape)} ignored"
     suffix = f" as {param.frozen_format}" if param.frozen_format else ""
-    rows = f"rows {list(plan.shard_shape(param))}{suffix}" if param.sharded else "replicated"
+    whole = "replicated" if param.owner is None else f"owned by rank {param.owner}"
+    rows = f"rows {list(plan.shard_shape(param))}{suffix}" if param.sharded else whole
     return f"{list(param.shape)} {rows}"

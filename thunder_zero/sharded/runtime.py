@@ -56,7 +56,10 @@ class ModelRuntime(Runtime):
         ``over`` is the axis of a collective. A launch returns a handle whose ``wait()`` returns full parameters, means,
         or payloads for ``decode`` and ``decode_grad``.
         """
-        launches = {"all_gather": self.all_gather, "all_reduce": self.reduce, "reduce_scatter": self.reduce}
+        launches = {
+            "all_gather": self.all_gather,
+            **dict.fromkeys(("all_reduce", "reduce_scatter", "reduce_to_owner"), self.reduce),
+        }
         codes = {
             "encode": self.encode,
             "decode": self.decode,

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.handle import Waitable, WaitsBy
+from thunder_zero.comm.pairwise import mean_into
 from thunder_zero.comm.transport import Transport, outside_autograd
 from thunder_zero.encodings.encoding import Encoding, piece_on
 from thunder_zero.encodings.int8 import Int8
@@ -217,8 +218,34 @@ class Wire:
         if not self._reduces_bytes(params[0], over):
             if over in OF_MEANS:
                 return _reduce_rows(self.transport, self._plan, sent, params, over)
+            if params[0].owner is not None and self._plan.mesh.shard.size > 1:
+                return self._reduce_to_owners(sent, params)
             return self.transport.reduce_scatter(sent) if params[0].sharded else self.transport.all_reduce(sent, over)
         return self._trade(sent) if over == SHARD else self._average_bytes(sent, params, over)
+
+    def _reduce_to_owners(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
+        """Send each gradient to its owner, which averages. The handle returns zeros for the gradients of others."""
+        axis = self._plan.mesh.shard
+        sent = [grad.contiguous().view(-1) for grad in grads]
+        owned = [grad for grad, param in zip(sent, params, strict=True) if param.owner == axis.place]
+        incoming = {rank: [torch.empty_like(grad) for grad in owned] for rank in axis.peers}
+        outgoing = {
+            rank: [grad for grad, param in zip(sent, params, strict=True) if param.owner == rank] for rank in axis.peers
+        }
+        handle = self.transport.trade(outgoing, incoming, SHARD)
+
+        @outside_autograd
+        def wait() -> tuple[Tensor, ...]:
+            handle.wait()
+            summands = (incoming[rank] if rank != axis.place else owned for rank in range(axis.size))
+            means = iter([_mean(parts) for parts in zip(*summands, strict=True)])
+            flat = (
+                next(means) if param.owner == axis.place else torch.zeros_like(grad)
+                for grad, param in zip(sent, params, strict=True)
+            )
+            return tuple(mean.view(param.shape) for mean, param in zip(flat, params, strict=True))
+
+        return WaitsBy(wait)
 
     def _trade(self, sent: Sequence[GradientParts]) -> Waitable:
         trade = _Trade(sent, self._plan.mesh.shard)
@@ -318,6 +345,13 @@ def _reduce_rows(
         return tuple(_with_padding(mean, rows) for mean, rows in zip(means, arrived, strict=True))
 
     return WaitsBy(wait)
+
+
+def _mean(parts: Sequence[Tensor]) -> Tensor:
+    """Return the mean of ranks' gradients, added in rank order."""
+    mean = torch.empty_like(parts[0])
+    mean_into(mean, parts)
+    return mean
 
 
 def _average_parts(parts: GradientParts, param: Param, axis: Axis, piece: int) -> Tensor:

@@ -67,7 +67,7 @@ class TraceRun:
             self._run_operator(line)
         elif symbol == executor.cast:
             self._add_parameter(line.output.name, line.args[1])
-        elif symbol in (executor.all_gather, executor.all_reduce, executor.reduce_scatter):
+        elif symbol in executor.launches:
             self._handles[line.output.name] = line
         elif symbol == executor.wait:
             launch = self._handles[line.args[0].name]
@@ -217,8 +217,15 @@ class TraceRun:
         self._record(line, operator, args, kwargs, results, [item.name for item in proxies], collective=collective)
 
     def _reduce(self, launch: BoundSymbol, output: TensorProxy) -> None:
-        """Record the mean of a gradient as a sum: on each axis it is what the sum is."""
+        """Record the mean of a gradient as a sum: on each axis it is what the sum is.
+
+        A gradient that is reduced to its owner stays a share of a sum: other ranks have zeros.
+        """
         grad, path, *axis = launch.args
+        if launch.sym == self._facts.executor.reduce_to_owner:
+            tensor = self.tensors[grad.name]
+            self._record(launch, torch.ops.aten.clone.default, (tensor,), {}, [tensor.clone()], [output.name])
+            return
         param, mesh = self._plan.by_name[path], self._plan.mesh
         over = axis[0] if axis else self._plan.reduced_over(param)[-1]
         axes = DATA if over == ALL else (over,)

@@ -84,7 +84,7 @@ class _Lifting:
             return self._between_slices(line, computation(line, backward=backward))
         if line.sym == executor.wait:
             return Wait(self._launches[line.args[0].name], (line.output.name,))
-        if line.sym not in (executor.all_gather, executor.all_reduce, executor.reduce_scatter):
+        if line.sym not in executor.launches:
             return computation(line, backward=backward)
         (tensor, path, *axis), handle = line.args, line.output.name
         if line.sym == executor.all_gather:

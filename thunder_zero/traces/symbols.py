@@ -117,13 +117,15 @@ class ZeroExecutor(OperatorExecutor):
         self.all_gather = register("zero_all_gather", self._gather_meta)
         self.all_reduce = register("zero_all_reduce", self._reduce_meta)
         self.reduce_scatter = register("zero_reduce_scatter", self._reduce_meta)
+        self.reduce_to_owner = register("zero_reduce_to_owner", self._reduce_meta)
+        self.launches = (self.all_gather, self.all_reduce, self.reduce_scatter, self.reduce_to_owner)
         self.wait = register("zero_wait", _wait_meta)
         self.encode = register("zero_encode", _no_meta)
         self.decode = register("zero_decode", _no_meta)
         self.encode_grad = register("zero_encode_grad", _no_meta)
         self.decode_grad = register("zero_decode_grad", _no_meta)
         codes = (self.encode, self.decode, self.encode_grad, self.decode_grad)
-        singles = (self.all_gather, self.all_reduce, self.reduce_scatter, self.wait, *codes)
+        singles = (*self.launches, self.wait, *codes)
         self.coalesced = {symbol: register(f"{symbol.name}_coalesced", _no_meta) for symbol in singles}
         self.defer = register("zero_defer_reduction", _no_meta)
         self.cast = register("zero_cast", _no_meta)
@@ -135,6 +137,8 @@ class ZeroExecutor(OperatorExecutor):
 
     def reduction(self, param: Param, axis: str) -> Symbol:
         """Return the symbol that reduces the parameter's gradient over an axis."""
+        if axis == SHARD and param.owner is not None:
+            return self.reduce_to_owner
         return self.reduce_scatter if param.sharded and axis == SHARD else self.all_reduce
 
     def gathers(self, shard: TensorProxy, path: str, full: TensorProxy) -> tuple[BoundSymbol, ...]:

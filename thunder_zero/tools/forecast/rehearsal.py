@@ -102,8 +102,10 @@ class Rehearsal(LocalState):
             self.synced = traces.facts.synced
             self.expire(self.params.values())
         trained = [param for param in self.params.values() if param.planned.requires_grad]
+        on_device = [param for param in trained if not plan.rests_on_host(param.planned)]
         # The shards whose optimizer state is on the device, keyed by path. The optimizer, if any, steps them.
-        self.shards = {param.path: param.shard for param in trained if not plan.rests_on_host(param.planned)}
+        here = (None, plan.mesh.shard.place)
+        self.shards = {param.path: param.shard for param in on_device if param.planned.owner in here}
         # The storages of this state, of the optimizer and of the inputs; None in host memory. Slot ~0 is the first.
         self.at_rest: list[Storage | None] = []
         self.slots: dict[int, int] = {}  # keyed by address
@@ -118,7 +120,7 @@ class Rehearsal(LocalState):
         self.before = {param.path: self._add(full_gradient(param), Holds.DEFERRED, param.path) for param in deferred}
         self.exchanges: list[int] = []  # the bytes of the buffers of each fragment's exchange, without a delay
         if traces.outer is not None:
-            self._add_outer(traces, traces.outer, on_gpu=backend == "nccl")
+            self._add_outer(traces, traces.outer, [param.planned for param in on_device], on_gpu=backend == "nccl")
         self.inputs = dict(self._inputs(traces))
 
     def _add(self, tensor: Tensor, kind: Holds, name: str, *, counts: bool = True) -> int:
@@ -129,12 +131,12 @@ class Rehearsal(LocalState):
         self._tensors.append(tensor)
         return slot
 
-    def _add_outer(self, traces: Traces, outer: Outer, *, on_gpu: bool) -> None:
+    def _add_outer(self, traces: Traces, outer: Outer, params: Iterable[Param], *, on_gpu: bool) -> None:
         """Add the agreed parameters, the states of the outer optimizer, and buffers that stay while a step computes."""
         kinds = [] if outer.cpu_offload else ["agreed", *(f"outer state {number}" for number in range(outer.states))]
-        for path in self.shards:
-            nbytes = row_bytes(self.plan, self.plan.by_name[path])
-            self.at_rest += [Storage(Holds.OUTER, nbytes, f"{path}: {kind}") for kind in kinds]
+        for param in params:
+            nbytes = row_bytes(self.plan, param)
+            self.at_rest += [Storage(Holds.OUTER, nbytes, f"{param.path}: {kind}") for kind in kinds]
         buffers = [outer.buffers(self.plan, vectors, on_gpu=on_gpu) for vectors in outer.vectors_of(self.plan)]
         if outer.delay and not on_gpu:
             self.at_rest.append(Storage(Holds.IN_FLIGHT, max(buffers), EXCHANGE))

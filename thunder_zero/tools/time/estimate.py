@@ -265,7 +265,7 @@ def ring(op: Op, timeline: Timeline) -> Ring | None:
     lane, stride = Lane.SHARD if op.over == SHARD else Lane.REPLICATE, mesh.tensor.size
     if op.over == REPLICATE:
         stride *= mesh.shard.size
-    elif timeline.params_of(op)[0].sharded:
+    elif (param := timeline.params_of(op)[0]).sharded or param.owner is not None:
         return lane, ("gather" if isinstance(op, Gather) else "scatter", ranks, stride, nbytes, ranks - 1, tensors)
     return lane, ("all_reduce", ranks, stride, nbytes, 2 * (ranks - 1), tensors)
 

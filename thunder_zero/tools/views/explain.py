@@ -380,6 +380,8 @@ def _no_backward(table: Table) -> str:
 
 
 def _why_replicated(param: Param, plan: Plan) -> str:
+    if param.owner is not None:
+        return f"rank {param.owner} steps it, since Policy.owned names it"
     least, nbytes = plan.policy.replicate_below_bytes, prod(param.shape) * param.dtype.itemsize
     if not STAGES[plan.policy.stage].sharded:
         return "DDP shards nothing"

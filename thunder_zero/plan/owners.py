@@ -5,6 +5,8 @@ The result is equal on every rank, since it depends only on shapes and world siz
     work 9 8 7 | 3 3 1      two buckets of three parameters, two ranks
     rank 0: 9               rank 1: 8 7   (largest first, each to the rank with the least work in the bucket)
     rank 0: 3 3             rank 1: 1     (among equal ranks, to the rank with the least work in all buckets)
+
+``Policy.owned`` names parameters whose owner is planned. ``tz.whole`` assigns the others.
 """
 
 from __future__ import annotations
@@ -13,10 +15,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from torch import Tensor
-
-from thunder_zero.plan.params import Param
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -24,18 +22,7 @@ class Piece:
     work: int
     nbytes: int
     kind: Hashable = None  # a bucket has pieces of one kind
-
-
-@dataclass(frozen=True, eq=False)
-class Member:
-    param: Param
-    shard: Tensor  # the parameter in the optimizer over shards, and the key of its states
-    group: int
-    name: str | None  # the name in the group, if the group has names
-    owner: int  # the rank that steps the parameter, as an index among the ranks of a replica
-
-
-ParamAndGrad = tuple[Tensor, Tensor | None]  # a whole parameter and its gradient, on the device of the shards
+    owner: int | None = None  # None if it is to be assigned
 
 
 def work_of_shape(shape: tuple[int, ...]) -> int:
@@ -55,7 +42,9 @@ def assign(pieces: Sequence[Piece], ranks: int, bucket_bytes: int, loads: Sequen
         works = [0] * ranks  # the work of each rank in this bucket
         buckets.append([])
         for piece in members:
-            owner = min(range(ranks), key=lambda rank: (works[rank], totals[rank], rank))
+            owner = piece.owner
+            if owner is None:
+                owner = min(range(ranks), key=lambda rank: (works[rank], totals[rank], rank))
             works[owner] += piece.work
             totals[owner] += piece.work
             buckets[-1].append((piece.number, owner))
