@@ -4,8 +4,8 @@ python examples/bench/whole.py [--network 1gbit] [--ranks 2] [--rounds 9] [--blo
 
 All contestants run in the same processes, on gloo, alternately; AdamW steps what is no matrix of a block. A network
 with a rate needs root (network.py). A cell is the median over rounds, of the slowest rank, with the quartiles. Rank 0
-counts the bytes that it sends in a step. Then the FLOPs of orthogonalising on the busiest rank, counted as torch dispatches
-them, for 1 to 8 ranks.
+counts the bytes that it sends. Then the FLOPs of orthogonalising on the busiest rank, counted as torch dispatches them,
+for 1 to 8 ranks.
 """
 
 from __future__ import annotations

@@ -113,14 +113,15 @@ def root(ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def load_all(rank: int, world_size: int, root: Path) -> None:
-    for folder, name, stage in [
+    loads: list[tuple[str, str, int | tz.Policy]] = [
         ("Adafactor", "Adafactor", 1),
         ("Listing", "Listing", 0),
         ("AdamW", "AdamW", 3),
         ("AdamW", "AdamW", tz.Policy(2, owned=("*.weight",))),
         ("rows", "AdamW", 3),
-    ]:
-        model = sharded(Mlp(), stage)
+    ]
+    for folder, name, policy in loads:
+        model = sharded(Mlp(), policy)
         optimizer = make_whole(model, name)
         tz.load(root / folder, model, optimizer)
         assert_resumes(model, optimizer, name)
