@@ -176,6 +176,7 @@ CALLS: dict[type[Exception], list[tuple[Any, ...]]] = {
         (lambda m: shard(m, ignored=("lin",)), "ignored names 'lin'", "no parameter and no submodule of Mlp"),
         (lambda m: shard(m, replicated=("*.gain",)), "replicated names '*.gain'", "no parameter and no submodule of"),
         (lambda m: shard(m, owned=("*.gain",)), "owned names '*.gain'", "no parameter and no submodule of"),
+        (lambda m: shard(m, owned=("*.bias",)), "owned is ('*.bias',)", "name matrices"),
         (lambda m: shard(m, owned=("layers",), stage=0), "owned is ('layers',), in stage 0", "stage 1, 2 or 3"),
         (lambda m: tz.trace(m, X, policy=OWNED, replicas=2), "with 2 replicas", "give it in stage 1, 2 or 3"),
         (lambda m: shard(m, ignored=("layers",)), "Mlp has no parameters that are not ignored"),

@@ -162,6 +162,8 @@ def _with_owners(params: tuple[Param, ...], policy: Policy, mesh: Mesh) -> tuple
         for number, param in enumerate(params)
         if _is_owned(param.names, param.shape, policy)
     ]
+    if policy.owned and not pieces:
+        raise ValueError(f"owned is {policy.owned!r}, where no parameter has two dimensions or more; name matrices")
     buckets = assign(pieces, mesh.shard.size, sum(piece.nbytes for piece in pieces), [0] * mesh.shard.size)
     owners = {number: owner for bucket in buckets for number, owner in bucket}
     return tuple(replace(param, owner=owners.get(number)) for number, param in enumerate(params))
