@@ -404,6 +404,54 @@ def packed_heads_in_slices(mesh: DeviceMesh) -> nn.Module:
 # wrong steps
 
 
+class Deal(Function):
+    """Give each rank its heads of all positions (b, s, h, d), or its positions of all heads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, to_heads: bool) -> Tensor:
+        ctx.group, ctx.to_heads, ranks = group, to_heads, group.size()
+        cut, joined = (2, 1) if to_heads else (1, 2)
+        parts = torch.stack(x.chunk(ranks, cut)).contiguous()
+        dealt = torch.empty_like(parts)
+        dist.all_to_all_single(dealt, parts, group=group)
+        return torch.cat(dealt.unbind(), joined)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return Deal.apply(grad, ctx.group, not ctx.to_heads), None, None
+
+
+class Ulysses(nn.Module):
+    """Attention over a sequence of which each rank has a part."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group = group
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (Deal.apply(part.unflatten(-1, (2, -1)), self.group, True) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = (part.transpose(1, 2) for part in heads)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.out(Deal.apply(y, self.group, False).flatten(2))
+
+
+def ulysses(mesh: DeviceMesh, without: str = "nothing") -> nn.Module:
+    group = mesh.get_group()
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Ulysses(group), nn.LayerNorm(WIDTH))
+    x, y = (item.chunk(group.size(), 1)[group.rank()] for item in batch(mesh))
+    F.mse_loss(net(x), y).backward()
+    for name, param in net.named_parameters():
+        if without not in name and param.grad is not None:
+            dist.all_reduce(param.grad, group=group)
+            param.grad /= group.size()
+    return net
+
+
+def queries_not_summed(mesh: DeviceMesh) -> nn.Module:
+    return ulysses(mesh, without="qkv")
+
+
 def means_that_are_summed(mesh: DeviceMesh) -> nn.Module:
     return losses_by_tokens(mesh, is_total=False)
 
@@ -646,6 +694,32 @@ def ring(mesh: DeviceMesh) -> nn.Module:
     return net
 
 
+class Experts(nn.Module):
+    """Each rank has an expert, which takes the tokens that fit it best from all ranks."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group, self.gate = group, nn.Linear(WIDTH, group.size(), bias=False)
+        self.expert = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).t().topk(4, -1)
+        y = F.gelu(self.expert(Deal.apply(x[chosen].unsqueeze(0), self.group, False)))
+        back = Deal.apply(y, self.group, True)[0] * weights[..., None]
+        return x + torch.zeros_like(x).index_add(0, chosen.reshape(-1), back.reshape(-1, WIDTH))
+
+
+def experts_that_choose(mesh: DeviceMesh) -> nn.Module:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Experts(mesh.get_group()), nn.Linear(WIDTH, WIDTH))
+    x, y = (item.flatten(0, 1) for item in batch(mesh, "ep"))
+    F.mse_loss(net(x), y).backward()
+    for param in net.parameters():
+        assert param.grad is not None
+        dist.all_reduce(param.grad, group=mesh.get_group())
+        param.grad /= mesh.size()
+    return net
+
+
 DP, TP, BOTH, HYBRID, SP = {"dp": 7}, {"tp": 2}, {"dp": 7, "tp": 2}, {"replicate": 3, "shard": 5}, {"sp": 2}
 Case = tuple[Callable[[DeviceMesh], nn.Module], dict[str, int]]
 RIGHT: list[Case] = [
@@ -670,6 +744,7 @@ RIGHT: list[Case] = [
     (fsdp_on_a_flattened_mesh, {"dp": 7, "sp": 2}),
     (shards_of_an_optimizer_by_hand, DP),
     (packed_heads_in_slices, TP),
+    (ulysses, SP),
 ]
 WRONG: list[tuple[Callable[[DeviceMesh], nn.Module], dict[str, int], str]] = [
     (norm_not_summed_under_sequence_parallelism, TP, "1.weight"),
@@ -694,4 +769,5 @@ WRONG: list[tuple[Callable[[DeviceMesh], nn.Module], dict[str, int], str]] = [
     (gradients_left_unsynchronised, DP, "has a gradient"),
     (clip_by_the_norm_of_a_shard, DP, "is not linear in a share"),
     (equal_batches, DP, "get the same batch"),
+    (queries_not_summed, SP, "1.qkv.weight"),
 ]

@@ -136,8 +136,12 @@ def test_a_difference_that_may_be_meant_is_a_warning() -> None:
 
 
 def test_it_says_what_it_cannot_check() -> None:
-    for step, text in ((steps.shape_of_data, "on the data"), (steps.ring, "what send and recv bring")):
-        verdict = tz.tools.check_step(step, steps.DP)
+    for step, axis, text in (
+        (steps.shape_of_data, "dp", "on the data"),
+        (steps.ring, "dp", "what send and recv bring"),
+        (steps.experts_that_choose, "ep", "index reads items of this rank's own batch"),
+    ):
+        verdict = tz.tools.check_step(step, {axis: 3}, data=[axis])
         assert verdict.status == 2, str(verdict)
         assert text in verdict.faults[0].text
 

@@ -17,7 +17,8 @@ from tests.harness.errors import error_of, fails
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.whole_steps import CoupledIfAsked, CustomOptimizer, make_gradients, set_gradients
-from thunder_zero.optim import members, owners
+from thunder_zero.optim import members
+from thunder_zero.plan import owners
 
 import thunder
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thunder_zero.compat.private import resolve_process_group
-from thunder_zero.spmd.laws import Outcome, P, R, V, filled, halves, letters
+from thunder_zero.spmd.laws import F, Outcome, P, R, V, filled, halves, letters
 
 KINDS = {  # parts of operators' names
     **dict.fromkeys(("allreduce", "all_reduce"), "all_reduce"),
@@ -24,6 +24,7 @@ KINDS = {  # parts of operators' names
     "scatter": "scatter",
 }
 OPS = ("sum", "avg", "product", "min", "max")
+DEALT = "all_to_all deals out slices whole: of one dimension, then of another, and back"
 NO_SHARE = "of a value that is no share of a sum"
 Pair = tuple[list[Any], list[Any]]  # inputs and outputs of one collective
 
@@ -167,6 +168,8 @@ def effect(
         return [Outcome(item) for item in whole]
     if kind == "all_to_all" and types in ("P", "V"):
         return [Outcome(filled(shape, P if types == "P" else V)) for shape in shapes]
+    if kind == "all_to_all" and types == "S":
+        return [Outcome(filled(shape, F), DEALT, "assumed") for shape in shapes]  # cut along another dimension
     if kind == "all_to_all":
         return [Outcome(filled(shape, V), f"what {kind} deals out is not typed", "unknown") for shape in shapes]
     return [Outcome(halves(shape)) for shape in shapes]

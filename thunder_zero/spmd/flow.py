@@ -234,7 +234,8 @@ class Walk:
         )
         moves = line.name in MOVES or line.name in FACTORS
         parts = frozenset().union(*({ref.storage} | item.parts for ref, item in zip(inputs, sources, strict=True)))
-        deals = line.collective is not None and line.collective.kind == "all_to_all"
+        has_shares = any(has(item.codes, P) for item in outcomes)
+        deals = line.collective is not None and line.collective.kind == "all_to_all" and has_shares
         is_dealt = deals or (line.name in MOVES and any(item.is_dealt for item in sources))
         is_learned = line.backward or any(item.is_learned for item in sources)
         is_divided = line.name in MOVES and any(item.is_divided for item in sources[:1])

@@ -53,10 +53,14 @@ class Parts:
                 self.values.follow(source, ref)
 
     def made(self, kind: str, codes: Sequence[Tensor], outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Return outcomes. Slices that are made by a sum are cut as gathered slices of the same shape are."""
-        if kind == "all_gather":
+        """Return outcomes. Slices that are made by a sum are cut as gathered slices of the same shape are.
+
+        So are slices that an all_to_all gives back: those that it has dealt out before have no elements to exchange.
+        """
+        is_cut = any(map(is_sliced, codes))
+        if kind in ("all_gather", "all_to_all"):
             self._cuts.update((item.shape, item) for item in codes if is_sliced(item))
-        if kind != "reduce_scatter":
+        if kind != "reduce_scatter" and (kind != "all_to_all" or is_cut):
             return [*outcomes]
         cuts = (self._cuts.get(item.codes.shape) if item.codes.dim() > 1 else None for item in outcomes)
         return [item if cut is None else replace(item, codes=cut) for item, cut in zip(outcomes, cuts, strict=True)]

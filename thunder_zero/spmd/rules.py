@@ -170,6 +170,8 @@ class Rules:
         if numbers is None and not any(has(item, V) for item, ref in pairs if not ref.dtype.is_floating_point):
             return None
         if name in LOOKUPS and len(codes) > 1 and any("S" in letters(item) for item in codes):
+            if self._batches_differ:  # on an axis of batches this is no slice of a vocabulary
+                return _unknown(f"{name} reads items of this rank's own batch that depend on the data", targets)
             text = f"{name} in a rank's own part of a table is masked where the index belongs to other ranks"
             return [Outcome(filled(ref.shape, P), text, "assumed") for ref in targets]
         if name in SCATTERS and not targets[0].dtype.is_floating_point:
