@@ -72,13 +72,8 @@ class ShareSampler(Sampler[list[int]]):
             )
         stop = list(accumulate(items))[rank]
         self._rows = slice(stop - items[rank], stop)  # of each global batch
-        self._data, self._batch_size, self._shuffle, self._seed, self._drops = (
-            data,
-            batch_size,
-            shuffle,
-            seed,
-            drop_last,
-        )
+        self._data, self._batch_size = data, batch_size
+        self._shuffle, self._seed, self._drops = shuffle, seed, drop_last
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
@@ -126,7 +121,8 @@ def shares_of(
             _run(step)
         with all_or_none(ranks, "its step"):
             seconds = median(timeit(lambda: _run(step), number=1) for _ in range(steps))
-        items = _divided(batch_size, [1 / each for each in all_gather_object(seconds, ranks)])
+        seconds_of_ranks = all_gather_object(max(seconds, 1e-9), ranks)  # a coarse clock may measure 0
+        items = _divided(batch_size, [1 / each for each in seconds_of_ranks])
     return tuple(count // gcd(*items) for count in items)
 
 

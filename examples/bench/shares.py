@@ -1,11 +1,14 @@
 """Measures two ranks of unequal speed: equal shares of each batch, and shares in proportion to speeds.
 
-python examples/bench/shares.py [--rounds 9] [--steps 6] [--stage 2] [--width 256]
+python examples/bench/shares.py [--rounds 9] [--steps 6] [--stage 2] [--width 256] [--asleep MS]
 
 Each rank is pinned to a core of its own. The parent stops rank 1 for half of the time (SIGSTOP, SIGCONT), so that it
-has half of rank 0's speed. *Alone* are steps of the plain module on each rank, without communication: the sum of both
-ranks' speeds is what no shares can exceed. All contestants run in the same processes, in turn; cells are medians over
-rounds with quartiles. Other work on the cores changes speeds, so look at the ratios. Linux.
+has half of rank 0's speed. With ``--asleep`` nothing is stopped: rank 0 sleeps MS milliseconds for each item, rank 1
+twice as long, in place of most of the compute, so that other work on the cores matters less.
+
+*Alone* are steps of the plain module on each rank, without communication: the sum of both ranks' speeds is what no
+shares can exceed. All contestants run in the same processes, in turn; cells are medians over rounds with quartiles.
+Other work on the cores changes speeds, so look at the ratios. Linux.
 """
 
 from __future__ import annotations
@@ -39,10 +42,14 @@ def build(width: int) -> nn.Module:
     return nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.GELU())))
 
 
-def trains(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Callable[[], torch.Tensor]) -> Step:
+def trains(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Callable[[], torch.Tensor], asleep: float
+) -> Step:
     def step() -> None:
         optimizer.zero_grad()
-        model(batches()).square().mean().backward()
+        x = batches()
+        sleep(asleep * len(x))
+        model(x).square().mean().backward()
         optimizer.step()
 
     return step
@@ -65,22 +72,22 @@ def measure(rank: int, store: str, options: argparse.Namespace, ready: Any, resu
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     data = TensorDataset(torch.randn(10 * BATCH, TOKENS, options.width))
-    plain = build(options.width)
+    plain, asleep = build(options.width), options.asleep * (1 + rank) / 1000  # seconds for each item
     steps: dict[str, tuple[Step, int]] = {}  # a step, and the items that this rank takes in it
     for name, shares in (("equal", (1, 1)), ("2:1", (2, 1))):
         model = tz.compile(deepcopy(plain), tz.Policy(stage=options.stage, shares=shares))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         items = BATCH * shares[rank] // sum(shares)
-        steps[name] = trains(model, optimizer, endless(data, tz.ShareSampler(data, BATCH, shares))), items
+        steps[name] = trains(model, optimizer, endless(data, tz.ShareSampler(data, BATCH, shares)), asleep), items
     alone, x = torch.optim.AdamW(plain.parameters(), fused=True), data.tensors[0][: BATCH * (2 - rank) // 3]
-    steps["alone"] = trains(plain, alone, lambda: x), len(x)
+    steps["alone"] = trains(plain, alone, lambda: x, asleep), len(x)
     for step, _ in steps.values():
         for _ in range(2):
             step()
     ready.put(os.getpid())
     sleep(1)  # until the parent stops rank 1 now and then
-    fair = data.tensors[0][:2]
-    found = [tz.shares_of(lambda: plain(fair).square().mean().backward(), BATCH, steps=20) for _ in range(3)]
+    local = trains(plain, alone, lambda: data.tensors[0][:2], asleep)
+    found = [tz.shares_of(local, BATCH, steps=20) for _ in range(3)]
     rates: list[dict[str, float]] = []
     for _ in range(options.rounds):
         rates.append({})
@@ -119,6 +126,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--asleep", type=float, default=0)
     options = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     context = mp.get_context("spawn")
@@ -130,7 +138,8 @@ def main() -> None:
             process.start()
         for _ in ranks:
             ready.get()
-        slow_down(ranks[1].pid or 0, until=lambda: not results.empty() or not ranks[1].is_alive())
+        if not options.asleep:
+            slow_down(ranks[1].pid or 0, until=lambda: not results.empty() or not ranks[1].is_alive())
         (_, fast, found, _), (_, slow, _, of_optimizer) = sorted(results.get() for _ in ranks)
         for process in ranks:
             process.join()
@@ -147,7 +156,10 @@ def main() -> None:
         rows[f"{name}, items / s of both"] = rate
         rows[f"{name} / both alone"] = [value / whole for value, whole in zip(rate, together, strict=True)]
         rows[f"{name} / 3 x rank 1 alone"] = [value / (3 * one) for value, one in zip(rate, alone[1], strict=True)]
-    for name, values in rows.items():
+    gains = [
+        new / old for new, old in zip(rows["2:1, items / s of both"], rows["equal, items / s of both"], strict=True)
+    ]
+    for name, values in {**rows, "2:1 / equal": gains}.items():
         print(f"{name:<26}{cell(values)}")
     print(f"rank 1's step of its rows by AdamW: {1000 * of_optimizer:.2f} ms")
 

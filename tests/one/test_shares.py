@@ -88,5 +88,5 @@ def test_a_trace_shows_the_weight_and_sends_what_equal_shares_send() -> None:
     assert "zero_encode_grad" not in str(same.backward), "equal shares cost nothing"
     slow = tz.trace(module, x, policy=tz.Policy(stage=3, shares=(2, 1)), world_size=2)
     assert "zero_encode_grad" in str(slow.backward)
-    with refused(ValueError, "shares is (2, 1), and 4 ranks have different batches"):
+    with refused(ValueError, "shares is (2, 1), and the model has 4 data-parallel ranks"):
         tz.trace(module, x, policy=tz.Policy(shares=(2, 1)), world_size=2, replicas=2)

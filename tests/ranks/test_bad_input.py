@@ -104,7 +104,7 @@ REFUSED_BY_ONE: list[Row] = [
     ("empty", {}, ("Net has no parameters", "nothing to shard")),
     ("transform", {}, ("Net is already transformed by ZeroTransform",)),
     ("", {"broadcast_from": WORLD}, (f"broadcast_from is {WORLD}", f"ranks 0 to {WORLD - 1}")),
-    ("", {"shares": (2, 1) * WORLD}, ("shares is (2, 1, ", f"{WORLD} ranks have different batches")),
+    ("", {"shares": (2, 1) * WORLD}, ("shares is (2, 1, ", f"the model has {WORLD} data-parallel ranks")),
     ("", {"device": "meta"}, ("backend", "supports no meta tensors")),
 ]
 REFUSED_BY_THE_POLICY: list[tuple[dict[str, Any], str]] = [

@@ -74,7 +74,7 @@ def make_plan(
     """
     if policy.shares and len(policy.shares) != mesh.batches:
         raise ValueError(
-            f"shares is {policy.shares}, and {mesh.batches} ranks have different batches; give a number for each rank"
+            f"shares is {policy.shares}, and the model has {mesh.batches} data-parallel ranks; give a number for each"
         )
     modules = {path for path, _ in module.named_modules()}
     names = _names(module, policy, modules)
