@@ -18,7 +18,7 @@ PACKAGE = ROOT / "thunder_zero"
 BEGIN, END = "<!-- listing: python docs/listing.py -->\n", "<!-- end of the listing -->"
 NEEDED = "needed while: "
 ORDER = (  # bottom up, as the table of imports has it
-    *("lazy.py", "safetensors_files.py", "encodings", "plan", "schedule", "compat", "comm", "traces"),
+    *("lazy.py", "safetensors_files.py", "encodings", "plan", "schedule", "compat", "comm", "shares.py", "traces"),
     *("sharded", "optim", "outer", "spmd", "capture", "checkpoint", "hugging_face.py", "lightning", "tools"),
     *("__main__.py", "__init__.py"),
 )

@@ -51,6 +51,8 @@ if TYPE_CHECKING:  # the public names, which are imported when they are first us
     from thunder_zero.plan.precision import MixedPrecision as MixedPrecision
     from thunder_zero.sharded.full_parameters import full_parameters as full_parameters
     from thunder_zero.sharded.full_state_dict import full_state_dict as full_state_dict
+    from thunder_zero.shares import ShareSampler as ShareSampler
+    from thunder_zero.shares import shares_of as shares_of
     from thunder_zero.tools.dry_run import trace as trace
     from thunder_zero.tools.views.explain import explain as explain
     from thunder_zero.tools.views.print_trace import print_trace as print_trace

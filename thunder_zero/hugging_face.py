@@ -37,7 +37,7 @@ from thunder_zero.checkpoint.save import save
 from thunder_zero.comm.agree import on_rank_0
 from thunder_zero.compat.accelerate import left_out, models_of, optimizers_of, torch_optimizer
 from thunder_zero.compat.plans_of_transformers import apply_plan
-from thunder_zero.plan.policy import Policy
+from thunder_zero.plan.policy import Policy, refuse_shares
 from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.sharded.full_state_dict import full_state_dict, step_shards
 from thunder_zero.sharded.optimizers import parameters_of
@@ -283,6 +283,7 @@ class ShardedAccelerator(Accelerator):
             model = self._shard(model)
         if isinstance(model, ShardedModel):
             model = zero_module(model)
+            refuse_shares(model.state.plan.policy, "Accelerate")
             model.wrap_forward(self._under_autocast(model))
             for optimizer in optimizers_of(self):
                 step_shards(optimizer)

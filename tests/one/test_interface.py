@@ -321,6 +321,11 @@ SEEN: dict[str, tuple[Policy, Callable[[Policy], Any], list[tuple[Any, Any]]]] =
     "gather_format": (TEXTBOOK, bytes_of_weights, [(None, [3 * 14 * 4, 3 * 14 * 4 - 28]), (tz.Int8(), [60, 140])]),
     "reduce_format": (TEXTBOOK, bytes_of_weights, [(None, [3 * 14 * 4, 3 * 14 * 4 - 28]), (tz.Int8(), [168, 60])]),
     "frozen_format": (TEXTBOOK, bytes_of_frozen_weight, [(None, 3 * 14 * 4), (tz.NF4(), 3 * 2 * 8)]),
+    "shares": (
+        TEXTBOOK,
+        lambda policy: ("zero_encode_grad" in str(traces(policy).backward), traces(policy).plan.weight),
+        [((), (False, 1.0)), ((3, 3, 3, 3), (False, 1.0)), ((5, 1, 1, 1), (True, 2.5))],
+    ),
     "passes": (TEXTBOOK, reductions_at_once, [((), 4), ((ended_at_once,), 1)]),
 }
 

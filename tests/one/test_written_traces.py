@@ -60,6 +60,7 @@ TRIPLES = [(model, policy, options) for model in MODELS for policy in POLICIES f
         (Mlp, tz.DDP, {}),
         (Mlp, tz.ZERO1, {"synced": False}),
         (Mlp, replace(INT8, bucket_bytes=0), {"replicas": 2}),
+        (Mlp, replace(INT8, shares=(1, 2, 3, 4)), {"replicas": 2}),
         (Small, CHECKED, {"fused": True}),
         (Small, UNITS, {"replicas": 2}),
         *slow(*PAIRS),

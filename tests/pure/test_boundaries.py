@@ -84,6 +84,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("compat/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule")),
     Room("comm/",             IMPORT, IMPORT,  NOT,     rooms("plan compat/plans_of_transformers compat/private "
                                                               "compat/torch")),
+    Room("shares.py",         IMPORT, IMPORT,  NOT,     rooms("plan comm")),
     Room("traces/",           IMPORT, NOT,     IMPORT,  rooms("plan schedule compat")),
     Room("sharded/",          IMPORT, IMPORT,  NOT,     rooms("safetensors_files encodings plan schedule comm traces "
                                                               "compat/private compat/torch compat/accelerate")),

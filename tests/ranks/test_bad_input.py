@@ -95,6 +95,7 @@ DIFFERENCES: list[Row] = [
         ("the policy's times differs", "rank 0 has None", "bytes_per_second=7.0"),
     ),
     ("", {"broadcast_from": 0}, ("the policy's broadcast_from differs", "rank 0 has None", "has 0")),
+    ("", {"shares": (2,) * (WORLD - 1) + (1,)}, ("the policy's shares differs", "rank 0 has ()", "has (2, ")),
     ("", {"check_gradients": True}, ("the policy's check_gradients differs", "has True")),
     ("", {"unit_of": lambda module: ("a",)}, ("parameter 'a.weight' differs", "unit ''", "unit 'a'")),
 ]
@@ -103,12 +104,17 @@ REFUSED_BY_ONE: list[Row] = [
     ("empty", {}, ("Net has no parameters", "nothing to shard")),
     ("transform", {}, ("Net is already transformed by ZeroTransform",)),
     ("", {"broadcast_from": WORLD}, (f"broadcast_from is {WORLD}", f"ranks 0 to {WORLD - 1}")),
+    ("", {"shares": (2, 1) * WORLD}, ("shares is (2, 1, ", f"the model has {WORLD} data-parallel ranks")),
     ("", {"device": "meta"}, ("backend", "supports no meta tensors")),
 ]
 REFUSED_BY_THE_POLICY: list[tuple[dict[str, Any], str]] = [
     ({"stage": 7}, "stage is 7"),
     ({"stage": 3, "gather_format": "int8"}, "gather_format is 'int8'"),
     ({"stage": 3, "fuse": "triton"}, "fuse is 'triton'"),
+    ({"stage": 3, "shares": (2, 0)}, "shares is (2, 0)"),
+    ({"stage": 3, "shares": (2, -1)}, "shares is (2, -1)"),
+    ({"stage": 3, "shares": (float("nan"), 1)}, "shares is (nan, 1)"),
+    ({"stage": 3, "shares": [2, 1]}, "shares is [2, 1]"),
 ]
 
 

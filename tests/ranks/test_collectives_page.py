@@ -84,6 +84,7 @@ def collectives(model: Any, folder: str) -> Mapping[str, Callable[[], object]]:
         "backward": lambda: train(model),
         "clip_grad_norm_": lambda: tz.clip_grad_norm_(model, 1.0),
         "global_mean": lambda: tz.global_mean(model, model(X).sum(), count=4),
+        "shares_of": lambda: tz.shares_of(lambda: None, 4, steps=1),
         "full_parameters": lambda: enter(tz.full_parameters(model)),
         "full_state_dict": lambda: tz.full_state_dict(model),
         "save": lambda: tz.save(f"{folder}/saved", model),

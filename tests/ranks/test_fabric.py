@@ -245,6 +245,8 @@ def misuse_strategies(rank: int, world_size: int) -> None:
     fails(lambda: ZeroStrategy(stages=3), "TypeError", "stages=3 is not a field")  # type: ignore[call-arg]
     fails(lambda: ZeroStrategy(stage=4), "ValueError", "stage is 4")
     fails(lambda: ZeroStrategy(mesh=None), "TypeError", "does not take mesh: Lightning sets it")
+    equal = "shares is (2, 1), and Lightning gives every rank an equal batch"
+    fails(lambda: ZeroStrategy(shares=(2, 1)), "ValueError", equal)
     fails(lambda: zero_module(Net()), "TypeError", "Net", "fabric.setup")
     fails(fused_by_another, "ValueError", "fuse is 'nvfuser'; choose 'inductor'")
     fails(foreign, "TypeError", "'32-true' (Other)", "'bf16-mixed' or '16-mixed'")

@@ -610,6 +610,7 @@ def refuse_by_trainer(rank: int, world_size: int, folder: Path) -> None:
         (three, {}, {"save_only_model": True, **best}, "save_only_model=True leaves out what load_best_model_at_end"),
         (three, {"model": None, "model_init": Regression}, {}, "model_init makes a new model for each train()"),
         (three, {"model": model}, {}, "is sharded twice; leave stage= and the other arguments of sharded(...) out"),
+        (partial(three, shares=(2, 1)), {}, {}, "shares is (2, 1), and Accelerate gives every rank an equal batch"),
         (none, {}, {}, "nothing says how to shard the model of the trainer; pass stage= to sharded(...)"),
     ]
     for make, inputs, options, sentence in rows_of:
@@ -749,6 +750,8 @@ def refuse_by_accelerate(rank: int, world_size: int, folder: Path) -> None:
     assert names_in(folder / "state") == ["latest", "random_states_0.pkl", "random_states_1.pkl", "run"]
     words = error_of(partial(accelerator.prepare, fresh(Regression)))
     assert "nothing says how to shard Regression; pass stage= to sharded(Accelerator, ...)" in words, words
+    words = error_of(partial(accelerator.prepare, compile_model(fresh(Regression), shares=(2, 1))))
+    assert "shares is (2, 1), and Accelerate gives every rank an equal batch; leave shares out" in words, words
     criterion = nn.MSELoss()
     assert accelerator.prepare(criterion) is criterion
     three = sharded_class(plain, stage=3)

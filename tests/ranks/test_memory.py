@@ -92,6 +92,7 @@ CASES: dict[str, tuple[Make, tuple[int, ...], tz.Policy, bool]] = {
     "zero2-deferring": (make_net, SHAPE, tz.ZERO2, True),
     "zero3": (make_net, SHAPE, tz.ZERO3, False),
     "zero3-bfloat16": (make_net, SHAPE, replace(tz.ZERO3, mixed_precision=HALF), False),
+    "zero2-shares": (make_net, SHAPE, replace(tz.ZERO2, shares=(2, 1)), False),
     "zero2-int8": (make_net, SHAPE, BYTEWISE, False),
     "zero2-owned": (make_net, SHAPE, replace(tz.ZERO2, owned=("*.weight",)), False),
     "zero3-nf4": (make_adapted, SHAPE, replace(tz.ZERO3, frozen_format=tz.NF4()), False),

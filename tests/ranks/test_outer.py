@@ -44,7 +44,12 @@ def loss_of(model: Any, step: int, site: int, rank: int) -> Tensor:
     return model(batch(step, site, rank)).square().mean()
 
 
-def simulate(make: Callable[[], nn.Module], inner: Any, steps: int = STEPS) -> list[nn.Module]:
+EQUAL = ((1, 1), (1, 1))  # of the ranks of each site
+
+
+def simulate(
+    make: Callable[[], nn.Module], inner: Any, steps: int = STEPS, shares: Sequence[tuple[int, int]] = EQUAL
+) -> list[nn.Module]:
     """Train sites of two ranks in one process: the outer step as in the paper."""
     agreed, sites = fresh(make), [fresh(make) for _ in NAMES]
     outer, optimizers = OUTER(agreed.parameters()), [inner(site.parameters()) for site in sites]
@@ -55,8 +60,9 @@ def simulate(make: Callable[[], nn.Module], inner: Any, steps: int = STEPS) -> l
                 site.zero_grad()
                 loss_of(site, step, number, rank).backward()
                 grads.append([None if param.grad is None else param.grad.clone() for param in site.parameters()])
+            first, second = (share * 2 / sum(shares[number]) for share in shares[number])
             for param, *both in zip(site.parameters(), *grads, strict=True):
-                param.grad = None if both[0] is None else both[0].add(both[1]).div(2)
+                param.grad = None if both[0] is None else both[0].mul(first).add(both[1].mul(second)).div(2)
             optimizer.step()
         if step % EVERY == 0:
             with torch.no_grad():
@@ -109,12 +115,12 @@ def weights(model: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in tz.full_state_dict(model).items()}
 
 
-def equals_simulation(rank: int, world_size: int, stage: int) -> None:
+def equals_simulation(rank: int, world_size: int, stage: int, shares: Sequence[tuple[int, int]]) -> None:
     site, group = sites_of_two(rank)
     where = tz.sites(address(), name=NAMES[site], timeout=20)
     inner = partial(torch.optim.SGD, lr=0.3, momentum=0.5)
-    expected = simulate(Small, inner)[site]
-    model = sharded(fresh(Small), stage, process_group=group)
+    expected = simulate(Small, inner, shares=shares)[site]
+    model = sharded(fresh(Small), tz.Policy(stage, shares=shares[site]), process_group=group)
     outer = tz.DiLoCo(model, where, sync_every=EVERY, outer_optimizer=OUTER)
     with counted() as sent, mock.patch("thunder_zero.plan.outer.PIECE_BETWEEN_SITES", 9):  # several pieces a vector
         train(model, inner(model.parameters()), outer, site, rank % 2, range(1, STEPS + 1))
@@ -125,9 +131,11 @@ def equals_simulation(rank: int, world_size: int, stage: int) -> None:
     outer.leave()
 
 
-@pytest.mark.parametrize("stage", [3, *slow(0, 1, 2)])
-def test_equals_a_simulation_bit_for_bit(ranks_pool: RanksPool, stage: int) -> None:
-    ranks_pool.run(4, equals_simulation, stage)
+@pytest.mark.parametrize(
+    ("stage", "shares"), [(3, EQUAL), *slow((0, EQUAL), (1, EQUAL), (2, EQUAL), (3, ((2, 1), (1, 3))))]
+)
+def test_equals_a_simulation_bit_for_bit(ranks_pool: RanksPool, stage: int, shares: Sequence[tuple[int, int]]) -> None:
+    ranks_pool.run(4, equals_simulation, stage, shares)
 
 
 def agree(outer: tz.DiLoCo, model: Any, world_size: int = 4) -> None:

@@ -91,6 +91,7 @@ class Arguments(TypedDict, total=False):
     gather_format: Formats
     reduce_format: Formats
     frozen_format: Formats
+    shares: tuple[float, ...]
     passes: tuple[Callable[[Any], Any], ...]
     transport: Callable[[Any, int], Any] | None
 

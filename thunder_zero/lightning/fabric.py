@@ -22,7 +22,7 @@ from thunder_zero.capture.zero_module import ZeroModule
 from thunder_zero.comm.group import hybrid_mesh
 from thunder_zero.compat.jitted import forget_tensors
 from thunder_zero.optim.global_numbers import clip_grad_norm_
-from thunder_zero.plan.policy import Policy
+from thunder_zero.plan.policy import Policy, refuse_shares
 from thunder_zero.sharded.frozen import decoded_values
 from thunder_zero.sharded.full_state_dict import (
     full_optimizer_state_dict,
@@ -220,6 +220,7 @@ class Sharding:
         if not isinstance(policy, Policy):
             arguments.setdefault("broadcast_from", 0)
         self.arguments, self.mesh_shape = check_arguments(policy, **arguments), mesh_shape
+        refuse_shares(self.arguments.policy, "Lightning")
         self.jit_options = dict(jit_options or {})
 
     def shard(self, module: nn.Module, device: torch.device) -> ZeroModule:

@@ -111,7 +111,8 @@ def global_mean(model: nn.Module, total: Tensor, count: int) -> Tensor:
 
     Gradients are averaged over ranks. With local means, an item (such as a token) on a rank with few items would have a
     larger weight. The loss is ``total * W / (count of all ranks)``: its mean over the W ranks is the mean over all
-    items. A collective: all ranks must call it, and each rank sends one small message.
+    items. ``Policy.shares`` does not change this mean. A collective: all ranks must call it, and each rank sends one
+    small message.
 
     >>> losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
     >>> tz.global_mean(model, losses, int((targets != -100).sum())).backward()
@@ -126,4 +127,5 @@ def global_mean(model: nn.Module, total: Tensor, count: int) -> Tensor:
         raise ValueError(f"a rank's count is not a number of items (on this rank it is {count!r}); give an int >= 0")
     if total_count == 0:
         raise ValueError("no rank has an item, so there is no mean; skip this step on all ranks")
-    return total * (state.plan.ranks / total_count)  # ranks of the ``tensor`` axis each count their common batch
+    # Ranks of the ``tensor`` axis each count their common batch. Shares weigh the gradient once more.
+    return total * (state.plan.ranks / total_count / state.plan.weight)

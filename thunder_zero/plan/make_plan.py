@@ -74,6 +74,10 @@ def make_plan(
     ``slices`` has the dimensions along which torch's tensor parallelism slices parameters. ``partial`` has the names of
     parameters whose gradients are sums over the ranks along ``tensor``.
     """
+    if policy.shares and len(policy.shares) != mesh.batches:
+        raise ValueError(
+            f"shares is {policy.shares}, and the model has {mesh.batches} data-parallel ranks; give a number for each"
+        )
     modules = {path for path, _ in module.named_modules()}
     names = _names(module, policy, modules)
     units = (policy.unit_of or repeated_blocks)(module)

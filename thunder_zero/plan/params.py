@@ -21,7 +21,7 @@ from thunder_zero.encodings.int8 import Int8
 from thunder_zero.encodings.nf4 import NF4
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.geometry import Geometry
-from thunder_zero.plan.mesh import SHARD, Mesh
+from thunder_zero.plan.mesh import DATA, SHARD, Mesh
 from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.plan.sizes import Sizes, choose, on_cpu, on_gpu
 
@@ -157,6 +157,12 @@ class Plan:
     def ranks(self) -> int:
         """The number of ranks that train the model."""
         return self.mesh.size()
+
+    @cached_property
+    def weight(self) -> float:
+        """The factor of this rank's gradients before they are averaged: its share, relative to the mean share."""
+        shares = self.policy.shares
+        return shares[self.mesh.place(DATA)] * len(shares) / sum(shares) if shares else 1.0
 
     def geometry(self, param: Param) -> Geometry:
         """Return the shapes of a parameter, its rows, and the axes over which its gradient is reduced."""
@@ -298,8 +304,15 @@ class Plan:
         return any(param.frozen_format or self.gathers_bytes(param) for param in bucket)
 
     def encodes_gradient(self, axis: str, *bucket: Param) -> bool:
-        """Return whether a bucket's gradients are cast, or encoded as bytes, before they are reduced over an axis."""
-        return any(self.reduces_bytes(param, axis) or self.casts_gradient(param, axis) for param in bucket)
+        """Return whether a bucket's gradients are cast, weighed or encoded as bytes before a reduction over an axis."""
+        return any(
+            self.reduces_bytes(param, axis) or self.casts_gradient(param, axis) or self.weighs_gradient(param, axis)
+            for param in bucket
+        )
+
+    def weighs_gradient(self, param: Param, axis: str) -> bool:
+        """Return whether ranks multiply the parameter's gradient by their :attr:`weight` before a reduction."""
+        return axis == self.reduced_over(param)[0] and len(set(self.policy.shares)) > 1
 
     def casts_gradient(self, param: Param, axis: str) -> bool:
         """Return whether a reduction over an axis casts the parameter's gradient first."""

@@ -183,6 +183,9 @@ class Policy:
             element with a scale for each block, about a quarter of the size in bfloat16. It applies to floating-point
             parameters of two dimensions or more that it makes smaller. Embeddings stay unchanged, unless a dict of
             patterns names them, as in ``gather_format`` (default None: frozen parameters stay unchanged).
+        shares: a positive number for each data-parallel rank, such as ``(2, 1)`` if rank 0 is twice as fast as rank 1.
+            Ranks take batches in proportion (:class:`thunder_zero.ShareSampler`). A reduction weighs each rank's
+            gradient by its share, which gives the mean of the whole batch. Rows stay equal (default ``()``: equal).
         passes: functions from timeline to timeline, called in this order before the last built-in pass, ``free``
             (:mod:`thunder_zero.schedule.passes`). Each result is proved (default none).
         transport: a function from a process group and a number to a :class:`thunder_zero.comm.transport.Transport`, for
@@ -214,6 +217,7 @@ class Policy:
     gather_format: Formats = field(default=None, hash=False)
     reduce_format: Formats = field(default=None, hash=False)
     frozen_format: Formats = field(default=None, hash=False)
+    shares: tuple[float, ...] = ()
     passes: tuple[Callable[[Any], Any], ...] = ()
     transport: Callable[[Any, int], Any] | None = None
 
@@ -254,6 +258,7 @@ class Policy:
         if self.unit_of is not None and not callable(self.unit_of):
             raise ValueError(f"unit_of is {self.unit_of!r}; give a function from the module to paths of units, or None")
         require_formats(self)
+        require_shares(self.shares)
         if not isinstance(self.passes, tuple) or not all(map(callable, self.passes)):
             raise ValueError(f"passes is {self.passes!r}; give a tuple of functions from timeline to timeline")
         if self.transport is not None and not callable(self.transport):
@@ -272,6 +277,25 @@ class Policy:
             elif value != item.default and value != MixedPrecision():
                 texts[item.name] = repr(value)
         return f"Policy({', '.join(f'{name}={text}' for name, text in texts.items())})"
+
+
+def require_shares(shares: object) -> None:
+    """Raise ValueError unless shares are a tuple of finite numbers above 0. It may be empty."""
+    if not isinstance(shares, tuple) or not all(
+        _is_number(share) and isfinite(share) and share > 0 for share in shares
+    ):
+        raise ValueError(
+            f"shares is {shares!r}; give a tuple with a number above 0 for each data-parallel rank, such as (2, 1)"
+        )
+
+
+def refuse_shares(policy: Policy, library: str) -> None:
+    """Raise ValueError if a policy has shares. ``library`` cuts batches."""
+    if policy.shares:
+        raise ValueError(
+            f"shares is {policy.shares}, and {library} gives every rank an equal batch; leave shares out, or write the "
+            f"loop yourself, with thunder_zero.ShareSampler"
+        )
 
 
 def is_count(value: object) -> bool:

@@ -143,13 +143,15 @@ def reduce_work(plan: Plan, param: Param, axis: str) -> tuple[int, int]:
     # Each encoded part is written once and summed once. Between replicas the sum is encoded again, for all ranks.
     rows, peers = prod(plan.shard_shape(param)), plan.ranks_over(axis) - 1
     mean = rows * param.dtype.itemsize
+    numel = prod(plan.geometry(param).in_compute) if axis == plan.reduced_over(param)[0] else rows
+    weighed = 2 * numel * param.reduce_dtype.itemsize * plan.weighs_gradient(param, axis)
     if plan.reduces_bytes(param, axis):
         part = part_bytes(plan, param, axis)
         if axis == SHARD:
-            return (peers + 1) * rows * param.compute_dtype.itemsize + peers * part, peers * part + mean
+            encoded = (peers + 1) * rows * param.compute_dtype.itemsize + peers * part
+            return weighed + encoded, peers * part + mean
         return mean + peers * part, (2 * peers + 2) * part + mean
-    numel = prod(plan.geometry(param).in_compute) if axis == plan.reduced_over(param)[0] else rows
     cast = numel * (param.compute_dtype.itemsize + param.reduce_dtype.itemsize)
     is_cast = axis == plan.reduced_over(param)[-1] and param.reduce_dtype is not param.dtype
     uncast = rows * param.reduce_dtype.itemsize + mean
-    return cast * plan.casts_gradient(param, axis), uncast * is_cast
+    return weighed + cast * plan.casts_gradient(param, axis), uncast * is_cast

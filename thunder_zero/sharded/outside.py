@@ -93,7 +93,7 @@ class OutsideGradients:
             bucket = {path: grad.to(self._device) for path, grad in grads.items() if grad.dtype is dtype}
             self._wire.transport.enter(CollectiveTag(text, repr((dtype, list(bucket)))))
             (over, *_) = self._plan.reduced_over(self._plan.by_name[first])
-            handle = self._wire.transport.all_reduce(list(bucket.values()), over)
+            handle = self._wire.transport.all_reduce(self._wire.weighed([*bucket.values()]), over)
             means.update(zip(bucket, handle.wait(), strict=True))
         return [means[path] for path in grads]
 

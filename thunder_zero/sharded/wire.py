@@ -5,7 +5,7 @@
     encode         shards               ->  payloads of a gather: cast and copied to the device, or bytes
     gather         payloads             ->  full parameters, or the bytes of all ranks
     decode         bytes of all ranks   ->  full parameters; this rank's rows are decoded, too
-    encode_grad    gradients            ->  payloads of a reduction: cast, or bytes for each other rank
+    encode_grad    gradients            ->  payloads of a reduction: weighed, or bytes for each other rank
     reduce         payloads             ->  means, or the bytes from all ranks for this rank's part
     decode_grad    means, or bytes      ->  means: decoded and added in float32, cast, copied to the shards' device
 
@@ -189,9 +189,16 @@ class Wire:
     @outside_autograd
     def encode_grad(self, grads: Sequence[Tensor], params: Sequence[Param], over: str = SHARD) -> tuple[OnTheWire, ...]:
         """Return the payloads of a reduction of gradients or intra-replica means: ``grads`` or encoded parts."""
+        if self._plan.weighs_gradient(params[0], over):
+            grads = self.weighed(grads)
         if not self._reduces_bytes(params[0], over):
             return tuple(grads)
         return tuple(self._encode_parts(grad, param, over) for grad, param in zip(grads, params, strict=True))
+
+    def weighed(self, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return this rank's gradients times its weight, so that their mean over ranks is that of the whole batch."""
+        weight = self._plan.weight
+        return tuple(grads) if weight == 1 else tuple(grad * weight for grad in grads)
 
     def _encode_parts(self, grad: Tensor, param: Param, over: str) -> GradientParts:
         """Split a gradient into a part for each rank of an axis, and encode the parts of the other ranks."""

@@ -180,12 +180,13 @@ def _code_of(op: Op, timeline: Timeline) -> dict[str, Any]:
     """Return the columns of a line that encodes a payload before a launch, or decodes a payload in a wait."""
     launch = op.launch if isinstance(op, Wait) else op
     assert isinstance(launch, Launch), "nothing else is encoded"
-    param = timeline.params_of(launch)[0]
+    param, is_gradient = timeline.params_of(launch)[0], isinstance(launch, Reduce)
+    is_weighed = is_gradient and op is launch and timeline.plan.weighs_gradient(param, launch.over)
     return {
         "kind": CODES[op.kind],
         "params": op.params,
-        "gradients": isinstance(launch, Reduce),
-        "form": str(timeline.travels_as(launch, param)),
+        "gradients": is_gradient,
+        "form": str(timeline.travels_as(launch, param)) + f" x {timeline.plan.weight:.4g}" * is_weighed,
         "unit": param.unit,
     }
 

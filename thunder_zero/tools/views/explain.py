@@ -261,6 +261,8 @@ def _gradient_lines(rows: Mapping[str, Row], explanation: Explanation) -> Iterat
     yield from _code("reduce", rows["reduce"])
     made = "as soon as the last of these gradients is made" if rows["reduce"].params[1:] else "as soon as it is made"
     yield from _part("", f"{_company(rows['reduce'], explanation)}; it starts {made}")
+    if plan.weighs_gradient(param, plan.reduced_over(param)[0]):
+        yield from _part("", f"this rank's part is multiplied by {plan.weight:.4g}, by shares={plan.policy.shares}")
     if "across" in rows:
         yield from _code("across", rows["across"])
         yield from _part("", "its mean inside of this copy is handed on where the next reduction starts")
