@@ -84,7 +84,7 @@ CASES: list[tuple[int, tz.Policy, float, torch.dtype]] = [
 ]
 SLOW_CASES: list[tuple[int, tz.Policy, float, torch.dtype]] = [
     *((2, tz.Policy(stage=stage, shares=(2, 1)), *EXACT) for stage in range(3)),
-    *((3, tz.Policy(stage=stage, shares=(3, 1, 2)), *EXACT) for stage in (0, 1, 3)),
+    (3, tz.Policy(stage=0, shares=(3, 1, 2)), *EXACT),
     *((2, tz.Policy(stage=stage, shares=(0.5, 0.25)), *FLOAT32) for stage in (0, 3)),
     *((3, tz.Policy(stage=stage, shares=(3, 1, 2)), *FLOAT32) for stage in (1, 2)),
     (4, tz.Policy(stage=3, shares=(5, 4, 1, 2), replicated=("blocks.1",), bucket_bytes=0), *EXACT),
