@@ -3,9 +3,9 @@
     python examples/bench/load.py
 
 The first run writes the model into a folder with random values. Memory is the peak of a rank's resident memory
-(``VmHWM`` of Linux) above that before the load. Contestants: ``weights=`` reads a rank's rows, ``nf4`` also encodes
-them; ``whole`` is ``from_pretrained`` on each rank, then sharded; ``fsdp2`` shards on the meta device and reads by DCP;
-``distributed`` is ``from_pretrained`` with transformers' ``DistributedConfig``. ``tz.tools.memory`` forecasts the first two.
+(``VmHWM`` of Linux) above that before the load; the forecast is that of ``tz.tools.memory``. Contestants: ``weights=``
+reads a rank's rows, ``nf4`` also encodes them; ``whole`` is ``from_pretrained`` on each rank, then sharded; ``fsdp2``
+shards on the meta device and reads by DCP; ``distributed`` is ``from_pretrained`` with a ``DistributedConfig``.
 """
 
 from __future__ import annotations

@@ -112,8 +112,9 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/forecast/rehearsal.py",IMPORT,IMPORT,IMPORT,rooms("encodings plan comm compat sharded traces")),
     Room("tools/forecast/loading.py",NOT,NOT,  NOT,     rooms("encodings plan")),
     Room("tools/forecast/",   IMPORT, NOT,     IMPORT,  rooms("plan schedule traces compat sharded "
-                                                              "capture tools/printing tools/table/rows tools/table/lines "
-                                                              "tools/forecast/rehearsal tools/forecast/loading")),
+                                                              "capture tools/printing tools/table/rows "
+                                                              "tools/table/lines tools/forecast/rehearsal "
+                                                              "tools/forecast/loading")),
     Room("tools/time/",       NOT,    NOT,     NOT,     rooms("plan schedule traces capture tools/printing "
                                                               "tools/devices tools/forecast")),
     Room("tools/table/",      NOT,    NOT,     IMPORT,  rooms("plan schedule spmd traces capture tools/printing "
