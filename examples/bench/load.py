@@ -3,8 +3,9 @@
     python examples/bench/load.py
 
 The first run writes the model into a folder with random values. Memory is the peak of a rank's resident memory
-(``VmHWM`` of Linux) above that before the load. Contestants: ``weights=`` reads a rank's rows, ``nf4`` also encodes
-them; ``whole`` is ``from_pretrained`` on each rank, then sharded; ``fsdp2`` shards on the meta device and reads by DCP.
+(``VmHWM`` of Linux) above that before the load; the forecast is that of ``tz.tools.memory``. Contestants: ``weights=``
+reads a rank's rows, ``nf4`` also encodes them; ``whole`` is ``from_pretrained`` on each rank, then sharded; ``fsdp2``
+shards on the meta device and reads by DCP; ``distributed`` is ``from_pretrained`` with a ``DistributedConfig``.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
 
 import thunder_zero as tz
+from thunder_zero.tools.forecast.loading import loading
 
 WORLD_SIZE = 4
 CONFIG = LlamaConfig(
@@ -69,11 +72,19 @@ def by_dcp() -> Any:
     return model
 
 
+def by_transformers() -> Any:
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, distributed_config=DistributedConfig(fsdp_size=WORLD_SIZE))
+    for param in model.parameters():
+        param.to_local().max()  # read it: rows are mapped from the file
+    return model
+
+
 CONTESTANTS: dict[str, Callable[[], Any]] = {
     "weights=": by_rows,
     "nf4": lambda: by_rows(frozen_format=tz.NF4()),
     "whole": lambda: tz.compile(AutoModelForCausalLM.from_pretrained(FOLDER), 3),
     "fsdp2": by_dcp,
+    "distributed": by_transformers,
 }
 
 
@@ -93,7 +104,10 @@ def load(rank: int, name: str, store: str) -> None:
     seconds, used = time.perf_counter() - start, torch.tensor(peak() - floor)
     dist.all_reduce(used, dist.ReduceOp.MAX)
     if rank == 0:
-        print(f"| {name} | {int(used) / 1024:,.0f} | {seconds:.1f} |", flush=True)
+        forecast = ""
+        if name in ("weights=", "nf4"):
+            forecast = f"{loading(model.state.plan, on_cpu=True)['weights=folder'] / 2**20:,.0f}"
+        print(f"| {name} | {int(used) / 1024:,.0f} | {forecast} | {seconds:.1f} |", flush=True)
     dist.barrier()
     del model
     os._exit(0)
@@ -102,7 +116,7 @@ def load(rank: int, name: str, store: str) -> None:
 if __name__ == "__main__":
     if not FOLDER.exists():
         write(FOLDER)
-    print("| contestant | MiB above the start, largest rank | seconds |\n|---|---|---|")
+    print("| contestant | MiB above the start, largest rank | forecast | seconds |\n|---|---|---|---|")
     for contestant in CONTESTANTS:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(load, (contestant, f"{folder}/store"), WORLD_SIZE)

@@ -31,6 +31,7 @@ from thunder_zero.capture import compilations
 from thunder_zero.capture.zero_module import captured_forward
 from thunder_zero.compat import aot
 from thunder_zero.schedule.ops import Gather
+from thunder_zero.sharded.initial_values import progress
 from thunder_zero.traces.operators import read_for_shape
 
 import thunder
@@ -524,6 +525,9 @@ def test_a_length_that_becomes_a_symbol_raises_no_warning() -> None:
     assert not [warning for warning in caught if "was compiled for" in str(warning.message)]
 
 
+PARTS = ((1, 64), (2, 80), (3, 112), (4, 120))  # tensors loaded, and their bytes
+
+
 class Terminal(StringIO):
     def isatty(self) -> bool:
         return True
@@ -551,6 +555,28 @@ def test_each_slow_compilation_is_reported_on_standard_error_unless_progress_is_
         assert stream.getvalue() == text
         model(X[:1])
         assert re.fullmatch(pattern.format(len(X)) + pattern.format(1), stream.getvalue())
+
+
+def test_a_long_load_is_reported_on_standard_error_unless_progress_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    totals = "4 tensors, 120 B, 0 s"
+    counts = [f"loading Sequential: {count} of 4 tensors, {size} B of 120 B, 0 s" for count, size in PARTS]
+    lines = [*counts, f"loaded Sequential: {totals}"]
+    for stream_type, seconds, expected in (
+        (StringIO, 0.0, "\n".join([*lines, ""])),
+        (Terminal, 0.0, "\x1b[K\r".join(lines) + "\x1b[K\n"),
+        (Terminal, 100.0, ""),
+    ):
+        stream = stream_type()
+        monkeypatch.setattr("sys.stderr", stream)
+        for name in ("SECONDS", "EVERY", "EVERY_ON_TERMINAL"):
+            monkeypatch.setattr(progress, name, seconds)
+        weights = deepcopy(module).to_empty(device="cpu").state_dict()
+        tz.compile(deepcopy(module), 3, progress=False)
+        assert stream.getvalue() == ""
+        tz.compile(deepcopy(module), 3, weights=weights)
+        assert stream.getvalue() == expected
 
 
 class Masking(nn.Module):

@@ -27,6 +27,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = max(high - low for low, high in pairwise(LEVELS)) / 2
 
 
+def test_each_element_has_the_nearest_level() -> None:
+    levels = torch.tensor(LEVELS)
+    midpoints = (levels[1:] + levels[:-1]) / 2
+    edges = torch.cat([midpoints, levels, torch.arange(65) / 32 - 1])
+    values = torch.cat([edges, edges.nextafter(edges + 1), edges.nextafter(edges - 1), torch.rand(4096) * 2 - 1])
+    values = values[values.abs() <= 1].unsqueeze(1)
+    pairs = torch.cat([torch.ones_like(values), values], 1)  # a block of 2, whose scale is 1
+    codes, _ = tz.NF4(2).parts(tz.NF4(2).encode(pairs), 2)
+    assert torch.equal(codes[:, 0] & 15, torch.bucketize(values[:, 0], midpoints).byte())
+
+
 def test_the_levels_are_those_of_the_paper() -> None:
     # Appendix E of QLoRA: quantiles of a normal distribution, eight above 0 and seven below, scaled to 1.
     tail = 0.9677083

@@ -111,9 +111,11 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/format_errors.py",IMPORT,NOT,  IMPORT,  rooms("comm sharded traces capture tools/printing")),
     Room("tools/compiled_programs.py", IMPORT, NOT, IMPORT, rooms("plan traces capture tools/printing")),
     Room("tools/forecast/rehearsal.py",IMPORT,IMPORT,IMPORT,rooms("encodings plan comm compat sharded traces")),
+    Room("tools/forecast/loading.py",NOT,NOT,  NOT,     rooms("encodings plan")),
     Room("tools/forecast/",   IMPORT, NOT,     IMPORT,  rooms("plan schedule traces compat sharded "
                                                               "capture tools/printing tools/table/rows "
-                                                              "tools/table/lines tools/forecast/rehearsal")),
+                                                              "tools/table/lines tools/forecast/rehearsal "
+                                                              "tools/forecast/loading")),
     Room("tools/time/",       NOT,    NOT,     NOT,     rooms("plan schedule traces capture tools/printing "
                                                               "tools/devices tools/forecast")),
     Room("tools/table/",      NOT,    NOT,     IMPORT,  rooms("plan schedule spmd traces capture tools/printing "

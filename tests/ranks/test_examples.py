@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.utils import clip_grad_norm_
 
 import thunder_zero as tz  # before thunder
@@ -46,6 +47,33 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return int(free.getsockname()[1])
+
+
+@skip_without("transformers", "peft", "bitsandbytes")
+def test_the_programs_of_two_machines_at_home_train_and_merge_an_adapter(tmp_path: Path) -> None:
+    """The loss does not depend on whether the base is whole on each machine."""
+    page = (ROOT / "docs/two-machines.md").read_text()
+    programs = dict(re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)```", page, re.DOTALL))
+    commands = re.findall(r"^(?:python|torchrun .*29500) (\w+\.py)(.*?)(?:  #.*)?$", page, re.MULTILINE)
+    assert {name for name, _ in commands} == set(programs)
+    programs["adapt.py"] = programs["adapt.py"].replace("STEPS, ROWS, LENGTH = 20,", "STEPS, ROWS, LENGTH = 5,")
+    programs["cut.py"] = programs["adapt.py"].replace(", replicated=frozen)", ")")
+    assert programs["cut.py"] != programs["adapt.py"]
+    for name, program in programs.items():
+        (tmp_path / name).write_text(program)
+    (tmp_path / "text.txt").write_text(page)
+    arguments = dict(commands)
+    arguments["cut.py"] = arguments["adapt.py"]
+    printed = {}
+    for name in ("tiny.py", "link.py", "adapt.py", "cut.py", "merge.py"):
+        agent = torchrun() if name in ("link.py", "adapt.py", "cut.py") else (sys.executable,)
+        printed[name] = output_of(start("env", "-C", tmp_path, *agent, name, *arguments[name].split()))
+    assert re.search(r"rank 1: \d+\.\d\d Gbit/s in each direction", printed["link.py"])
+    whole, cut = (re.findall(r"step 5: loss (\S+),", printed[name]) for name in ("adapt.py", "cut.py"))
+    assert whole == cut != []
+    before, merged = (load_file(tmp_path / folder / "model.safetensors") for folder in ("base", "merged"))
+    assert before.keys() == merged.keys()
+    assert not torch.equal(*(values["model.layers.0.mlp.up_proj.weight"] for values in (before, merged)))
 
 
 def test_data_parallel_mlp_under_two_agents(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ Torch's profiler counts the bytes. ``tests/one`` tests refusals on one rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -280,6 +280,60 @@ def test_no_rank_holds_more_than_its_shards_and_a_unit(ranks_pool: RanksPool, tm
     torch.save(make_deep_mlp().state_dict(), tmp_path / "mlp.pt")
     for fn in (measure_peaks, send_parameters):
         ranks_pool.run(3, fn, tmp_path / "mlp.pt")
+
+
+LARGE = 512
+
+
+def make_large_mlp() -> nn.Module:
+    return Mlp(LARGE, LAYERS)
+
+
+def compare_loading(rank: int, world_size: int, folder: Path) -> None:
+    """Compare forecasts with the most bytes alive while a model is made.
+
+    The profiler counts the whole file for each mapped row, so rows come from memory here.
+    """
+    weights, files = torch.load(folder / "mlp.pt"), SafetensorsWeights(folder)
+    sources: dict[str, dict[str, Any]] = {
+        "weights=folder": {"weights": files},
+        "weights=mapping": {"weights": weights},
+        "reset_parameters": {},
+        "init": {"init": style},
+    }
+
+    def compare(name: str, policy: tz.Policy, gloo: int = 0, **arguments: Any) -> None:
+        module = build_on_meta(make_large_mlp).requires_grad_(policy.frozen_format is None)
+        traces = tz.trace(module, torch.zeros(2, LARGE), policy=policy, world_size=world_size, rank=rank)
+        forecast, models = tz.tools.memory(traces).loading[name], list[Any]()
+        torch.manual_seed(0)
+        counted = added_at_peak(lambda: models.append(tz.compile(module, policy, **arguments)), torch.device("cpu"))
+        held = 4 * LARGE * LARGE * gloo  # tensors that gloo's threads may hold
+        assert 0.95 * counted - held < forecast < 1.05 * counted, (name, policy, forecast, counted)
+
+    with (
+        mock.patch.object(SafetensorsWeights, "rows", lambda self, name, *ends: rows_of(weights[name], *ends)),
+        mock.patch.object(SafetensorsWeights, "shape", lambda self, name: weights[name].shape),
+    ):
+        for policy in (tz.ZERO3, tz.ZERO1, replace(tz.ZERO3, frozen_format=tz.NF4())):
+            for name, arguments in sources.items():
+                compare(name, policy, **arguments)
+        sending = replace(tz.ZERO3, broadcast_from=0)
+        if rank == 0:
+            compare("weights=mapping", sending, gloo=2, weights=weights)
+        else:
+            compare("sent by rank 0", sending, gloo=2)
+
+
+def rows_of(tensor: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+    return tensor[start:stop].clone()
+
+
+def test_the_forecast_of_loading_is_what_the_allocator_counts(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    values = make_large_mlp().state_dict()
+    torch.save(values, tmp_path / "mlp.pt")
+    save_file(values, tmp_path / "mlp.safetensors")
+    ranks_pool.run(3, compare_loading, tmp_path)
 
 
 # Refused on all ranks

@@ -58,7 +58,7 @@ class Arguments(TypedDict, total=False):
     # ``save_pretrained`` wrote
     weights: Mapping[str, torch.Tensor] | str | os.PathLike[str] | None
     # True if rank 0 reports each compilation of more than a second on standard error, with input shapes and the
-    # duration (default: True)
+    # duration, and how far a load of more than five seconds has come (default: True)
     progress: bool
     # "inductor" to compile the operators between two lines of the schedule into kernels. Equal regions are compiled
     # once, and inductor keeps its kernels on disk for the next process. This needs a C++ compiler on the CPU, and

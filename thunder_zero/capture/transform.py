@@ -120,7 +120,7 @@ class ZeroTransform(Transform):
                 "in host memory",
                 stacklevel=2,
             )
-        values = initial_values(plain, plan, ranks, device, arguments.sources)
+        values = initial_values(plain, plan, ranks, device, arguments.sources, progress=arguments.progress)
         # A state dict is large, and the transform lives as long as the model.
         self._arguments = replace(arguments, sources=Sources())
         if plan.mesh.is_sliced:

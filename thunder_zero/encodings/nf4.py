@@ -32,6 +32,7 @@ LEVELS = (
     *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
+CELLS = 64  # equal parts of -1 to 1: each has at most one midpoint of two levels
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,8 +71,6 @@ class NF4(Blocks):
         width = prod(x.shape[1:])
         flat, blocks = x.detach().reshape(len(x), width), self.blocks(width)
         payload = torch.zeros(len(flat), self.nbytes(width), dtype=torch.uint8, device=flat.device)
-        levels = torch.tensor(LEVELS, device=flat.device)
-        midpoints = (levels[1:] + levels[:-1]) / 2
         for start, stop in _pieces(flat, piece):
             values = torch.zeros(stop - start, blocks * self.block, device=flat.device)
             values[:, :width] = flat[start:stop]
@@ -79,7 +78,7 @@ class NF4(Blocks):
             scales = values.abs().amax(2)
             scales.masked_fill_(scales.isinf(), torch.nan)
             values /= scales.masked_fill(scales == 0, 1.0).unsqueeze(2)
-            codes = torch.bucketize(values, midpoints, out_int32=True).to(torch.uint8).view(stop - start, -1, 2)
+            codes = _nearest(values).view(stop - start, -1, 2)
             payload[start:stop].view(torch.float32)[:, :blocks] = scales
             pairs = (codes[..., 0] << 4) | codes[..., 1]
             self._codes(payload[start:stop], width).copy_(pairs[:, : -(-width // 2)])
@@ -124,6 +123,29 @@ def _pieces(flat: Tensor, piece: int | None) -> Iterator[tuple[int, int]]:
     step = max((piece or piece_on(flat.device)) // max(flat.shape[1], 1), 1)
     for start in range(0, len(flat), step):
         yield start, min(start + step, len(flat))
+
+
+def _nearest(values: Tensor) -> Tensor:
+    """Return the code of the nearest level of each value from -1 to 1, uint8; of two equally near ones the lower."""
+    lowest, midpoints = cells_on(values.device)
+    cells = (values * (CELLS // 2)).add_(CELLS // 2).int().view(-1).clamp_(0, CELLS)  # NaN is in any cell
+    codes = lowest.index_select(0, cells)
+    codes += values.view(-1) > midpoints.index_select(0, cells)
+    return codes
+
+
+@cache
+def cells_on(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return for each cell of -1 to 1 the code of its lowest value, and the midpoint of levels in it, if any, or Inf.
+
+    Comparing with one midpoint takes a quarter of the time of ``torch.bucketize``, which searches them.
+    """
+    levels = torch.tensor(LEVELS)
+    midpoints = (levels[1:] + levels[:-1]) / 2
+    cell_of = ((midpoints + 1) * (CELLS // 2)).long()
+    lowest = torch.bucketize(torch.arange(CELLS + 1), cell_of, right=False)
+    bounds = torch.full((CELLS + 1,), torch.inf).index_copy_(0, cell_of, midpoints)
+    return lowest.to(device, torch.uint8), bounds.to(device)
 
 
 @cache

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.plan.rows import local_rows
+from thunder_zero.plan.rows import local_rows, padded_rows
 from thunder_zero.sharded.dtensors import dtensor_like, local
 from thunder_zero.sharded.sharded_model import owner_of
 from thunder_zero.sharded.wire import decode_frozen
@@ -32,11 +32,17 @@ def rows_at_rest(full: Tensor, param: Param, plan: Plan) -> Tensor:
     fmt = param.frozen_format
     if fmt is not None and full.dtype is fmt.dtype:
         return local_rows(full, param.at_rest, plan)
-    return encoded_rows(local_rows(full, param, plan), param)
+    if fmt is None:
+        return local_rows(full, param, plan)
+    return own_rows_at_rest(full[plan.geometry(param).rows] if param.sharded else full, param, plan)
 
 
-def encoded_rows(rows: Tensor, param: Param) -> Tensor:
-    return rows if param.frozen_format is None else param.frozen_format.encode(rows)
+def own_rows_at_rest(rows: Tensor, param: Param, plan: Plan) -> Tensor:
+    """Return a copy of this rank's rows: padded, and encoded if the parameter has a frozen format."""
+    if param.frozen_format is None:
+        return padded_rows(rows, param, plan)
+    encoded = param.frozen_format.encode(rows)  # first, since padding copies, and rows of a file are only mapped
+    return padded_rows(encoded, param.at_rest, plan) if plan.geometry(param).padding else encoded
 
 
 def frozen_param(tensor: object) -> Param | None:

@@ -33,6 +33,7 @@ from thunder_zero.sharded.initial_values.data import (
     whole_like,
 )
 from thunder_zero.sharded.initial_values.drawn import Drawn
+from thunder_zero.sharded.initial_values.progress import Progress
 
 __all__ = ["InitialValues", "Sources", "UnplannedValue", "initial_values"]
 
@@ -42,9 +43,11 @@ FullOf = Callable[[Tensor], Tensor]
 
 
 def initial_values(
-    module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, sources: Sources
+    module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, sources: Sources, *, progress: bool = False
 ) -> InitialValues:
     """Compare the modules of all ranks, and return the initial values. This is a collective.
+
+    With ``progress``, rank 0 reports a long load on standard error.
 
     A rank that fails still takes part in all collectives up to the next agreement, where every rank raises.
     """
@@ -66,7 +69,8 @@ def initial_values(
     to_draw = [tensor for tensor in model.names if tensor.is_meta and not isinstance(tensor, Stored)]
     missing = {tensor for tensor in to_draw if not model.arrives(tensor) and tensor not in read}
     sharder = Sharder(model, are_read=are_read)
-    drawn = Drawn(model, missing, sharder, all_draw=not are_read)
+    shown = Progress(type(module).__name__, model.names, reports=progress and group.rank() == 0)
+    drawn = Drawn(model, missing, sharder, shown, all_draw=not are_read)
     with agree.all_or_none(group):
         _require_names(weights, read.values(), saved, type(module).__name__)
         drawn.reset()
@@ -91,7 +95,8 @@ def initial_values(
             return None
         return _read_rows(weights, present[0], tensor, param, sharder, failures)
 
-    values = _collected(model, lambda tensor: _full(tensor, model, value_here), rows_here, drawn, sharder)
+    values = _collected(model, lambda tensor: _full(tensor, model, value_here), rows_here, drawn, sharder, shown)
+    shown.end()
     with agree.all_or_none(group):
         failures.raise_first()
     sharder.compare()
@@ -190,7 +195,12 @@ def _full(tensor: Tensor, model: PlainModel, value_here: FullOf) -> Tensor:
 
 
 def _collected(
-    model: PlainModel, full_of: FullOf, rows_of: Callable[[Tensor], Tensor | None], drawn: Drawn, sharder: Sharder
+    model: PlainModel,
+    full_of: FullOf,
+    rows_of: Callable[[Tensor], Tensor | None],
+    drawn: Drawn,
+    sharder: Sharder,
+    shown: Progress,
 ) -> InitialValues:
     """Return all values. This is a collective if one rank sends values. At most one full tensor is alive at a time."""
     at_rest: dict[str, Tensor] = {}
@@ -207,4 +217,5 @@ def _collected(
             at_rest[param.path] = rows
         else:
             at_rest[param.path] = sharder.shard(full_of(tensor), param.path)
+        shown.advance(tensor)
     return InitialValues({param.path: at_rest[param.path] for param in model.plan.params}, unplanned)

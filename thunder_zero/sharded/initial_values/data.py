@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from thunder_zero.comm import agree
 from thunder_zero.comm.group import Ranks
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.plan.rows import local_slice, padded_rows
+from thunder_zero.plan.rows import local_slice
 from thunder_zero.sharded.dtensors import parameter_like
-from thunder_zero.sharded.frozen import encoded_rows, rows_at_rest
+from thunder_zero.sharded.frozen import own_rows_at_rest, rows_at_rest
 from thunder_zero.sharded.wire import rest_device
 
 CPU = torch.device("cpu")  # values are drawn on the CPU, so that a seed gives equal values on every device
@@ -137,8 +137,7 @@ class Sharder:
         param, plan, device = self._model.plan.by_name[path], self._model.plan, self._model.device
         if self._model.ranks.world.size() > 1:
             self._claims[False][path] = self._claim(path, agree.digest(sample))
-        at_rest = encoded_rows(padded_rows(rows, param, plan), param)
-        return at_rest.to(rest_device(param, plan, device))
+        return own_rows_at_rest(rows, param, plan).to(rest_device(param, plan, device))
 
     def compare(self) -> None:
         """Raise on all ranks if their full values differ. This is a collective, unless one rank sent the values."""

@@ -22,6 +22,7 @@ from thunder_zero.comm.small_collectives import full_tensor
 from thunder_zero.compat.private import DTensorSpec
 from thunder_zero.sharded.dtensors import as_dtensor, contiguous, parameter_like
 from thunder_zero.sharded.initial_values.data import CPU, PlainModel, Sharder, fitted, whole_like
+from thunder_zero.sharded.initial_values.progress import Progress
 from thunder_zero.sharded.wire import decode_frozen
 
 Slot = tuple[MutableMapping[str, Any], str, Tensor]  # a module's dict of tensors, a key in the dict, and its tensor
@@ -35,10 +36,13 @@ class Drawn:
     advances as in construction. Otherwise only modules that own some of ``tensors`` have a turn.
     """
 
-    def __init__(self, model: PlainModel, tensors: Collection[Tensor], sharder: Sharder, *, all_draw: bool) -> None:
+    def __init__(
+        self, model: PlainModel, tensors: Collection[Tensor], sharder: Sharder, shown: Progress, *, all_draw: bool
+    ) -> None:
         self._model = model
         self._tensors = tensors
         self._sharder = sharder
+        self._shown = shown
         self._values: dict[str, Tensor] = {}
         self._transport = transport_for(model.ranks.shard_group, model.device)
         self._all_draw = all_draw
@@ -68,6 +72,7 @@ class Drawn:
         """Store this rank's rows of a value if possible, otherwise the full value."""
         name = self._model.name_of(tensor)
         self._values[name] = self._sharder.shard(full, name) if self._is_cut(tensor) else full
+        self._shown.advance(tensor)
 
     def reset(self) -> None:
         """Call ``reset_parameters`` of each module that has a turn, in the order of construction.

@@ -8,6 +8,7 @@
     the largest of 187 tensors
       1.00 MiB  saved for backward     blocks.0.up: t3681 = torch.nn.functional.linear(t3680, t955, t960)
     at rest 6.34 MiB, in the optimizer's step 26.4 MiB
+    to load, on the host: weights=folder 6.84 MiB, weights=mapping 7.34 MiB, reset_parameters 7.34 MiB, init 7.34 MiB
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ class Memory:
     at_peak: tuple[Storage, ...]  # the storages that are alive at the peak, largest first
     reserve: int  # bytes that are added to every figure
     excluded: tuple[str, ...]  # descriptions of the parts of a step that the forecast leaves out
+    # the most bytes of host memory while a module on the meta device is loaded, keyed by the source of its values
+    loading: dict[str, int] = field(default_factory=dict, hash=False)
 
     def __repr__(self) -> str:
         line = self.peak_line
@@ -167,10 +170,13 @@ class Memory:
 
 
 def outside_of_the_peak(memory: Memory) -> list[str]:
-    """Return lines of text: the figures at rest and in the optimizer's step, and the exclusions."""
+    """Return lines of text: the figures at rest, in the optimizer's step and of loading, and the exclusions."""
     steps = {"the optimizer's step": memory.optimizer_step, EXCHANGE: memory.outer_step}
     in_steps = "".join(f", in {name} {size(most)}" for name, most in steps.items() if most is not None)
-    return [f"at rest {size(memory.at_rest)}{in_steps}", *(f"left out: {exclusion}" for exclusion in memory.excluded)]
+    sources = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in memory.loading.items())
+    loading = [f"to load, on the host: {sources}"] if sources else []
+    excluded = [f"left out: {exclusion}" for exclusion in memory.excluded]
+    return [f"at rest {size(memory.at_rest)}{in_steps}", *loading, *excluded]
 
 
 def _tensor(storage: Storage, memory: Memory) -> str:

@@ -19,6 +19,7 @@ from thunder_zero.schedule.ops import Reduce, ends
 from thunder_zero.tools.forecast.figures import Memory, Storage
 from thunder_zero.tools.forecast.fold import Fold, FoldedLine
 from thunder_zero.tools.forecast.for_loss import Loss, for_loss
+from thunder_zero.tools.forecast.loading import loading
 from thunder_zero.tools.forecast.recorder import Recorder
 from thunder_zero.tools.forecast.rehearsal import TRANSPORTS, MakeOptimizer
 from thunder_zero.tools.forecast.resized import Shapes, resized
@@ -116,6 +117,7 @@ def memory_of(fold: Fold, reserve: int = 0) -> Memory:
         at_peak=tuple(sorted(at_peak, key=lambda storage: -storage.nbytes)),
         reserve=reserve,
         excluded=tuple(_excluded(fold.recorder)),
+        loading=loading(traces.plan, on_cpu=fold.recorder.backend != "nccl"),
     )
 
 
