@@ -23,7 +23,15 @@ from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.models import LLAMA_STYLES, DecoderSizes, Llama, cross_entropy
 from thunder_zero.tools.plan.plan_training import OWN_SLICES, best_of
-from thunder_zero.tools.plan.subject import FusedAdamW, Subject, SubjectPrograms, of_module, sliced_copy, subject_of
+from thunder_zero.tools.plan.subject import (
+    FusedAdamW,
+    Subject,
+    SubjectPrograms,
+    alike_blocks,
+    of_module,
+    sliced_copy,
+    subject_of,
+)
 from thunder_zero.tools.plan.training_plan import MeshShape, PlanRow, code_of, reason_of
 
 H100 = tz.tools.DEVICES["h100"]
@@ -232,6 +240,17 @@ def run_definitions(code: str) -> dict[str, Any]:
 class Scalar(Chain):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).sum()
+
+
+class Windowed(nn.Linear):
+    def __init__(self, number: int) -> None:
+        super().__init__(4, 4)
+        self.number, self.attends = number, "to all" if number == 3 else "in a window"
+
+
+def test_blocks_that_differ_in_a_word_are_not_alike() -> None:
+    assert alike_blocks(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))) == tuple("01234")
+    assert alike_blocks(nn.Sequential(*map(Windowed, range(5)))) == ("0", "1", "2")
 
 
 @pytest.mark.slow

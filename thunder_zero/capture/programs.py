@@ -128,7 +128,9 @@ class GraphPrograms:
             refuse_wrong_backward(node, () if takes_dtensors else tangents, name, state, was_synced=mode.synced)
 
         with metered() as spent, uncollected():
-            converted, program = program_of(self.joint, self.paths, self.executor, mode, fuses=self.fuses)
+            with pipeline.thunder_context():
+                converted = convert(self.joint, self.paths, backward=mode.differentiates)
+            program = program_of(converted, self.executor, mode, fuses=self.fuses)
             phases = RunningPhases(converted, program, name, self.transforms)
             run = aot.compiled(self.joint, phases, check, materialize_grads=state.plan.policy.materialize_grads)
         return Executable(
@@ -147,13 +149,10 @@ class GraphPrograms:
             return [joint.trace for joint in pipeline.shard(plain.traced(self.executor, synced=mode.synced))]
 
 
-def program_of(
-    joint: aot.Joint, paths: Sequence[str | None], executor: ZeroExecutor, mode: Mode, *, fuses: bool
-) -> tuple[Converted, Traces]:
+def program_of(converted: Converted, executor: ZeroExecutor, mode: Mode, *, fuses: bool) -> Traces:
     with pipeline.thunder_context():
-        converted = convert(joint, paths, backward=mode.differentiates)
         lowered = pipeline.shard(converted.traced(executor, synced=mode.synced))[-1]
-        return converted, pipeline.write_program(pipeline.schedule(lowered), fuses=fuses)
+        return pipeline.write_program(pipeline.schedule(lowered), fuses=fuses)
 
 
 @dataclass(frozen=True, eq=False)

@@ -186,8 +186,7 @@ class ProgramSource:
         of buckets and in flight.
         """
         executor = ZeroExecutor(self._plan(policy, self._mesh), Runtime())
-        converted, traces = program_of(self.joint, self.paths, executor, self._mode, fuses=self._fuses)
-        return self._named(converted, traces)
+        return self._named(program_of(self._converted, executor, self._mode, fuses=self._fuses))
 
     def schedule(self, policy: Policy, mesh: Mesh | None = None, *, missing: Collection[str] = ()) -> Traces:
         """Return the traces under another policy without their lines: their operations are neither proved nor written,
@@ -203,15 +202,15 @@ class ProgramSource:
                 lowered = shard(self._converted.traced(executor, synced=synced))[-1]
             self._lifted[key] = lowered, lifted(lowered)
         lowered, timeline = self._lifted[key]
-        return self._named(self._converted, outlined(lowered, replace(timeline, plan=plan), missing, fuses=self._fuses))
+        return self._named(outlined(lowered, replace(timeline, plan=plan), missing, fuses=self._fuses))
 
     @cached_property
     def _converted(self) -> Converted:
         with thunder_context():
             return convert(self.joint, self.paths, backward=self._mode.differentiates)
 
-    def _named(self, converted: Converted, traces: Traces) -> Traces:
-        names = named_inputs(self.joint, converted)
+    def _named(self, traces: Traces) -> Traces:
+        names = named_inputs(self.joint, self._converted)
         buffer_paths = {names[position]: path for position, path in self._buffers.items() if position in names}
         return replace(traces, others=buffer_paths, restored=self._restored)
 

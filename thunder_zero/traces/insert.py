@@ -91,7 +91,7 @@ def insert_reductions(joint: JointTrace) -> JointTrace:
         for line in lines:
             trace.bound_symbols.append(line)
             for grad in line.flat_proxy_outs:
-                if grad.name in paths.keys() - means.keys():
+                if grad.name in paths and grad.name not in means:
                     mean = means[grad.name] = facts.executor.mean_of(grad, paths[grad.name])
                     trace.bound_symbols.append(facts.executor.reduce.bind(grad, paths[grad.name], output=mean))
     output = tuple(grad if grad is None else means.get(grad.name, grad) for grad in result["output"])

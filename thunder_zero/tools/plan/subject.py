@@ -168,7 +168,14 @@ def _structure(module: nn.Module) -> tuple[Any, ...]:
     """Return a key that is equal for modules that differ only in values."""
     tensors: Sequence[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
     shapes = tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
-    return type(module), repr(module), shapes
+    # such as the kind of attention of a layer, but no counts, such as the layer's number
+    words = tuple(
+        (name, value if isinstance(value, bool | str | float) else type(value))
+        for child in module.modules()
+        for name, value in sorted(vars(child).items())
+        if not name.startswith("_")
+    )
+    return type(module), repr(module), shapes, words
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,11 @@ class Table:
         return {name: index for index, op in ops if isinstance(op, Compute) for name in op.reads}
 
     @cached_property
+    def unsharded(self) -> tuple[int, ...]:
+        """The bytes of gathered parameters alive after each row."""
+        return tuple(row.unsharded for row in self.all_rows)
+
+    @cached_property
     def bounds(self) -> dict[str, tuple[int, Bound]]:
         """The operation behind which each gather starts, and the reason why not earlier, keyed by handle."""
         return bounds(self.traces.timeline)
@@ -201,7 +206,7 @@ def with_times(rows: Iterable[Row], spans: Iterable[tuple[int, Span]], costs: Se
         worked = [costs[span.op] for span in computed if not span.waits]
         flops = row.flops or sum(cost.flops for cost in worked)
         moved = row.moved or sum(cost.traffic_bytes for cost in worked)
-        row = replace(row, start=start, end=now, exposed=exposed, flops=flops, moved=moved)
+        on_wire: dict[str, Any] = {}
         for wire in [span for span in in_row if span.lane is not Lane.COMPUTE][-1:]:
-            row = replace(row, lane=str(wire.lane), wire_start=wire.start, wire_end=wire.end)
-        yield row
+            on_wire = {"lane": str(wire.lane), "wire_start": wire.start, "wire_end": wire.end}
+        yield replace(row, start=start, end=now, exposed=exposed, flops=flops, moved=moved, **on_wire)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby, zip_longest
 from textwrap import wrap
 
@@ -20,6 +20,7 @@ from thunder_zero.plan.mesh import TENSOR
 from thunder_zero.plan.params import ROOT, Param, Plan
 from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.schedule.lifetimes import gathered_bytes
+from thunder_zero.schedule.ops import Free, Gather
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.schedule.units import backward_ends
 from thunder_zero.tools.printing.words import aligned, count
@@ -122,17 +123,19 @@ def _by_unit(table: Table) -> dict[str | None, dict[str, int]]:
             # operations are computed again for the unit whose gradients are complete next
             unit = next((unit for unit, end in ends if end >= row.ran), ROOT) if row.repeats else row.unit
             rows[unit].append(row)
-    return {unit: _figures(rows[unit], timeline, unit) for unit in (*table.traces.plan.units, None)}
+    moves = tuple(op for op in timeline.ops if isinstance(op, Gather | Free) and op.params)
+    gathered = replace(timeline, ops=moves)
+    return {unit: _figures(rows[unit], gathered, unit) for unit in (*table.traces.plan.units, None)}
 
 
-def _figures(rows: Sequence[Row], timeline: Timeline, unit: str | None) -> dict[str, int]:
+def _figures(rows: Sequence[Row], gathered: Timeline, unit: str | None) -> dict[str, int]:
     launches = Counter(row.kind for row in rows if row.sent is not None)
     repeats = [flops for row in rows for flops in row.repeats]
     return {
         "gathers": launches["gather"],
         "reduces": launches["reduce"],
         "sent": sent_bytes(rows),
-        "gathered": max(gathered_bytes(timeline, unit), default=0),
+        "gathered": max(gathered_bytes(gathered, unit), default=0),
         "recomputed": len(repeats),
         "its FLOP": sum(repeats),
         "slices": launches[TENSOR],

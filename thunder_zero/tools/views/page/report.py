@@ -15,6 +15,7 @@ import torch
 from jinja2 import Environment
 from markupsafe import Markup
 
+from thunder_zero.capture.compilations import uncollected
 from thunder_zero.capture.zero_module import as_traces
 from thunder_zero.compat.jitted import plain_of
 from thunder_zero.plan.amounts import duration, float_dtype, name_of, size
@@ -154,6 +155,7 @@ def _scale(programs: Sequence[Data]) -> Data:
     return {"most_bytes": most or 1.0, "scale": [size(round(most * part)) for part in (0.0, 0.5, 1.0)]}
 
 
+@uncollected()
 def report_of(
     model: str,
     *,
