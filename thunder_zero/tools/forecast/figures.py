@@ -102,7 +102,10 @@ class Memory:
         lines += [f"{size(self.reserve):>10}  reserve"] if self.reserve else []
         lines.append(f"the largest of {len(self.at_peak)} tensors")
         lines += [clip(_tensor(storage, self), WIDTH) for storage in self.at_peak[:tensors]]
-        return "\n".join([*lines, *(part for line in outside_of_the_peak(self) for part in wrap(line, WIDTH))])
+        at_rest, *excluded = outside_of_the_peak(self)
+        sources = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in self.loading.items())
+        loading = [f"to load, on the host: {sources}"] if sources else []
+        return "\n".join([*lines, *(part for line in (at_rest, *loading, *excluded) for part in wrap(line, WIDTH))])
 
     @cached_property
     def peak_line(self) -> Row:
@@ -170,13 +173,11 @@ class Memory:
 
 
 def outside_of_the_peak(memory: Memory) -> list[str]:
-    """Return lines of text: the figures at rest, in the optimizer's step and of loading, and the exclusions."""
+    """Return lines of text: the figures at rest and in the optimizer's step, and the exclusions."""
     steps = {"the optimizer's step": memory.optimizer_step, EXCHANGE: memory.outer_step}
     in_steps = "".join(f", in {name} {size(most)}" for name, most in steps.items() if most is not None)
-    sources = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in memory.loading.items())
-    loading = [f"to load, on the host: {sources}"] if sources else []
     excluded = [f"left out: {exclusion}" for exclusion in memory.excluded]
-    return [f"at rest {size(memory.at_rest)}{in_steps}", *loading, *excluded]
+    return [f"at rest {size(memory.at_rest)}{in_steps}", *excluded]
 
 
 def _tensor(storage: Storage, memory: Memory) -> str:
