@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -173,14 +173,8 @@ def _with_owners(params: tuple[Param, ...], policy: Policy, mesh: Mesh) -> tuple
     return tuple(replace(param, owner=owners.get(number)) for number, param in enumerate(params))
 
 
-def _is_owned(names: Iterable[str], shape: tuple[int, ...], policy: Policy) -> bool:
-    return len(shape) > 1 and layout.is_sharded(shape) and _fits(names, policy.owned)
-
-
-def _fits(names: Iterable[str], patterns: Collection[str]) -> bool:
-    """Return whether a pattern fits a name of a parameter, or a submodule that holds it."""
-    paths = {path for name in names for path in around(name)}
-    return any(fnmatchcase(path, pattern) for path in paths for pattern in patterns)
+def _is_owned(names: Sequence[str], shape: tuple[int, ...], policy: Policy) -> bool:
+    return len(shape) > 1 and layout.is_sharded(shape) and any(fits(pattern, names) for pattern in policy.owned)
 
 
 KINDS = {
@@ -251,7 +245,7 @@ def _plan_param(
             f"ranks of tensor parallelism has nothing; choose fewer ranks, or do not slice this parameter"
         )
     is_small = prod(shape) * param.dtype.itemsize < policy.replicate_below_bytes and not uneven
-    replicated = _fits(names, policy.replicated) or _is_owned(names, shape, policy)
+    replicated = any(fits(pattern, names) for pattern in policy.replicated) or _is_owned(names, shape, policy)
     # torch's placements cannot describe rows of slices that have different numbers of rows.
     is_divisible = not (uneven and sliced == 0)
     sharded = stage.sharded and layout.is_sharded(shape) and is_divisible and not (is_small or replicated)

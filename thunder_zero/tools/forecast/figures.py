@@ -176,8 +176,7 @@ def outside_of_the_peak(memory: Memory) -> list[str]:
     """Return lines of text: the figures at rest and in the optimizer's step, and the exclusions."""
     steps = {"the optimizer's step": memory.optimizer_step, EXCHANGE: memory.outer_step}
     in_steps = "".join(f", in {name} {size(most)}" for name, most in steps.items() if most is not None)
-    excluded = [f"left out: {exclusion}" for exclusion in memory.excluded]
-    return [f"at rest {size(memory.at_rest)}{in_steps}", *excluded]
+    return [f"at rest {size(memory.at_rest)}{in_steps}", *(f"left out: {exclusion}" for exclusion in memory.excluded)]
 
 
 def _tensor(storage: Storage, memory: Memory) -> str:
