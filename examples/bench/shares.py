@@ -1,6 +1,6 @@
 """Measures two ranks of unequal speed: equal shares of each batch, and shares in proportion to speeds.
 
-python examples/bench/shares.py [--rounds 9] [--steps 6] [--stage 2] [--width 256] [--asleep MS]
+python examples/bench/shares.py [--rounds 5] [--steps 1] [--stage 2] [--width 512] [--batch 96] [--asleep MS]
 
 Each rank is pinned to a core of its own. The parent stops rank 1 for half of the time (SIGSTOP, SIGCONT), so that it
 has half of rank 0's speed. With ``--asleep`` nothing is stopped: rank 0 sleeps MS milliseconds for each item, rank 1
@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import thunder_zero as tz
 
-BATCH, TOKENS, LAYERS = 12, 256, 8
+TOKENS, LAYERS = 256, 8
 PERIOD = 0.01  # seconds in which rank 1 runs for a half and is stopped for a half
 Step = Callable[[], None]
 
@@ -71,15 +71,16 @@ def measure(rank: int, store: str, options: argparse.Namespace, ready: Any, resu
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    data = TensorDataset(torch.randn(10 * BATCH, TOKENS, options.width))
+    batch: int = options.batch
+    data = TensorDataset(torch.randn(4 * batch, TOKENS, options.width))
     plain, asleep = build(options.width), options.asleep * (1 + rank) / 1000  # seconds for each item
     steps: dict[str, tuple[Step, int]] = {}  # a step, and the items that this rank takes in it
     for name, shares in (("equal", (1, 1)), ("2:1", (2, 1))):
         model = tz.compile(deepcopy(plain), tz.Policy(stage=options.stage, shares=shares))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        items = BATCH * shares[rank] // sum(shares)
-        steps[name] = trains(model, optimizer, endless(data, tz.ShareSampler(data, BATCH, shares)), asleep), items
-    alone, x = torch.optim.AdamW(plain.parameters(), fused=True), data.tensors[0][: BATCH * (2 - rank) // 3]
+        items = batch * shares[rank] // sum(shares)
+        steps[name] = trains(model, optimizer, endless(data, tz.ShareSampler(data, batch, shares)), asleep), items
+    alone, x = torch.optim.AdamW(plain.parameters(), fused=True), data.tensors[0][: batch * (2 - rank) // 3]
     steps["alone"] = trains(plain, alone, lambda: x, asleep), len(x)
     for step, _ in steps.values():
         for _ in range(2):
@@ -87,7 +88,7 @@ def measure(rank: int, store: str, options: argparse.Namespace, ready: Any, resu
     ready.put(os.getpid())
     sleep(1)  # until the parent stops rank 1 now and then
     local = trains(plain, alone, lambda: data.tensors[0][:2], asleep)
-    found = [tz.shares_of(local, BATCH, steps=20) for _ in range(3)]
+    found = [tz.shares_of(local, batch, steps=20) for _ in range(3)]
     rates: list[dict[str, float]] = []
     for _ in range(options.rounds):
         rates.append({})
@@ -122,10 +123,11 @@ def cell(values: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--stage", type=int, default=2)
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--asleep", type=float, default=0)
     options = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -143,7 +145,8 @@ def main() -> None:
         (_, fast, found, _), (_, slow, _, of_optimizer) = sorted(results.get() for _ in ranks)
         for process in ranks:
             process.join()
-    print(f"{BATCH} items of {TOKENS} tokens a step, stage {options.stage}, width {options.width}; shares_of: {found}")
+    print(f"{options.batch} items of {TOKENS} tokens a step, stage {options.stage}, width {options.width}")
+    print(f"shares_of: {found}")
     alone = [[one["alone"] for one in side] for side in (fast, slow)]
     together = [sum(pair) for pair in zip(*alone, strict=True)]
     rows = {
