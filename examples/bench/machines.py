@@ -3,8 +3,8 @@
     sudo python -m examples.bench.machines                       two models, a quarter of an hour or more
     sudo python -m examples.bench.machines --models gpt --networks 1gbit
 
-Each rank has one core and a network namespace. One core is calibrated alone, as a machine. Plan and steps
-are in float32, with AdamW(fused=True). Prints a table.
+Each rank has one core and a network namespace, and is a machine. Two machines are calibrated together on the last of
+the links. Plan and steps are in float32, with AdamW(fused=True). Prints a table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from examples.bench.model import SIZES, Size, loss_of, make_batch, make_model, model_bytes
-from examples.bench.network import seats
+from examples.bench.network import Seat, seats
 from examples.bench.ranks import PORT, ROOT, environment
 from thunder_zero.tools.plan.plan_machines import plan_machines
 
@@ -87,17 +87,24 @@ def take_steps(name: str, ways: Sequence[str]) -> None:
     dist.destroy_process_group()
 
 
-def measured(name: str, network: str, world_size: int, ways: Sequence[str]) -> dict[str, float]:
-    """Seconds of a step of each way."""
-    with seats(world_size, network) as places, ExitStack() as stack:
+def on_cores(places: list[Seat], *command: str, alone: bool = False) -> list[str]:
+    """Run a command as ranks of one job, or each ``alone``, with a core each. Return what each has printed."""
+    with ExitStack() as stack:
         workers = list[subprocess.Popen[str]]()
         stack.callback(lambda: [worker.kill() for worker in workers])
         for rank, seat in enumerate(places):
             core = ("taskset", "--cpu-list", str(rank % (os.cpu_count() or 1)))
-            command = (*seat.prefix, *core, sys.executable, "-m", "examples.bench.machines", "--steps", name, *ways)
-            env = environment(rank, places, PORT)
-            workers.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True))
-        texts = [worker.communicate()[0] for worker in workers]
+            words = (*seat.prefix, *core, sys.executable, "-m", *command)
+            env = environment(0, [seat], PORT) if alone else environment(rank, places, PORT)
+            env["LOCAL_WORLD_SIZE"] = "1"  # each is a machine
+            workers.append(subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True))
+        return [worker.communicate()[0] for worker in workers]
+
+
+def measured(name: str, network: str, ways: Sequence[str], *, alone: bool = False) -> dict[str, float]:
+    """Seconds of a step of each way, on both machines, which may each train ``alone``: they share caches."""
+    with seats(2, network) as places:
+        texts = on_cores(places, "examples.bench.machines", "--steps", name, *ways, alone=alone)
     found: dict[str, float] = json.loads(texts[0].splitlines()[-1])
     return found
 
@@ -105,20 +112,20 @@ def measured(name: str, network: str, world_size: int, ways: Sequence[str]) -> d
 def planned(name: str, network: str, device: tz.tools.Device) -> dict[str, float]:
     """Seconds of a step of each way, and of one machine, as the plan has them."""
     place, precision = f"{__file__}:{name}", tz.MixedPrecision()
-    plan_it = partial(plan_machines, machines=(1, 2), between=network, device=device, stages=(0, 2, 3))
+    plan_it = partial(
+        plan_machines, machines=(1, 2), between=network, device=device, devices_per_node=1, stages=(0, 2, 3)
+    )
     with Path(os.devnull).open("w") as nothing, redirect_stderr(nothing):
         plan = plan_it(place, precision=precision)
     rows = {str(row["way"]).replace(" on 2", ""): row["step"] for row in plan.rows[1:]}
     return {"one": plan.rows[0]["step"], **rows}
 
 
-def calibrated(seconds: float) -> tz.tools.Device:
-    """This machine as one core, measured in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
+def calibrated(seconds: float, network: str) -> tz.tools.Device:
+    """A machine of one core, measured together with another one."""
+    with tempfile.TemporaryDirectory() as folder, seats(2, network) as places:
         out = Path(folder) / "core.json"
-        command = ("taskset", "--cpu-list", "0", sys.executable, "-m", "thunder_zero", "calibrate", str(out))
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run((*command, "--seconds", str(seconds)), cwd=ROOT, env=env, check=True, stdout=sys.stderr)
+        on_cores(places, "thunder_zero", "calibrate", str(out), "--seconds", str(seconds))
         return tz.tools.load_device(out)
 
 
@@ -134,11 +141,11 @@ def main() -> None:
         return
     print("model, link, way: planned s, measured s, planned / measured")
     for name in options.models:
-        device = calibrated(options.seconds)
-        steps = {"": measured(name, "loopback", 1, ["ZeRO-2"])["ZeRO-2"]}
+        device = calibrated(options.seconds, options.networks[-1])
+        one = measured(name, options.networks[-1], ["ZeRO-2"], alone=True)["ZeRO-2"]
         for network in options.networks:
-            plan, real = planned(name, network, device), measured(name, network, 2, list(WAYS))
-            for way, seconds in {"one": steps[""], **real}.items():
+            plan, real = planned(name, network, device), measured(name, network, list(WAYS))
+            for way, seconds in {"one": one, **real}.items():
                 ratio = plan[way] / seconds
                 print(f"{name}, {network}, {way}: {plan[way]:.3f}, {seconds:.3f}, {ratio:.2f}", flush=True)
 

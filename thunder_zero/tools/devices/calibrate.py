@@ -183,11 +183,12 @@ def _measured_device(seconds: Mapping[Key, float], ranks: int) -> Device:
     curves = {name: rising(curve.items()) for name, curve in points.items()}
     wire = curves.get("gather wire", ((0.0, 0.0), (1e9, 1.0)))
     products = {name.removeprefix("matmul "): curve for name, curve in curves.items() if name.startswith("matmul ")}
+    on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # torchrun's
     return Device(
         name=_cpu(),
         flops_per_second={dtype: _best_rate(curve) for dtype, curve in products.items()},
         memory_bytes_per_second=_best_rate(curves["pointwise"]),
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // on_this_machine,
         intra_node=Link(wire[-1][0] / max(wire[-1][1], 1e-9), wire[0][1]),
         devices_per_node=ranks,
         curves=curves,

@@ -29,6 +29,7 @@ from thunder_zero.plan.policy import is_count
 from thunder_zero.tools.printing.words import ByName, count
 
 Points = tuple[tuple[float, float], ...]  # a curve: (size, seconds) pairs, of ascending sizes that take no less time
+NOTHING: Points = ((0.0, 0.0),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,25 +160,25 @@ class Device:
         """Return the times of a ring collective in which the device sends ``nbytes`` in ``steps`` steps.
 
         ``kind`` (``"gather"``, ``"scatter"``, ``"all_reduce"``) and ``tensors``, the number of tensors in the bucket,
-        matter only for measured devices.
+        matter only for measured devices. Between nodes a byte takes of the core what it took when it was measured.
         """
         if not self.is_measured:
             return Cost(wire_seconds=self.ring(ranks, stride).seconds(nbytes, steps))
+        wire, launch, finish, taken = (
+            seconds_at(self.curves.get(f"{kind} {name}", NOTHING), nbytes)
+            for name in ("wire", "launch", "finish", "taken")
+        )
         if self.inter_node is not None and (leaving := self.leaving(ranks, stride, nbytes)):  # to all peers at once
-            nbytes = leaving / self._members(stride)
-            return Cost(wire_seconds=self.inter_node.seconds(nbytes, steps // (ranks - 1)))
-        if ranks != self.devices_per_node or stride != 1 or f"{kind} wire" not in self.curves:
+            wire = self.inter_node.seconds(leaving / self._members(stride), steps // (ranks - 1))
+        elif ranks != self.devices_per_node or stride != 1 or f"{kind} wire" not in self.curves:
             raise ValueError(
                 f"{self.name} was calibrated with collectives of {_ranks(self.devices_per_node)}, but the step has one "
                 f"of {_ranks(ranks)}{f', {stride} apart' if stride > 1 else ''}; calibrate under torchrun with as many"
             )
-        wire, launch, finish, taken = (
-            seconds_at(self.curves[f"{kind} {name}"], nbytes) for name in ("wire", "launch", "finish", "taken")
-        )
         return Cost(
             wire_seconds=wire,
             load=min(taken / wire, 1.0) if wire else 0.0,
-            launch_seconds=launch + seconds_at(self.curves[f"{kind} tensor"], tensors - 1),
+            launch_seconds=launch + seconds_at(self.curves.get(f"{kind} tensor", NOTHING), tensors - 1),
             finish_seconds=finish,
         )
 

@@ -124,8 +124,12 @@ def _outer_row(plan: Plan, outer: Outer, alone: PlanRow, link: Link, device: Dev
 
 
 def on_link(device: Device, link: Link, ranks: int) -> Device:
-    """Return a device of places with ``ranks`` each, which share the link of their place to the others."""
-    device = replace(device, devices_per_node=ranks) if not device.is_measured else device
+    """Return a device of places with ``ranks`` each, which share the link of their place to the others.
+
+    A single rank may have been calibrated together with ranks at other places.
+    """
+    if not device.is_measured or ranks == 1:
+        device = replace(device, devices_per_node=ranks)
     if device.devices_per_node != ranks:
         raise ValueError(f"{device.name} was calibrated with {device.devices_per_node} ranks, not with {ranks}")
     return replace(device, inter_node=replace(link, bytes_per_second=link.bytes_per_second / ranks))

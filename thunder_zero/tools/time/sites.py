@@ -21,6 +21,8 @@ from thunder_zero.plan.params import Plan
 from thunder_zero.tools.devices.device import Device, Lane, Link
 from thunder_zero.tools.time.lanes import Span
 
+TCP = 1448 / 1538  # of the bytes on Ethernet, those that a frame carries: without headers, preamble and gap
+
 
 @dataclass(frozen=True)
 class Exchanges:
@@ -65,11 +67,12 @@ class Exchanges:
         )
 
 
-def link_of(between: Link | str, device: Device) -> Link:
-    """Return a link, or that of a rate such as "100 Mbit/s", with the latency between the device's nodes."""
-    if not isinstance(between, str):
+def link_of(between: Link | str | float, device: Device) -> Link:
+    """Return a link, or TCP on Ethernet of a rate such as "100 Mbit/s", with the latency between the device's nodes."""
+    if isinstance(between, Link):
         return between
-    return Link(bits_of("between", between) / 8, device.inter_node.latency_seconds if device.inter_node else 0.0)
+    bits = bits_of("between", between) if isinstance(between, str) else between
+    return Link(bits / 8 * TCP, device.inter_node.latency_seconds if device.inter_node else 0.0)
 
 
 def exchanges_of(plan: Plan, outer: Outer, between: Link | str, device: Device) -> Exchanges:
