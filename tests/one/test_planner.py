@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import thunder_zero as tz
-from tests.harness.commands import output_of, refusal_of
+from tests.harness.commands import output_of, refusal_of, run_command
 from tests.harness.errors import all_refused
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.tools.forecast.figures import Holds
@@ -520,6 +520,16 @@ def test_a_second_machine_pays_from_a_link_on(tmp_path: Path) -> None:
     for slow, fast in zip(at[1]["rows"][1:], at[2]["rows"][1:], strict=True):
         assert fast["tokens/s"] >= slow["tokens/s"]
     assert at[2]["answer"].startswith("Yes: 2 machines reach")
+
+
+@pytest.mark.slow
+def test_progress_counts_the_rows_of_all_machines(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(CHAIN)
+    options = ("--machines", 1, 2, "--between", "1gbit", "--devices-per-node", 2, "--stages", 0, 2)
+    _, _, err = run_command("plan", "--model", f"{tmp_path / 'model.py'}:build", *options)
+    counts = list(dict.fromkeys(line.split()[2] for line in err.splitlines()))
+    # Each stage on one machine, DDP on two, ZeRO-2 on two with and without replicas, and a row in int8.
+    assert counts == [f"{count}/6" for count in range(7)]
 
 
 @pytest.mark.slow

@@ -133,14 +133,16 @@ def plan_machines(
     The fewest machines have one row, the best. Others have one for each stage, the best mesh of it, and one in int8.
     ``machines`` is such as (1, 2), and ``between`` such as "1gbit". Other arguments are those of ``plan_training``.
     """
-    fewest, *more = _known_machines(machines)
+    fewest, *more = numbers = _known_machines(machines)
     device, stages, sizes = device_of(device), known_stages(stages), known_slices(tp)
     ranks = device.devices_per_node if devices_per_node is None else devices_per_node
     device = on_link(device, link_of(between, device), ranks)
     memory = device.memory_bytes if memory_bytes is None else bytes_of("memory_bytes", memory_bytes)
     bits = bits_of("between", between)
     subject, asked = _subject(model, loss, sequence_length, micro_batch, sizes), Policy(2, mixed_precision=precision)
-    with show_steps("thunder-zero plan", len(stages) * len(sizes) * len(machines)) as show:
+    known = [meshes(stage, number * ranks, ranks, part) for number in numbers for stage in stages for part in sizes]
+    steps = sum(map(len, known)) + len(more) * any(stages)  # the row in int8 is one step
+    with show_steps("thunder-zero plan", steps) as show:
         programs = dict[int, SubjectPrograms]()
         for part in sizes:
             shards = meshes(3, more[-1] * ranks, ranks, part)[0].shards
@@ -199,7 +201,9 @@ def _ways(
     if sharded := [row for row in rows if row.stage]:
         best = best_or_least(sharded)
         bytewise = in_int8(programs[best.mesh.slices])
-        best = best_or_least(compare({best.mesh.slices: bytewise}, (best.stage,), ranks, memory_bytes, show))
+        asked = {best.mesh.slices: bytewise}, (best.stage,), ranks, memory_bytes
+        best = best_or_least(compare(*asked, lambda now="", **_: show(now)))
+        show(ended=1)
         ways.append(Way(f"{best.name}, int8", machines, bytewise, best))
     return ways
 
