@@ -31,7 +31,7 @@ from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.words import place_of
 from thunder_zero.tools.table.lines import AROUND, in_order, traced_rows
 from thunder_zero.tools.table.rows import DIGESTS, LOSS, OPTIMIZER_STEP, Row, sent_bytes
-from thunder_zero.tools.time.estimate import Estimate, step_time, with_exchanges
+from thunder_zero.tools.time.estimate import Estimate, time_of
 from thunder_zero.tools.time.lanes import Span
 from thunder_zero.traces.compiled import Traces
 
@@ -123,11 +123,6 @@ class Table:
         return {name: index for index, op in ops if isinstance(op, Compute) for name in op.reads}
 
     @cached_property
-    def unsharded(self) -> tuple[int, ...]:
-        """The bytes of gathered parameters alive after each row."""
-        return tuple(row.unsharded for row in self.all_rows)
-
-    @cached_property
     def bounds(self) -> dict[str, tuple[int, Bound]]:
         """The operation behind which each gather starts, and the reason why not earlier, keyed by handle."""
         return bounds(self.traces.timeline)
@@ -157,8 +152,7 @@ def step_table(
         memory = memory_of(Fold(recorder, traces.timeline).run())
     except NoForecast as error:
         no_memory = str(error)
-    time = step_time(recorder.step_timeline(), device_of(device), model=traces.lifted) if device else None
-    time = with_exchanges(time, traces, between) if time else None
+    time = time_of(recorder, device_of(device), between) if device else None
     return replace(table_of(traces, memory, time), no_memory=no_memory)
 
 

@@ -240,7 +240,7 @@ def _gather_lines(rows: Mapping[str, Row], explanation: Explanation) -> Iterator
         yield from _part("  free", f"never: {why}")
     else:
         yield from _part("", why)
-        most = max(step.unsharded[step.index_of[launch.ran] : step.index_of[free.ran]])
+        most = max(row.unsharded for row in step.all_rows[step.index_of[launch.ran] : step.index_of[free.ran]])
         memory = f"; at most {size(most)} of all gathered parameters are alive meanwhile"
     yield from _part("  memory", f"{size(param.full_bytes)} of its own{memory}")
     condition = ", if an optimizer has changed it since the last gather" if param.resident else ""
