@@ -1,4 +1,4 @@
-"""``thunder-zero plan --sites 2x2``, ``--machines 1 2``: compares ways to train at places with a slow link.
+"""``thunder-zero plan --sites``, ``--machines``: compares ways to train over a slow link.
 
 ::
 
