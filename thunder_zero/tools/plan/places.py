@@ -33,7 +33,6 @@ from thunder_zero.tools.devices.device import Device, Link, device_of
 from thunder_zero.tools.plan.plan_training import (
     PRECISION,
     assumed,
-    best_of,
     best_or_least,
     compare,
     evaluate_row,
@@ -129,27 +128,12 @@ class PlacesPlan:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Way:
-    """A row, and the programs it was evaluated with."""
+Way = tuple[str, SubjectPrograms, PlanRow]  # a name, and a row with the programs it was evaluated with
 
-    name: str
-    programs: SubjectPrograms
-    row: PlanRow
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens a second of all ranks."""
-        return self.row.mesh.ranks * self.row.tokens_per_second
-
-    @property
-    def machines(self) -> int:
-        return self.row.mesh.ranks // self.programs.device.devices_per_node
-
-    def described(self, pays_from: float | None) -> dict[str, Any]:
-        row = self.row
-        figures = row.needed_bytes, row.fits, row.busiest_bytes, row.seconds, self.tokens_per_second, pays_from
-        return dict(zip(MachinesRows.forms, (self.machines, self.name, row.recompute, *figures), strict=True))
+def _tokens_per_second(row: PlanRow) -> float:
+    """Return the tokens a second of all ranks."""
+    return row.mesh.ranks * row.tokens_per_second
 
 
 def plan_places(
@@ -194,30 +178,28 @@ def plan_places(
     with show_steps("thunder-zero plan", len(stages) * (4 if sites else len(sizes) * len(machines))) as show:
         programs = programs_of(dict.fromkeys(sizes, subject), asked, device, more[-1] * ranks, show, slicing)
         best = best_or_least(compare(programs, stages, fewest * ranks, memory, show))
-        alone, pays = Way(best.name, programs[best.mesh.slices], best), list[tuple[Way, float | None]]()
         if sites is not None:
             ways = _ways(programs, sorted(stages), more[0] * ranks, memory, show, lambda row: row.stage > 0)
-            return PlacesPlan(SitesRows(_rows_of_sites(alone, ways, more[0], link, memory)), OF_SITES)
-        for number in more:
-            ways = _ways(programs, stages, number * ranks, memory, show, lambda row: (row.stage, row.mesh.slices))
-            pays += [(way, _pays_from(way, alone, link, memory, show)) for way in ways]
+            return PlacesPlan(SitesRows(_rows_of_sites(programs[1], best, ways, more[0], link, memory)), OF_SITES)
+        compared, rows = zip(*_rows_of_machines(programs, best, more, stages, link, memory, show), strict=True)
     rate = rate_of(8 * link.bytes_per_second)
     heading = (
         f"{subject.name} on {device.name} of {size(memory)}, {ranks} in a machine, {rate} "
         f"between machines; {subject.tokens:,} tokens of a rank a step"
     )
     sentences = assumed(subject, asked, device, returns_loss=programs[sizes[0]].returns_loss())
-    rows = MachinesRows(way.described(bits) for way, bits in ((alone, None), *pays))
-    answer = _answer(alone, pays, rate, memory, subject.batch)
-    return PlacesPlan(rows, (*OF_MACHINES, *[BOUND] * (not device.is_measured), *sentences), heading, answer)
+    answer = _answer(*rows, rate=rate, memory_bytes=memory)
+    if not any(row.fits for row in compared):
+        answer = f"{reason_of(compared, None, memory, subject.batch)}."
+    sentences = *OF_MACHINES, *[BOUND] * (not device.is_measured), *sentences
+    return PlacesPlan(MachinesRows(rows), sentences, heading, answer)
 
 
 def _rows_of_sites(
-    alone: Way, ways: Sequence[Way], sites: int, link: Link, memory_bytes: int
+    programs: SubjectPrograms, best: PlanRow, ways: Sequence[Way], sites: int, link: Link, memory_bytes: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one site alone, of the ways of all sites in one job, and of the outer step."""
-    subject, device, best = alone.programs.subject, alone.programs.device, alone.row
-    ranks = best.mesh.ranks
+    """Yield the rows of one site alone, the best, of the ways of all sites in one job, and of the outer step."""
+    subject, device, ranks = programs.subject, programs.device, best.mesh.ranks
 
     def described(name: str, row: PlanRow, sent: float = 0.0, hidden: int | None = None) -> dict[str, Any]:
         speed, fits = (1 / row.seconds, row.mesh.ranks * subject.tokens / row.seconds), row.needed_bytes <= memory_bytes
@@ -225,10 +207,10 @@ def _rows_of_sites(
         return dict(zip(SitesRows.forms, figures, strict=True))
 
     yield described(f"one site, {STAGES[best.stage].name}", best)
-    for row, name in ((way.row, way.name) for way in ways):
+    for name, _, row in ways:
         replicated, sharded = ranks * row.replica_bytes, device.leaving(row.mesh.ranks, 1, row.busiest_bytes)
         yield described(name, row, replicated if row.mesh.replicas > 1 else sharded)
-    policy = alone.programs.policy(best.stage, best.recompute)
+    policy = programs.policy(best.stage, best.recompute)
     plan = make_plan(subject.module, policy, MeshShape(1, ranks).at_rank_0())
     for every in EVERY:
         outer = replace(OUTER, sync_every=every, sites=sites)
@@ -238,6 +220,31 @@ def _rows_of_sites(
         seconds, hidden = exchanges.mean_seconds(best.seconds), exchanges.hidden_from(best.seconds)
         row = replace(best, mesh=MeshShape(sites, ranks), needed_bytes=needed, seconds=seconds)
         yield described(f"outer step, H = {every}", row, sum(exchanges.sent) / every, hidden)
+
+
+def _rows_of_machines(
+    programs: Mapping[int, SubjectPrograms],
+    alone: PlanRow,
+    more: Sequence[int],
+    stages: Sequence[int],
+    link: Link,
+    memory_bytes: int,
+    show: Callable[..., None],
+) -> Iterator[tuple[PlanRow, dict[str, Any]]]:
+    """Yield the row of the fewest machines, and those of each larger number, with what is printed."""
+    ranks = programs[alone.mesh.slices].device.devices_per_node
+
+    def described(name: str, row: PlanRow, pays_from: float | None) -> tuple[PlanRow, dict[str, Any]]:
+        figures = row.needed_bytes, row.fits, row.busiest_bytes, row.seconds, _tokens_per_second(row), pays_from
+        cells = row.mesh.ranks // ranks, name, row.recompute, *figures
+        return row, dict(zip(MachinesRows.forms, cells, strict=True))
+
+    yield described(alone.name, alone, None)
+    for number in more:
+        ways = _ways(programs, stages, number * ranks, memory_bytes, show, lambda row: (row.stage, row.mesh.slices))
+        for name, evaluated, row in ways:
+            show(f"looks for the link from which {name} pays")
+            yield described(name, row, _pays_from(evaluated, row, alone, link, memory_bytes))
 
 
 def on_link(device: Device, link: Link, ranks: int) -> Device:
@@ -260,36 +267,35 @@ def _ways(
     rows, groups = compare(programs, stages, ranks, memory_bytes, show), defaultdict[object, list[PlanRow]](list)
     for row in rows:
         groups[kind(row)].append(row)
-    ways = [Way(row.name, programs[row.mesh.slices], row) for row in map(best_or_least, groups.values())]
+    ways = [(row.name, programs[row.mesh.slices], row) for row in map(best_or_least, groups.values())]
     if sharded := [row for row in rows if row.stage]:
         best = best_or_least(sharded)
         exact = programs[best.mesh.slices]
         bytewise = replace(exact, asked=replace(exact.asked, gather_format=Int8(), reduce_format=Int8()))
         best = best_or_least(compare({best.mesh.slices: bytewise}, (best.stage,), ranks, memory_bytes, show))
-        ways.append(Way(f"{best.name}, int8", bytewise, best))
+        ways.append((f"{best.name}, int8", bytewise, best))
     return ways
 
 
-def _pays_from(way: Way, alone: Way, link: Link, memory_bytes: int, show: Callable[..., None]) -> float | None:
-    """Return the least rate of the link at which a way has the tokens/s of the fewest machines: 0 for any."""
-    if not way.row.fits:
+def _pays_from(programs: SubjectPrograms, row: PlanRow, alone: PlanRow, link: Link, memory_bytes: int) -> float | None:
+    """Return the least rate of the link at which a row has the tokens/s of the fewest machines: 0 for any."""
+    if not row.fits:
         return None
-    if not alone.row.fits:
+    if not alone.fits:
         return 0.0
-    show(f"looks for the link from which {way.name} pays")
-    needed, (least, most), row, device = alone.tokens_per_second, RATES, way.row, way.programs.device
+    needed, (least, most), device = _tokens_per_second(alone), RATES, programs.device
 
     def quiet(now: str = "", ended: int = 0) -> None:
         pass
 
     def pays(bits: float) -> bool:
-        """Return whether the way has as many tokens/s on a link of another rate."""
+        """Return whether the row has as many tokens/s on a link of another rate."""
         linked = on_link(device, replace(link, bytes_per_second=bits / 8), device.devices_per_node)
-        programs = replace(way.programs, device=linked, tell=quiet)
-        other = evaluate_row(programs, row.stage, row.mesh, row.recompute, memory_bytes, quiet)
-        return replace(way, row=other).tokens_per_second >= needed
+        again = replace(programs, device=linked, tell=quiet)
+        other = evaluate_row(again, row.stage, row.mesh, row.recompute, memory_bytes, quiet)
+        return _tokens_per_second(other) >= needed
 
-    if way.tokens_per_second >= needed:
+    if _tokens_per_second(row) >= needed:
         most = 8 * link.bytes_per_second
         if pays(least):
             return 0.0
@@ -303,23 +309,21 @@ def _pays_from(way: Way, alone: Way, link: Link, memory_bytes: int, show: Callab
     return most
 
 
-def _answer(alone: Way, pays: Sequence[tuple[Way, float | None]], rate: str, memory_bytes: int, batch: int) -> str:
-    """Return the answer in a sentence. ``pays`` has the rates from which ways pay; ``batch`` is of ``reason_of``."""
-    if best_of(rows := [alone.row, *(way.row for way, _ in pays)]) is None:
-        return f"{reason_of(rows, None, memory_bytes, batch)}."
-    one = f"{alone.machines} machine{'s' * (alone.machines > 1)}"
-    fitting = [way for way, _ in pays if way.row.fits]
+def _answer(alone: Mapping[str, Any], *others: Mapping[str, Any], rate: str, memory_bytes: int) -> str:
+    """Return the answer in a sentence, from the rows that are printed."""
+    one = f"{alone['machines']} machine{'s' * (alone['machines'] > 1)}"
+    fitting = [row for row in others if row["fits"]]
     if not fitting:
         return f"No: only {one} fits into {size(memory_bytes)}."
-    best = max(fitting, key=lambda way: way.tokens_per_second)
-    reach = f"{best.machines} machines reach {best.tokens_per_second:,.0f} tokens/s at {rate}, with {best.name}"
-    if not alone.row.fits:
-        return f"Yes: {one} would need {size(alone.row.needed_bytes)} a rank, and {reach}."
-    if best.tokens_per_second > alone.tokens_per_second:
-        return f"Yes: {reach}, which is {best.tokens_per_second / alone.tokens_per_second:.2f} times {one}."
-    no = f"{reach}, and {one} {alone.tokens_per_second:,.0f}"
-    paying = [(bits, way.name) for way, bits in pays if bits is not None]
+    best = max(fitting, key=lambda row: row["tokens/s"])
+    reach = f"{best['machines']} machines reach {best['tokens/s']:,.0f} tokens/s at {rate}, with {best['way']}"
+    if not alone["fits"]:
+        return f"Yes: {one} would need {size(alone['needs'])} a rank, and {reach}."
+    if best["tokens/s"] > alone["tokens/s"]:
+        return f"Yes: {reach}, which is {best['tokens/s'] / alone['tokens/s']:.2f} times {one}."
+    no = f"{reach}, and {one} {alone['tokens/s']:,.0f}"
+    paying = [row for row in fitting if row["pays from"] is not None]
     if not paying:
         return f"No, at no rate: {no}."
-    bits, name = min(paying, key=lambda pair: pair[0])
-    return f"No: {no}. More machines pay from {rate_of(bits)} on, with {name}."
+    first = min(paying, key=lambda row: row["pays from"])
+    return f"No: {no}. More machines pay from {rate_of(first['pays from'])} on, with {first['way']}."
