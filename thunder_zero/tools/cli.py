@@ -87,9 +87,9 @@ def _models() -> str:
     return ", ".join(MODELS)
 
 
-def _later(module: str, name: str) -> Command:
-    """Return a command that imports its function when it runs."""
-    return lambda **options: getattr(import_module(module), name)(**options)
+def _later(module: str, name: str, show: Callable[[Any], None] = lambda result: None) -> Command:
+    """Return a command that imports its function when it runs, and shows its result."""
+    return lambda **options: show(getattr(import_module(module), name)(**options))
 
 
 def _inspect(add: Add) -> Command:
@@ -100,10 +100,7 @@ def _inspect(add: Add) -> Command:
 
 
 def _consolidate(add: Add) -> Command:
-    def run(checkpoint: Path, out: Path, **options: Any) -> None:
-        from thunder_zero.tools.convert import consolidate
-
-        written = consolidate(checkpoint, out, **options)
+    def show(written: Sequence[Path]) -> None:
         print("\n".join(f"{path}  {path.stat().st_size:,} B" for path in written))
 
     add("checkpoint", type=Path)
@@ -113,20 +110,15 @@ def _consolidate(add: Add) -> Command:
     add("--ema", metavar="NAME", help="averages of the EMA that was saved as this extra, as parameters")
     add("--max-file-bytes", metavar="BYTES", help="of each of several files, such as 5GB (default: one)")
     add("--no-verify", dest="verify_files", action="store_false", help="read another tool's checkpoint")
-    return run
+    return _later("thunder_zero.tools.convert", "consolidate", show)
 
 
 def _shard(add: Add) -> Command:
-    def run(source: Path, checkpoint: Path, ranks: int, dtype: str | None) -> None:
-        from thunder_zero.tools.convert import shard_safetensors
-
-        print(shard_safetensors(source, checkpoint, ranks, dtype=dtype))
-
     add("source", type=Path, help="the file, the index of several, or a folder with either")
     add("checkpoint", type=Path)
     add("--ranks", type=int, default=1, help="number of files, one for the rows of each rank (default: 1)")
     add("--dtype", help="of floating-point tensors, such as bfloat16 or bf16 (default: as in the source)")
-    return run
+    return _later("thunder_zero.tools.convert", "shard_safetensors", print)
 
 
 def _trace(add: Add) -> Command:

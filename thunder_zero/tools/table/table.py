@@ -16,8 +16,6 @@ from typing import Any
 from thunder_zero.capture.zero_module import as_traces
 from thunder_zero.plan.amounts import summed_up
 from thunder_zero.plan.outer import SITE
-from thunder_zero.plan.params import Param
-from thunder_zero.plan.traffic import Traffic, gather_traffic, reduce_traffic
 from thunder_zero.schedule.ops import Compute, ends_collective
 from thunder_zero.schedule.prefetch import Bound, bounds
 from thunder_zero.spmd.of_trace import TraceTypes, types_of_trace
@@ -82,16 +80,6 @@ class Table:
     def sent(self) -> int:
         """The bytes that this rank sends."""
         return sent_bytes(self.all_rows)
-
-    def traffic_of(self, param: Param) -> Traffic:
-        """Return the bytes that this rank sends and receives for one parameter."""
-        plan, rows = self.traces.plan, self.by_param[param.path]
-        launches = (row for row in rows if row.sent is not None and row.over != SITE)
-        each = (
-            gather_traffic(plan, param) if row.kind == "gather" else reduce_traffic(plan, param, row.over)
-            for row in launches
-        )
-        return sum(each, Traffic())
 
     def of(self, op: int) -> Row:
         """Return the row of an operation of ``traces.timeline``."""
