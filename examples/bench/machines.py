@@ -31,7 +31,7 @@ import thunder_zero as tz
 from examples.bench.model import SIZES, Size, loss_of, make_batch, make_model, model_bytes
 from examples.bench.network import Seat, seats
 from examples.bench.ranks import PORT, ROOT, environment
-from thunder_zero.tools.plan.plan_machines import plan_machines
+from thunder_zero.tools.plan.places import plan_places
 
 MODELS = {"gpt": SIZES["gpt"], "narrow": replace(SIZES["gpt"], blocks=12, width=256, sequences=4)}
 NETWORKS = ("100mbit", "500mbit", "1gbit")
@@ -113,7 +113,7 @@ def planned(name: str, network: str, device: tz.tools.Device) -> dict[str, float
     """Seconds of a step of each way, and of one machine, as the plan has them."""
     place, precision = f"{__file__}:{name}", tz.MixedPrecision()
     plan_it = partial(
-        plan_machines, machines=(1, 2), between=network, device=device, devices_per_node=1, stages=(0, 2, 3)
+        plan_places, machines=(1, 2), between=network, device=device, devices_per_node=1, stages=(0, 2, 3)
     )
     with Path(os.devnull).open("w") as nothing, redirect_stderr(nothing):
         plan = plan_it(place, precision=precision)

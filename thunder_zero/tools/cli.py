@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -86,23 +87,20 @@ def _models() -> str:
     return ", ".join(MODELS)
 
 
+def _later(module: str, name: str, show: Callable[[Any], None] = lambda result: None) -> Command:
+    """Return a command that imports its function when it runs, and shows its result."""
+    return lambda **options: show(getattr(import_module(module), name)(**options))
+
+
 def _inspect(add: Add) -> Command:
-    def run(checkpoint: Path, verify_files: bool) -> None:
-        from thunder_zero.tools.convert import inspect
-
-        inspect(checkpoint, verify_files=verify_files)
-
     compare = "also compare all files with their SHA-256, and read all tensors"
     add("checkpoint", type=Path)
     add("--verify", dest="verify_files", action="store_true", help=compare)
-    return run
+    return _later("thunder_zero.tools.convert", "inspect")
 
 
 def _consolidate(add: Add) -> Command:
-    def run(checkpoint: Path, out: Path, **options: Any) -> None:
-        from thunder_zero.tools.convert import consolidate
-
-        written = consolidate(checkpoint, out, **options)
+    def show(written: Sequence[Path]) -> None:
         print("\n".join(f"{path}  {path.stat().st_size:,} B" for path in written))
 
     add("checkpoint", type=Path)
@@ -112,20 +110,15 @@ def _consolidate(add: Add) -> Command:
     add("--ema", metavar="NAME", help="averages of the EMA that was saved as this extra, as parameters")
     add("--max-file-bytes", metavar="BYTES", help="of each of several files, such as 5GB (default: one)")
     add("--no-verify", dest="verify_files", action="store_false", help="read another tool's checkpoint")
-    return run
+    return _later("thunder_zero.tools.convert", "consolidate", show)
 
 
 def _shard(add: Add) -> Command:
-    def run(source: Path, checkpoint: Path, ranks: int, dtype: str | None) -> None:
-        from thunder_zero.tools.convert import shard_safetensors
-
-        print(shard_safetensors(source, checkpoint, ranks, dtype=dtype))
-
     add("source", type=Path, help="the file, the index of several, or a folder with either")
     add("checkpoint", type=Path)
     add("--ranks", type=int, default=1, help="number of files, one for the rows of each rank (default: 1)")
     add("--dtype", help="of floating-point tensors, such as bfloat16 or bf16 (default: as in the source)")
-    return run
+    return _later("thunder_zero.tools.convert", "shard_safetensors", print)
 
 
 def _trace(add: Add) -> Command:
@@ -211,8 +204,7 @@ def _check(add: Add) -> Command:
 def _plan(add: Add) -> Command:
     def run(model: str, loss: str | None, between: str | None, **options: Any) -> None:
         from thunder_zero.tools.from_file import function_at, naming_the_users_line
-        from thunder_zero.tools.plan.plan_machines import plan_machines
-        from thunder_zero.tools.plan.plan_sites import plan_sites
+        from thunder_zero.tools.plan.places import plan_places
         from thunder_zero.tools.plan.plan_training import plan_training
 
         as_json, loss_function = options.pop("json"), None if loss is None else function_at(loss)
@@ -222,7 +214,7 @@ def _plan(add: Add) -> Command:
             unused = OF_ONE_SITE if "sites" in places else OF_ONE_MACHINE
             if given := [name for name, default in unused.items() if options.pop(name) != default]:
                 raise ValueError(f"--{min(places)} is given; leave out --{given[0].replace('_', '-')}")
-            plan_it = partial(plan_sites if "sites" in places else plan_machines, **places, between=between)
+            plan_it = partial(plan_places, **places, between=between)
         elif places or between or options["world_size"] is None:
             raise ValueError("give --world-size, or --between with either --sites or --machines")
         with naming_the_users_line(model):
@@ -248,37 +240,22 @@ def _plan(add: Add) -> Command:
 
 
 def _why(add: Add) -> Command:
-    def run(script: Path, arguments: Sequence[str], steps: int, device: str | None) -> None:
-        from thunder_zero.tools.views.why import why
-
-        why(script, arguments, steps=steps, device=device)
-
     add("--steps", type=int, default=10, help="measure so many, then print (default: 10, or all)")
     add("--device", help=f"to forecast time for (default: this GPU, if it is one of them): {_devices()}")
     add("script", type=Path, metavar="SCRIPT.py", help="runs unchanged")
     add("arguments", nargs=argparse.REMAINDER, help="of the script")
-    return run
+    return _later("thunder_zero.tools.views.why", "why")
 
 
 def _calibrate(add: Add) -> Command:
-    def run(out: Path, seconds: float) -> None:
-        from thunder_zero.tools.devices.calibrate import calibrate_to
-
-        calibrate_to(out, seconds)
-
     add("out", type=Path, help="OUT.json, for tz.tools.load_device and --device")
     add("--seconds", type=float, default=30.0, help="how long to measure (default: 30)")
-    return run
+    return _later("thunder_zero.tools.devices.calibrate", "calibrate_to")
 
 
 def _sites(add: Add) -> Command:
-    def run(address: str) -> None:
-        from thunder_zero.outer.meeting import serve
-
-        serve(address)
-
     add("address", help="HOST:PORT of this machine, as in tz.sites")
-    return run
+    return _later("thunder_zero.outer.meeting", "serve")
 
 
 # what adds the arguments of a command and returns its function, the help, the description (default: the help)

@@ -297,12 +297,12 @@ def _item(tensor: TensorToWrite, mesh: Mesh) -> WriteItem | None:
     return WriteItem(dcp.MetadataIndex(tensor.key, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-def inspect(path: Path, *, verify_files: bool = False) -> None:
+def inspect(checkpoint: Path, *, verify_files: bool = False) -> None:
     """Print a checkpoint's parameters and a summary. Raise without output if the checkpoint is damaged.
 
     If ``verify_files`` is true, also check the SHA-256 of all files, and read all values.
     """
-    path = folder.locate(path)
+    path = folder.locate(checkpoint)
     saved = manifest.read(path) if (path / manifest.NAME).is_file() else None
     if saved is not None:
         manifest.require_no_faults(path, saved.files, contents=False)

@@ -120,18 +120,18 @@ def _require(seconds: float, dtypes: Sequence[torch.dtype], group: ProcessGroup 
         raise ValueError("calibrate measures CPUs on gloo; give a process group of gloo")
 
 
-def calibrate_to(path: Path, seconds: float) -> None:
+def calibrate_to(out: Path, seconds: float) -> None:
     """Measure a device, write it for :func:`thunder_zero.tools.load_device`, and print it."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
+    if not out.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {out}: there is no folder {out.parent}")
     with ExitStack() as stack:
         if "RANK" in os.environ:  # torchrun sets it
             dist.init_process_group("gloo")
             stack.callback(dist.destroy_process_group)
         device = calibrate(seconds)
         if not dist.is_initialized() or dist.get_rank() == 0:
-            save_device(device, path)
-            print(f"{path}: {device}")
+            save_device(device, out)
+            print(f"{out}: {device}")
 
 
 class Calibration:

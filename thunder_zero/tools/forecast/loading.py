@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -43,19 +43,16 @@ def loading(plan: Plan, *, on_cpu: bool) -> dict[str, int]:
     Memory of a mapping of weights is not counted, nor are the two tensors that gloo may hold after a broadcast.
     ``on_cpu`` tells that the model computes on the CPU.
     """
-    loads = [_load(plan, param, on_cpu) for param in plan.params]
-    sender = plan.policy.broadcast_from
-    copied = [load.full * (not load.is_kept) for load in loads]
+    loads, sender = [_load(plan, param, on_cpu) for param in plan.params], plan.policy.broadcast_from
+    alone, by_owner = [[load] for load in loads], [[*turn] for _, turn in groupby(loads, key=lambda load: load.owner)]
+    mapped = _peak(alone)
     if sender is not None and sender != plan.mesh.place():
-        return {f"sent by rank {sender}": _one_by_one(loads, copied)}
+        return {f"sent by rank {sender}": mapped}
     rows = [load.own if load.reads_rows and sender is None else load.full * (2 - load.is_kept) for load in loads]
-    drawn = {
-        "reset_parameters": max(_by_owner(loads, initializes=False), default=0),
-        "init": max(_by_owner(loads, initializes=True), default=0),
-    }
+    drawn = {"reset_parameters": _peak(by_owner), "init": _peak(by_owner, initializes=True)}
     if sender is not None:
         drawn = dict.fromkeys(drawn, sum(load.full for load in loads) + max((load.rest for load in loads), default=0))
-    return {"weights=folder": _one_by_one(loads, rows), "weights=mapping": _one_by_one(loads, copied)} | drawn
+    return {"weights=folder": _peak(alone, rows), "weights=mapping": mapped} | drawn
 
 
 def _load(plan: Plan, param: Param, on_cpu: bool) -> Load:
@@ -78,32 +75,20 @@ def _load(plan: Plan, param: Param, on_cpu: bool) -> Load:
     )
 
 
-def _one_by_one(loads: Sequence[Load], extra: Sequence[int]) -> int:
-    """Return the peak of parameters that are loaded one after another; ``extra`` is held beside what rests."""
-    before, peak = 0, 0
-    for index, load in enumerate(loads):
-        peak = max(peak, before + extra[index] + load.rest + load.encoding)
-        before += load.on_host
-    return max(peak, before + _laid_out(loads))
+def _peak(turns: Sequence[Sequence[Load]], extra: Sequence[int] | None = None, *, initializes: bool = False) -> int:
+    """Return the peak of loading parameters in turns, such as one by one, or those of one module together.
 
-
-def _by_owner(loads: Sequence[Load], *, initializes: bool) -> Iterator[int]:
-    """Yield the bytes in the turn of each module, which has its parameters in full, before it keeps its rows.
-
-    ``init`` runs when all parameters have been drawn, and gathers those of the module.
+    A turn holds ``extra`` (default: its parameters in full) beside what rests. If it ``initializes``, all parameters
+    rest already, and it gathers its own. In the end the largest resident parameter has a padded copy.
     """
+    loads = [load for turn in turns for load in turn]
     total, before = sum(load.on_host for load in loads), 0
-    yield total + _laid_out(loads)
-    for _, group in groupby(loads, key=lambda load: load.owner):
-        turn = [*group]
+    peak = total + max((load.rest for load in loads if load.is_resident), default=0)
+    for index, turn in enumerate(turns):
         own = sum(load.on_host for load in turn)
-        full = sum(load.full for load in turn if not load.is_kept)
+        held = sum(load.full for load in turn if not load.is_kept) if extra is None else extra[index]
         cut = sum(load.rest for load in turn) + max(load.encoding for load in turn)
         gathered = max(load.decoding for load in turn) if initializes else 0
-        yield (total - own if initializes else before) + full + max(cut, gathered)
+        peak = max(peak, (total - own if initializes else before) + held + max(cut, gathered))
         before += own
-
-
-def _laid_out(loads: Iterable[Load]) -> int:
-    """Return the bytes of the largest padded copy of a resident parameter, which is made when all have been loaded."""
-    return max((load.rest for load in loads if load.is_resident), default=0)
+    return peak

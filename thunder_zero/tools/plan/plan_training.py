@@ -118,11 +118,9 @@ def plan_training(
     if max(sizes) > 1 and slicing is None:
         raise ValueError(f"tp is {tp!r}, and nothing says how to slice {subject.name}; give tp_plan=")
     asked = Policy(2, mixed_precision=precision, gather_format=gather_format, reduce_format=reduce_format)
-    asked, programs = replace(asked, frozen_format=frozen_format), dict[int, SubjectPrograms]()
+    asked = replace(asked, frozen_format=frozen_format)
     with show_steps("tz.tools.plan_training", count) as show:
-        for size in sizes:
-            shards = meshes(3, world_size, described.devices_per_node, size)[0].shards
-            programs[size] = SubjectPrograms(subjects[size], asked, shards, described, show, size, slicing or {})
+        programs = programs_of(subjects, asked, described, world_size, show, slicing or {})
         rows = compare(programs, stages, world_size, memory, show)
     chosen = best_of(rows)
     returns_loss = programs[sizes[0]].returns_loss()
@@ -143,6 +141,22 @@ def plan_training(
         assumed=(*assumed(subject, asked, described, returns_loss=returns_loss), *[OF_SLICES] * (max(sizes) > 1)),
         is_bound=not described.is_measured,
     )
+
+
+def programs_of(
+    subjects: Mapping[int, Subject],
+    asked: Policy,
+    device: Device,
+    world_size: int,
+    show: Callable[..., None],
+    slicing: Slicing,
+) -> dict[int, SubjectPrograms]:
+    """Return the programs of subjects, both keyed by the number of tensor-parallel ranks."""
+    shards = {size: meshes(3, world_size, device.devices_per_node, size)[0].shards for size in subjects}
+    return {
+        size: SubjectPrograms(subject, asked, shards[size], device, show, size, slicing)
+        for size, subject in subjects.items()
+    }
 
 
 def known_stages(stages: Sequence[int]) -> tuple[int, ...]:
@@ -220,7 +234,9 @@ def evaluate_row(
 ) -> PlanRow:
     """Return the row of a stage on a mesh with a recompute level, whether it fits or not."""
     step, traced = programs.evaluate(programs.policy(stage, recompute), mesh)
-    overhead = overhead_bytes(programs.device, mesh, step.storages)
+    communicators = (1 if mesh.replicas == 1 else 3) + (mesh.slices > 1)
+    overhead = CONTEXT + communicators * COMMUNICATOR + SEGMENTS + step.storages * BLOCK
+    overhead = PROCESS if programs.device.is_measured else overhead  # of a CPU
     peak = max(step.peak, step.optimizer_step)
     show(f"simulates a step of {STAGES[stage].name} on {mesh}")
     estimate = step.estimate
@@ -247,14 +263,6 @@ def evaluate_row(
         mfu=estimate.model_seconds / seconds,
         traced_blocks=traced,
     )
-
-
-def overhead_bytes(device: Device, mesh: MeshShape, storages: int) -> int:
-    """Return the bytes of a rank's memory that belong to no tensor. The allocator rounds ``storages`` up to blocks."""
-    if device.is_measured:  # a CPU
-        return PROCESS
-    communicators = (1 if mesh.replicas == 1 else 3) + (mesh.slices > 1)
-    return CONTEXT + communicators * COMMUNICATOR + SEGMENTS + storages * BLOCK
 
 
 OWN_SLICES = """styles = tz.tools.MODELS["{}"].tp_plan

@@ -79,8 +79,7 @@ class Line(NamedTuple):
     seconds: float  # the time of the model's FLOPs at the device's peak
     link: int  # the distance to the launch that a wait ends
     rise: int  # the most live bytes during the line, minus the live bytes before the line
-    total: int  # the live bytes after the line, minus the live bytes before the line
-    kinds: tuple[tuple[Holds, int], ...]  # ``total``, split by kind
+    kinds: tuple[tuple[Holds, int], ...]  # the live bytes after the line, minus those before it, by kind
     storages: int  # the number of storages that the line allocates, minus the number that it frees
 
 
@@ -106,7 +105,7 @@ def _lines(fold: Fold, costs: Mapping[int, tuple[Cost, float]]) -> list[Line]:
             link = index - launched[op.reads[0]]  # backward may wait again for an ended collective of forward
         changed = tuple((kind, nbytes) for kind, nbytes in kinds[index].items() if nbytes)
         kind = "" if op is None else op.kind
-        change = line.highest - before, line.alive - before, changed, counts[index]
+        change = line.highest - before, changed, counts[index]
         lines.append(Line(kind, cost, seconds, link, *change))
         before = line.alive
     return lines
@@ -166,7 +165,7 @@ def whole_step(fold: Fold, device: Device, units: Sequence[str], copies: int) ->
     for position, line in enumerate(lines[index] for index in order):
         if level + line.rise > peak:
             peak, place = level + line.rise, position
-        level += line.total
+        level += sum(nbytes for _, nbytes in line.kinds)
     for index in order[: place + 1]:
         alive.update(dict(lines[index].kinds))
     stepped = sum(item.nbytes for item in fold.allocations if _is_in(units, item.name) and item.kind in STEPPED)

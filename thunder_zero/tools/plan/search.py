@@ -18,7 +18,6 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Flag
 from functools import cached_property
 from typing import NamedTuple
 
@@ -166,15 +165,9 @@ def _unbeaten(partial: list[Partial], grain: int) -> list[Partial]:
     return unbeaten
 
 
-class UnitChoice(Flag):
-    """Choices for one unit: it stays gathered for backward (``Policy.keep_unsharded``), or backward recomputes it as a
-    whole (``Policy.recompute_units``)."""
-
-    KEPT = 1
-    RECOMPUTED = 2
-
-
-CHOICES = (UnitChoice.KEPT, UnitChoice.KEPT | UnitChoice.RECOMPUTED, UnitChoice(0), UnitChoice.RECOMPUTED)
+# whether a unit stays gathered for backward (``Policy.keep_unsharded``), and whether backward recomputes it as a whole
+UnitChoice = tuple[bool, bool]  # (``Policy.recompute_units``)
+CHOICES: tuple[UnitChoice, ...] = ((True, False), (True, True), (False, False), (False, True))
 
 
 @dataclass(frozen=True)
@@ -238,9 +231,9 @@ class Search:
 
     @property
     def options(self) -> tuple[UnitChoice, ...]:
-        """The choices for a unit, in order of preference. None names KEPT if the stage keeps all units gathered."""
+        """The choices for a unit, in order of preference. None keeps units if the stage keeps all gathered."""
         keeps_all = STAGES[self.asked.stage].kept_unsharded
-        return tuple(choice for choice in CHOICES if not (keeps_all and UnitChoice.KEPT in choice))
+        return tuple((kept, again) for kept, again in CHOICES if not (keeps_all and kept))
 
     def _best_sized(self, sized: Policy, most: int) -> Candidate | None:
         """Return the cheapest candidate within ``most`` bytes, judged by the parts of the step; None if none fits.
@@ -278,6 +271,5 @@ def _cheapest(candidates: Iterable[Candidate | None]) -> Candidate | None:
 
 
 def with_choices(choices: Mapping[str, UnitChoice], sized: Policy) -> Policy:
-    kept = tuple(unit for unit, choice in choices.items() if UnitChoice.KEPT in choice)
-    recomputed = tuple(unit for unit, choice in choices.items() if UnitChoice.RECOMPUTED in choice)
+    kept, recomputed = (tuple(unit for unit, choice in choices.items() if choice[number]) for number in (0, 1))
     return replace(sized, keep_unsharded=kept, recompute_units=recomputed)

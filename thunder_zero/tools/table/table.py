@@ -16,8 +16,6 @@ from typing import Any
 from thunder_zero.capture.zero_module import as_traces
 from thunder_zero.plan.amounts import summed_up
 from thunder_zero.plan.outer import SITE
-from thunder_zero.plan.params import Param
-from thunder_zero.plan.traffic import Traffic, gather_traffic, reduce_traffic
 from thunder_zero.schedule.ops import Compute, ends_collective
 from thunder_zero.schedule.prefetch import Bound, bounds
 from thunder_zero.spmd.of_trace import TraceTypes, types_of_trace
@@ -31,7 +29,7 @@ from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.words import place_of
 from thunder_zero.tools.table.lines import AROUND, in_order, traced_rows
 from thunder_zero.tools.table.rows import DIGESTS, LOSS, OPTIMIZER_STEP, Row, sent_bytes
-from thunder_zero.tools.time.estimate import Estimate, step_time, with_exchanges
+from thunder_zero.tools.time.estimate import Estimate, time_of
 from thunder_zero.tools.time.lanes import Span
 from thunder_zero.traces.compiled import Traces
 
@@ -83,16 +81,6 @@ class Table:
         """The bytes that this rank sends."""
         return sent_bytes(self.all_rows)
 
-    def traffic_of(self, param: Param) -> Traffic:
-        """Return the bytes that this rank sends and receives for one parameter."""
-        plan, rows = self.traces.plan, self.by_param[param.path]
-        launches = (row for row in rows if row.sent is not None and row.over != SITE)
-        each = (
-            gather_traffic(plan, param) if row.kind == "gather" else reduce_traffic(plan, param, row.over)
-            for row in launches
-        )
-        return sum(each, Traffic())
-
     def of(self, op: int) -> Row:
         """Return the row of an operation of ``traces.timeline``."""
         return self.all_rows[self.index_of[op]]
@@ -121,11 +109,6 @@ class Table:
         """The last computation that reads each value."""
         ops = enumerate(self.traces.timeline.ops)
         return {name: index for index, op in ops if isinstance(op, Compute) for name in op.reads}
-
-    @cached_property
-    def unsharded(self) -> tuple[int, ...]:
-        """The bytes of gathered parameters alive after each row."""
-        return tuple(row.unsharded for row in self.all_rows)
 
     @cached_property
     def bounds(self) -> dict[str, tuple[int, Bound]]:
@@ -157,8 +140,7 @@ def step_table(
         memory = memory_of(Fold(recorder, traces.timeline).run())
     except NoForecast as error:
         no_memory = str(error)
-    time = step_time(recorder.step_timeline(), device_of(device), model=traces.lifted) if device else None
-    time = with_exchanges(time, traces, between) if time else None
+    time = time_of(recorder, device_of(device), between) if device else None
     return replace(table_of(traces, memory, time), no_memory=no_memory)
 
 

@@ -81,17 +81,18 @@ def estimate(
     if not isinstance(traces, Traces):
         raise TypeError(f"estimate takes Traces, got {type(traces).__name__}; pass what trace or traces_of returns")
     described = device_of(device)
-    time = step_time(recorder_of(traces, loss, optimizer).step_timeline(), described, model=traces.lifted)
-    return with_exchanges(time, traces, between)
+    return time_of(recorder_of(traces, loss, optimizer), described, between)
 
 
-def with_exchanges(time: Estimate, traces: Traces, between: Link | str | None) -> Estimate:
-    """Return the estimate with the exchanges of the traces' outer step over a link between sites, if it is given."""
+def time_of(recorder: Recorder, device: Device, between: Link | str | None) -> Estimate:
+    """Return the time of a recorded step. ``between`` is as for :func:`estimate`."""
+    traces = recorder.traces
+    time = step_time(recorder.step_timeline(), device, model=traces.lifted)
     if between is None:
         return time
     if (outer := traces.exchanges) is None:
         raise ValueError(f"between is {between!r}, and the step has no outer step; give tz.trace(outer=tz.Outer())")
-    return replace(time, exchanges=exchanges_of(traces.plan, outer, between, time.device))
+    return replace(time, exchanges=exchanges_of(traces.plan, outer, between, device))
 
 
 @dataclass(frozen=True, repr=False)

@@ -84,21 +84,17 @@ class Lanes:
             return
         self._quiet = 0.0
         self._advance(start)  # end the rings that have ended by now
-        while ring in self._queues[ring.lane]:
-            self._advance(self._next_end())
+        self._advance(inf, awaited=ring)
         if ring.end > start:
             self._spans.append(Span(op, Lane.COMPUTE, start, ring.end, waits=ring.lane))
             self._now = ring.end
 
-    def _next_end(self) -> float:
-        self._begin_rings()
-        running = self._running()
-        speed = 1 / max(sum(ring.cost.load for ring in running), 1.0)
-        return min(_end_at(ring.end, self._now, speed / self._sharing(ring, running)) for ring in running)
+    def _advance(self, until: float, *, computes: bool = False, awaited: Span | None = None) -> None:
+        """Advance the simulation to a time, or to the end of the awaited ring.
 
-    def _advance(self, until: float, *, computes: bool = False) -> None:
-        """Advance the simulation to a time. If ``computes``, compute is busy until this time, or longer under load."""
-        while True:
+        If ``computes``, compute is busy until this time, or longer under load.
+        """
+        while awaited is None or awaited in self._queues[awaited.lane]:
             self._begin_rings()
             now, running = self._now, self._running()
             load = sum(ring.cost.load for ring in running)

@@ -18,13 +18,13 @@ from difflib import get_close_matches
 from itertools import islice
 from math import prod
 from textwrap import wrap
-from typing import TYPE_CHECKING
 
 from thunder_zero.capture.zero_module import as_traces
 from thunder_zero.plan.amounts import WIDTH, duration, name_of, size, summed_up
 from thunder_zero.plan.formats import Format
 from thunder_zero.plan.geometry import cut_rows
 from thunder_zero.plan.mesh import REPLICATE, SHARD
+from thunder_zero.plan.outer import SITE
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.policy import STAGES
 from thunder_zero.plan.traffic import Traffic, gather_traffic, reduce_traffic
@@ -37,8 +37,7 @@ from thunder_zero.tools.table.table import Table, table_of
 from thunder_zero.tools.time.estimate import estimate
 from thunder_zero.traces.compiled import Traces
 
-if TYPE_CHECKING:
-    from thunder.core.module import ThunderModule
+from thunder.core.module import ThunderModule
 
 HANGING = 12  # columns
 MOST = 2  # the most gathers in a summary
@@ -109,7 +108,15 @@ class Explanation:
     @property
     def traffic(self) -> Traffic:
         """The bytes that this rank sends and receives for the parameter in a step."""
-        return self.step.traffic_of(self.param)
+        plan, param, rows = self.step.traces.plan, self.param, self.step.by_param[self.param.path]
+        return sum(
+            (
+                gather_traffic(plan, param) if row.kind == "gather" else reduce_traffic(plan, param, row.over)
+                for row in rows
+                if row.sent is not None and row.over != SITE
+            ),
+            Traffic(),
+        )
 
     @property
     def exposed_seconds(self) -> float | None:
@@ -240,7 +247,7 @@ def _gather_lines(rows: Mapping[str, Row], explanation: Explanation) -> Iterator
         yield from _part("  free", f"never: {why}")
     else:
         yield from _part("", why)
-        most = max(step.unsharded[step.index_of[launch.ran] : step.index_of[free.ran]])
+        most = max(row.unsharded for row in step.all_rows[step.index_of[launch.ran] : step.index_of[free.ran]])
         memory = f"; at most {size(most)} of all gathered parameters are alive meanwhile"
     yield from _part("  memory", f"{size(param.full_bytes)} of its own{memory}")
     condition = ", if an optimizer has changed it since the last gather" if param.resident else ""

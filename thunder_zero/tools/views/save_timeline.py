@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from thunder_zero.capture.zero_module import as_traces
 from thunder_zero.schedule.names import label_of
@@ -21,8 +21,7 @@ from thunder_zero.tools.time.estimate import estimate
 from thunder_zero.tools.time.lanes import Span
 from thunder_zero.traces.compiled import Traces
 
-if TYPE_CHECKING:
-    from thunder.core.module import ThunderModule
+from thunder.core.module import ThunderModule
 
 Event = dict[str, Any]  # an event in Chrome's trace event format, which Perfetto reads
 MICRO = 1e6  # the format's unit of time is a microsecond

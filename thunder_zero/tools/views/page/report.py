@@ -88,24 +88,18 @@ def page_of(
     measured: Times | None = None,
     beside: Traces | None = None,
     *,
-    loss: Loss | None = None,
-    optimizer: MakeOptimizer | None = None,
     title: str = "",
     types: bool = False,
-    between: Link | str | None = None,
+    **step: Any,
 ) -> Data:
-    """Return the page as JSON data. The arguments are those of :func:`report`."""
+    """Return the page as JSON data. The arguments are those of :func:`report`; ``step`` is for ``step_table``."""
     device = device_of(device)
     traces = as_traces(model_or_traces)
     if beside is not None and not isinstance(beside, Traces):
         raise TypeError(f"beside is of type {type(beside).__name__}; give what trace or traces_of returns")
     if measured is not None and not isinstance(measured, Times):
         raise TypeError(f"measured is of type {type(measured).__name__}; give what measure_times returns")
-    first, *others = (
-        step_table(each, device=device, loss=loss, optimizer=optimizer, between=between)
-        for each in (traces, beside)
-        if each is not None
-    )
+    first, *others = (step_table(each, device=device, **step) for each in (traces, beside) if each is not None)
     shown = {STAGES[traces.plan.policy.stage].name: first}
     if measured is not None:
         assert first.time is not None
@@ -120,14 +114,8 @@ def page_of(
     parameters = sum(prod(traces.plan.whole_shape(param)) for param in traces.plan.params)
     model = "A step" if isinstance(model_or_traces, Traces) else type(plain_of(model_or_traces)).__name__
     dtypes = dict.fromkeys(name_of(param.compute_dtype) for param in traces.plan.params)
-    return {
-        "title": title or model,
-        "facts": [f"{count(parameters)} parameters", f"compute in {', '.join(dtypes)}", f"on {device.name}"],
-        "top": top_of(programs, device.memory_bytes),
-        "programs": programs,
-        **_scale(programs),
-        "differences": differences(programs, tables),
-    }
+    facts = f"{count(parameters)} parameters", f"compute in {', '.join(dtypes)}", f"on {device.name}"
+    return _page(title or model, facts, programs, device, differences(programs, tables))
 
 
 def page_of_step(verdict: Verdict, device: Device | str, title: str = "") -> Data:
@@ -139,20 +127,22 @@ def page_of_step(verdict: Verdict, device: Device | str, title: str = "") -> Dat
     numel = sum(count for _, count in verdict.step.parameters.values())
     faults = sum(fault.kind != "warning" for fault in verdict.faults)
     said = f"{faults} faults" if faults else "nothing wrong"
-    return {
-        "title": title or "A step",
-        "facts": [f"{count(numel)} parameters on this rank", f"on {device.name}", f"{said} on these inputs"],
-        "top": top_of([data], device.memory_bytes),
-        "programs": [data],
-        **_scale([data]),
-        "differences": [],
-    }
+    facts = f"{count(numel)} parameters on this rank", f"on {device.name}", f"{said} on these inputs"
+    return _page(title or "A step", facts, [data], device, [])
 
 
-def _scale(programs: Sequence[Data]) -> Data:
-    """Return the top of the picture of memory, with room above the highest line, and the words beside it."""
+def _page(title: str, facts: Sequence[str], programs: Sequence[Data], device: Device, differences: list[Data]) -> Data:
+    # the top of the picture of memory, with room above the highest line
     most = 1.06 * max((highest or 0 for program in programs for highest in program["lines"]["highest"]), default=0)
-    return {"most_bytes": most or 1.0, "scale": [size(round(most * part)) for part in (0.0, 0.5, 1.0)]}
+    return {
+        "title": title,
+        "facts": [*facts],
+        "top": top_of(programs, device.memory_bytes),
+        "programs": programs,
+        "most_bytes": most or 1.0,
+        "scale": [size(round(most * part)) for part in (0.0, 0.5, 1.0)],
+        "differences": differences,
+    }
 
 
 @uncollected()
