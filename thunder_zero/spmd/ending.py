@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isclose
 
 from thunder_zero.spmd.laws import letters
-from thunder_zero.spmd.record import Parameter, StepRecord
+from thunder_zero.spmd.lines import Parameter, StepRecord
 from thunder_zero.spmd.storages import TypedStorages
 from thunder_zero.spmd.told import Told
 from thunder_zero.spmd.verdict import TIMES_TRUE
@@ -35,23 +35,25 @@ class Ending:
         ``is_mean``: the loss is a mean. ``is_summed``: a copy of the gradient is summed, which makes the new parameter.
         """
         parameter = next(item for item in self.record.parameters if item.path == grad.path)
-        wanted = "S" if "S" in letters(self.values.codes(parameter.ref)) else "R"
+        is_slice = isinstance(parameter.placements.get(self.axis), int)
+        wanted = "S" if is_slice or "S" in letters(self.values.codes(parameter.ref)) else "R"
         wanted = "P" if grad.placements.get(self.axis) == "partial" else wanted
         got, value = letters(self.values.codes(grad.ref)), self.values[grad.ref]
+        factor = self.values.largest_factor([grad.ref])
         self.told.unknown([value.cause])
         if got == "P" and is_summed and grad.path not in self.record.stepped:
             return got, 1.0
         if value.is_spoiled:
-            return got, value.factor
+            return got, factor
         if got != wanted and not (wanted == "S" and set(got.split("+")) <= {"S", "R"}):
             note = f": {value.cause.text} ({value.cause.where})" if value.cause is not None else ""
             advice = f"; sum it over {self.axis}" if got == "P" else ""
             text = f"gradient is {MEANINGS[got[0]]}, must be {MEANINGS[wanted]}{note}{advice}"
             self.told.say("error", text, path=grad.path)
-        elif not isclose(value.factor, 1.0, rel_tol=1e-4):
+        elif not isclose(factor, 1.0, rel_tol=1e-4):
             loss = f"(the loss is a {'mean' if is_mean else 'sum'})"
-            self.told.say("error", f"gradient is {value.factor:.4g} {TIMES_TRUE} {loss}", path=grad.path)
-        return got, value.factor
+            self.told.say("error", f"gradient is {factor:.4g} {TIMES_TRUE} {loss}", path=grad.path)
+        return got, factor
 
     def parameters(self, cut: Container[int]) -> None:
         """Say which parameters an update by hand leaves different. ``cut``: storages that the user cut."""

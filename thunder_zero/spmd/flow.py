@@ -7,7 +7,7 @@ which it differs from the true one, and the cause of its fault: what follows fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import partial
@@ -21,14 +21,22 @@ from thunder_zero.spmd.collectives import effect
 from thunder_zero.spmd.ending import Ending
 from thunder_zero.spmd.factors import Factors
 from thunder_zero.spmd.laws import Outcome, P, R, V, filled, halves, has, letters
+from thunder_zero.spmd.lines import SILENT, RecordedLine, Ref, Shadow, StepRecord
 from thunder_zero.spmd.parts import Parts
-from thunder_zero.spmd.record import SILENT, RecordedLine, Ref, Shadow, StepRecord
+from thunder_zero.spmd.reaching import READS, gathers_without_gradient, lines_that_matter
 from thunder_zero.spmd.regions import Region, Trial, are_typed, joined, starts_region
-from thunder_zero.spmd.rules import FACTORS, MOVES, SELECTIONS, Rules, averages, is_constant, runner, shapes_of
+from thunder_zero.spmd.rules import FACTORS, MOVES, SELECTIONS, SUMS, Rules, averages, is_constant, runner, shapes_of
 from thunder_zero.spmd.rules import Memo as Memo
 from thunder_zero.spmd.storages import TypedStorages
 from thunder_zero.spmd.told import Told
 from thunder_zero.spmd.verdict import Fault as Fault
+
+TRADES = ("recv_", "recv_any_source_")
+UNTYPED_TRADE = "what send and recv bring is not typed", "unknown"
+NO_GRADIENT = (
+    "all_gather has no backward, so that other ranks' losses give this rank's values no gradient; use "
+    "torch.distributed.nn.functional.all_gather"
+)
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,7 @@ class Walk:
         self._ending = Ending(record, axis, self._values, self._told)
         self._summed: set[int] = set()  # storages whose values were moved into a sum
         self._line, self._began_backward = 0, False
+        self._has_equal_number = False  # whether the number that Python read last is equal on all ranks
 
     def run(self) -> AxisTypes:
         """Type all lines and check the gradients."""
@@ -109,8 +118,22 @@ class Walk:
         if not self._batches_differ:
             self._ending.loss()
         self._ending.parameters(self._admitted.cut)
-        told = self._told
-        return AxisTypes(tuple(types), told.faults, gradients, told.assumed, self._admitted.differ, reductions)
+        faults, assumed = tuple(self._faults()), self._told.assumed
+        return AxisTypes(tuple(types), faults, gradients, assumed, self._admitted.differ, reductions)
+
+    def _faults(self) -> Iterator[Fault]:
+        """Yield what is wrong. Of values that reach no gradient, such as metrics, it is a warning."""
+        matter = lines_that_matter(self._record, self._neighbour)
+        for index, gather in gathers_without_gradient(self._record):
+            if index in matter and gather.collective is not None and self._axis in gather.collective.axes:
+                self._told.line = index
+                self._told.say("error", NO_GRADIENT, gather.where)
+        for fault in self._told.faults:
+            at_end = fault.line == len(self._record.lines) or not self._record.gradients
+            if at_end or fault.line in matter or fault.parameters:
+                yield fault
+            elif fault.kind == "error":
+                yield replace(fault, kind="warning")
 
     @property
     def _mine(self) -> Shadow:
@@ -124,7 +147,10 @@ class Walk:
     @property
     def _numbers(self) -> tuple[Any, ...] | None:
         """The numbers of the line on the neighbour, if they differ for another reason than its sizes."""
-        differs = self._theirs.scalars != self._mine.scalars
+        mine, theirs = self._mine.scalars, self._theirs.scalars
+        unlike = [x for x, y in zip(mine, theirs, strict=False) if x != y]
+        follows = self._has_equal_number and all(isinstance(item, float) for item in unlike)
+        differs = theirs != mine and not follows
         is_sized = self._line < len(self._record.lines) and self._reads_sized(self._record.lines[self._line])
         return self._theirs.scalars if differs and not is_sized else None
 
@@ -133,13 +159,18 @@ class Walk:
     def _type(self, line: RecordedLine) -> tuple[str, ...]:
         """Type what a line writes, and return the types as text."""
         self._began_backward |= line.backward
+        if line.name in READS:
+            self._has_equal_number = not self._parts.codes(line.inputs[0]).any()
         targets = (*line.written, *line.results)
         if (line.name in SELECTIONS or self._reads_sized(line)) and shapes_of(self._mine) != shapes_of(self._theirs):
             self._sized_by_data |= {ref.storage for ref in targets}
         self._parts.over = self._parts.of_rank(line, self._theirs, self._sized_by_data)
         self._admitted.read(line, self._line)
+        self._admitted.differ |= line.name.startswith("rand") and self._theirs.drawn != self._mine.drawn
         if line.collective is not None:
             self._collective(line)
+        elif line.name in TRADES:
+            self._write(line, (), line.inputs, [Outcome(filled(ref.shape, V), *UNTYPED_TRADE) for ref in line.inputs])
         elif line.is_view:
             self._parts.view(line, self._mine, self._theirs, is_sized=self._reads_sized(line))
             self._join(line)
@@ -243,7 +274,7 @@ class Walk:
         for ref, outcome, factor in zip(targets, outcomes, factors, strict=True):
             value = self._values[ref]
             self._values.give(ref, self._admitted.known(line, ref, outcome.codes))
-            value.set_factor(factor)
+            self._values.set_factor(ref, factor)
             is_share = has(outcome.codes, P) and not self._began_backward and (self._batches_differ or not ref.shape)
             averages_here = averages(line) and has(outcome.codes, P)
             value.is_mean = is_mean or averages_here or (is_share and self._factors.divides_by_own_count(line))
@@ -266,12 +297,13 @@ def _of_own_batch(
     if line.backward:
         return again()
     text = f"{line.name} of a mean over each rank's own batch: it is not that of the whole batch"
+    text = "" if line.name in SUMS else text
     return [replace(item, codes=filled(item.codes.shape, P), text=text, kind="warning") for item in outcomes]
 
 
 def _reductions(line: RecordedLine, before: Sequence[tuple[str, ...]], targets: Sequence[Ref]) -> tuple[str, ...]:
     """Return the reductions of what a line writes: a gradient keeps those that made it until it is used."""
-    item, keeps = line.collective, line.name in MOVES or line.name in FACTORS or line.name in ("add", "add_")
+    item, keeps = line.collective, line.name in MOVES | FACTORS | SUMS
     result = tuple(dict.fromkeys(text for texts in before for text in texts)) if item is not None or keeps else ()
     if item is not None and item.op in ("sum", "avg"):
         return (*result, f"{item} in {name_of(targets[0].dtype)}")

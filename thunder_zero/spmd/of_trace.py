@@ -28,8 +28,8 @@ from thunder_zero.schedule.ops import Compute, Reduce, Return, Wait, ends
 from thunder_zero.spmd.collectives import NO_SHARE
 from thunder_zero.spmd.ending import MEANINGS
 from thunder_zero.spmd.flow import AxisTypes, Fault, Memo, Walk
+from thunder_zero.spmd.lines import RANDOM, Parameter, Ref, StepRecord, shadow_of
 from thunder_zero.spmd.processes import NotChecked
-from thunder_zero.spmd.record import RANDOM, Parameter, Ref, StepRecord, shadow_of
 from thunder_zero.spmd.run_trace import TraceRun
 from thunder_zero.spmd.verdict import TIMES_TRUE
 from thunder_zero.traces.compiled import Traces

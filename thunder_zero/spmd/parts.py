@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from thunder_zero.spmd.laws import Outcome, halves, is_sliced
-from thunder_zero.spmd.record import RecordedLine, Ref, Shadow
+from thunder_zero.spmd.lines import RecordedLine, Ref, Shadow
 from thunder_zero.spmd.storages import TypedStorages, cut_dim
 
 

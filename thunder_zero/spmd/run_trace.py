@@ -16,8 +16,9 @@ from thunder_zero.compat.slice_generators import GENERATOR_OF_SLICE
 from thunder_zero.plan.mesh import ALL, DATA, TENSOR, Axis
 from thunder_zero.plan.params import Plan
 from thunder_zero.spmd.collectives import Collective, collective_kind, fill
+from thunder_zero.spmd.lines import Parameter, Ref
 from thunder_zero.spmd.processes import NotChecked
-from thunder_zero.spmd.record import Parameter, Ref, Tape, changed_by
+from thunder_zero.spmd.tape import Tape, changed_by
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.operators import is_collective, operator_of
 from thunder_zero.traces.symbols import Facts

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from thunder_zero.spmd.laws import Outcome
-from thunder_zero.spmd.record import RecordedLine
+from thunder_zero.spmd.lines import RecordedLine
 from thunder_zero.spmd.verdict import Fault
 
 
