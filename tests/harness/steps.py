@@ -515,6 +515,16 @@ def contrast_with_all_ranks(mesh: DeviceMesh, *, with_gradient: bool = True) -> 
     return net
 
 
+def attention_to_gathered_slices(mesh: DeviceMesh) -> nn.Module:
+    net, size, (x, y) = nn.Linear(WIDTH, WIDTH), mesh.size(), batch(mesh)
+    x, y = (item.chunk(size, 1)[mesh.get_local_rank()] for item in (x, y))
+    whole = torch.cat([*dist_nn.all_gather(net(x))], 1)
+    F.mse_loss((net(x) @ whole.mT).softmax(-1) @ whole, y).div(size).backward()
+    for param in net.parameters():
+        dist.all_reduce(param.grad)
+    return net
+
+
 def dropout_of_a_sequence_in_slices(mesh: DeviceMesh) -> nn.Module:
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
     plan = {
@@ -703,6 +713,14 @@ def gradients_of_one_rank(mesh: DeviceMesh) -> Any:
     return net
 
 
+def largest_gradients(mesh: DeviceMesh) -> Any:
+    net: Any = model()
+    backward(net, mesh)
+    for param in net.parameters():
+        dist.all_reduce(param.grad, dist.ReduceOp.MAX)
+    return net
+
+
 def norm_of_a_shard_that_python_reads(mesh: DeviceMesh) -> Any:
     net: Any = fully_shard(model(), mesh=mesh)
     optimizer = torch.optim.SGD(net.parameters())
@@ -852,6 +870,7 @@ RIGHT: list[Case] = [
     (metrics_and_a_norm_that_python_reads, DP),
     (fsdp_for_several_steps_and_a_mean_by_hand, HYBRID),
     (contrast_with_all_ranks, DP),
+    (attention_to_gathered_slices, SP),
     (dropout_of_a_sequence_in_slices, TP),
 ]
 WRONG: list[tuple[Callable[[DeviceMesh], nn.Module], dict[str, int], str]] = [
@@ -880,5 +899,6 @@ WRONG: list[tuple[Callable[[DeviceMesh], nn.Module], dict[str, int], str]] = [
     (queries_not_summed, SP, "1.qkv.weight"),
     (contrast_without_gradient, DP, "all_gather has no backward"),
     (gradients_of_one_rank, DP, "broadcast of shares of a sum"),
+    (largest_gradients, DP, "all_reduce(max) over dp of shares of a sum"),
     (norm_of_a_shard_that_python_reads, DP, "gradient is different on each rank"),
 ]

@@ -10,7 +10,7 @@ from torch import Tensor
 from thunder_zero.spmd.laws import P, filled, halves
 from thunder_zero.spmd.lines import RecordedLine, Ref, Shadow, StepRecord
 from thunder_zero.spmd.rules import MOVES
-from thunder_zero.spmd.storages import TypedStorages, cut_dim, end_of, is_contiguous
+from thunder_zero.spmd.storages import TypedStorages, cut_dim, end_of, gap_dim, is_contiguous
 from thunder_zero.spmd.told import Told
 
 
@@ -73,7 +73,8 @@ class Admitted:
             if is_slice and item is not None:
                 self.cut.add(ref.storage)
             if is_slice or (item is None and (differs or ref.shape in self._batch_shapes)):
-                self._values.give(ref, halves(ref.shape, dim or 0, self._pieces.get(ref.storage, 1)))
+                along = (0 if self._batches_differ or item is not None else gap_dim(ref)) if dim is None else dim
+                self._values.give(ref, halves(ref.shape, along, self._pieces.get(ref.storage, 1)))
             elif differs and item is not None:
                 text = "its values differ between the ranks before the step: broadcast it, or seed the ranks alike"
                 self._told.say("error", text, item.path, item.path)

@@ -181,7 +181,7 @@ def effect(
 def _fault_of_reduction(collective: Collective, size: int, types: str, counts: bool) -> str:
     """Return what is wrong with a reduction of values with these types, or an empty string."""
     if collective.op not in ("sum", "avg"):
-        return ""
+        return f"{collective} of shares of a sum: sum them" if types == "P" else ""
     if "V" in types:
         return f"{collective} {NO_SHARE}"
     if "N" in types:

@@ -7,7 +7,7 @@ which it differs from the true one, and the cause of its fault: what follows fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import partial
@@ -18,25 +18,20 @@ import torch
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.spmd.admitted import Admitted
 from thunder_zero.spmd.collectives import effect
-from thunder_zero.spmd.ending import Ending
 from thunder_zero.spmd.factors import Factors
 from thunder_zero.spmd.laws import Outcome, P, R, V, filled, halves, has, letters
 from thunder_zero.spmd.lines import SILENT, RecordedLine, Ref, Shadow, StepRecord
 from thunder_zero.spmd.parts import Parts
-from thunder_zero.spmd.reaching import READS, gathers_without_gradient, lines_that_matter
+from thunder_zero.spmd.reaching import READS
 from thunder_zero.spmd.regions import Region, Trial, are_typed, joined, starts_region
 from thunder_zero.spmd.rules import FACTORS, MOVES, SELECTIONS, SUMS, Rules, averages, is_constant, runner, shapes_of
 from thunder_zero.spmd.rules import Memo as Memo
 from thunder_zero.spmd.storages import TypedStorages
-from thunder_zero.spmd.told import Told
+from thunder_zero.spmd.told import Ending, Told
 from thunder_zero.spmd.verdict import Fault as Fault
 
 TRADES = ("recv_", "recv_any_source_")
 UNTYPED_TRADE = "what send and recv bring is not typed", "unknown"
-NO_GRADIENT = (
-    "all_gather has no backward, so that other ranks' losses give this rank's values no gradient; use "
-    "torch.distributed.nn.functional.all_gather"
-)
 
 
 @dataclass(frozen=True)
@@ -102,47 +97,20 @@ class Walk:
 
     def run(self) -> AxisTypes:
         """Type all lines and check the gradients."""
-        gradients: dict[str, tuple[str, float]] = {}
-        reductions: dict[str, tuple[str, ...]] = {}
-        types = []
-        due = self._record.gradients_by_line
+        types, due, ending = [], self._record.gradients_by_line, self._ending
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for index, line in enumerate((*self._record.lines, None)):
                 self._line = self._told.line = index
                 for grad in due.get(index, ()):
                     is_mean, is_summed = self._factors.loss_is_mean(), grad.ref.storage in self._summed
-                    gradients[grad.path] = self._ending.gradient(grad, is_mean=is_mean, is_summed=is_summed)
-                    reductions[grad.path] = self._values[grad.ref].reductions
+                    ending.gradient(grad, is_mean=is_mean, is_summed=is_summed)
                 if line is not None:
                     types.append(self._type(line))
         if not self._batches_differ:
-            self._ending.loss()
-        self._ending.parameters(self._admitted.cut)
-        faults, assumed = tuple(self._faults()), self._told.assumed
-        return AxisTypes(tuple(types), faults, gradients, assumed, self._admitted.differ, reductions)
-
-    def _faults(self) -> Iterator[Fault]:
-        """Yield what is wrong. Of values that reach no gradient, such as metrics, it is a warning."""
-        matter = lines_that_matter(self._record, self._neighbour)
-        for index, gather in gathers_without_gradient(self._record):
-            if index in matter and gather.collective is not None and self._axis in gather.collective.axes:
-                self._told.line = index
-                self._told.say("error", NO_GRADIENT, gather.where)
-        for fault in self._told.faults:
-            at_end = fault.line == len(self._record.lines) or not self._record.gradients
-            if at_end or fault.line in matter or fault.parameters:
-                yield fault
-            elif fault.kind == "error":
-                yield replace(fault, kind="warning")
-
-    @property
-    def _mine(self) -> Shadow:
-        return self._record.shadows[self._line]
-
-    @property
-    def _theirs(self) -> Shadow:
-        """The line as the neighbour ran it."""
-        return self._neighbour.get(self._line, self._mine)
+            ending.loss()
+        ending.parameters(self._admitted.cut)
+        faults, assumed, differ = tuple(ending.faults(self._neighbour)), self._told.assumed, self._admitted.differ
+        return AxisTypes(tuple(types), faults, ending.gradients, assumed, differ, ending.reductions)
 
     @property
     def _numbers(self) -> tuple[Any, ...] | None:
@@ -151,13 +119,15 @@ class Walk:
         unlike = [x for x, y in zip(mine, theirs, strict=False) if x != y]
         follows = self._has_equal_number and all(isinstance(item, float) for item in unlike)
         differs = theirs != mine and not follows
-        is_sized = self._line < len(self._record.lines) and self._reads_sized(self._record.lines[self._line])
+        is_sized = self._reads_sized(self._record.lines[self._line])
         return self._theirs.scalars if differs and not is_sized else None
 
     # lines
 
     def _type(self, line: RecordedLine) -> tuple[str, ...]:
         """Type what a line writes, and return the types as text."""
+        self._mine = self._record.shadows[self._line]
+        self._theirs = self._neighbour.get(self._line, self._mine)  # the line as the neighbour ran it
         self._began_backward |= line.backward
         if line.name in READS:
             self._has_equal_number = not self._parts.codes(line.inputs[0]).any()
@@ -227,8 +197,7 @@ class Walk:
             zero = all(not self._record.values[ref].any() for ref in inputs if ref in self._record.values)
             learned = (ref for ref in inputs if ref.dtype.is_floating_point and self._values[ref].is_learned)
             counts = zero or next(learned, None) is None
-            shapes = [ref.shape for ref in outputs]
-            outcomes = effect(item, self._axis, self._size, codes, shapes, counts=counts)
+            outcomes = effect(item, self._axis, self._size, codes, [ref.shape for ref in outputs], counts=counts)
             if self._axis in item.axes:
                 outcomes = self._parts.made(item.kind, codes, outcomes)
             is_extreme = item.op in ("max", "min")  # equal on all ranks, whatever it reads
@@ -259,18 +228,18 @@ class Walk:
         factor_of = partial(self._factors.of, line, inputs, counts=counts)
         factors = [factor_of(ref, outcome) for ref, outcome in zip(targets, outcomes, strict=True)]
         reductions = _reductions(line, [item.reductions for item in sources], targets)
-        is_mean = line.collective is None and any(item.is_mean for item in sources)
-        is_total = (line.collective is not None and "reduce" in line.collective.kind) or any(
-            item.is_total for item in sources
-        )
+        kind = "" if line.collective is None else line.collective.kind
+        is_mean = not kind and any(item.is_mean for item in sources)
+        is_total = "reduce" in kind or any(item.is_total for item in sources)
         moves = line.name in MOVES or line.name in FACTORS
         parts = frozenset().union(*({ref.storage} | item.parts for ref, item in zip(inputs, sources, strict=True)))
         has_shares = any(has(item.codes, P) for item in outcomes)
-        deals = line.collective is not None and line.collective.kind == "all_to_all" and has_shares
-        is_dealt = deals or (line.name in MOVES and any(item.is_dealt for item in sources))
+        is_dealt = (kind == "all_to_all" and has_shares) or (
+            line.name in MOVES and any(item.is_dealt for item in sources)
+        )
         is_learned = line.backward or any(item.is_learned for item in sources)
-        is_divided = line.name in MOVES and any(item.is_divided for item in sources[:1])
-        is_divided = is_divided or self._factors.divides(line)
+        is_moved = line.name in MOVES and any(item.is_divided for item in sources[:1])
+        is_divided = is_moved or self._factors.divides(line)
         for ref, outcome, factor in zip(targets, outcomes, factors, strict=True):
             value = self._values[ref]
             self._values.give(ref, self._admitted.known(line, ref, outcome.codes))
@@ -278,8 +247,7 @@ class Walk:
             is_share = has(outcome.codes, P) and not self._began_backward and (self._batches_differ or not ref.shape)
             averages_here = averages(line) and has(outcome.codes, P)
             value.is_mean = is_mean or averages_here or (is_share and self._factors.divides_by_own_count(line))
-            value.is_total, value.parts = is_total, parts if moves else frozenset()
-            value.is_dealt = is_dealt
+            value.is_total, value.is_dealt, value.parts = is_total, is_dealt, parts if moves else frozenset()
             value.is_divided, value.reductions, value.is_learned = is_divided, reductions, is_learned
             told = self._told.hear(outcome, line, note) if cause is None else None
             value.cause = cause or told or (note if has(outcome.codes, V) else None)

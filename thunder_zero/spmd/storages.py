@@ -135,6 +135,12 @@ def is_contiguous(ref: Ref) -> bool:
     return end_of(ref) - ref.offset == torch.Size(ref.shape).numel() and list(ref.stride) == sorted(ref.stride)[::-1]
 
 
+def gap_dim(ref: Ref) -> int:
+    """Return the dimension along which a tensor is a part of a larger one, as its strides have gaps; 0 if none have."""
+    steps = ref.stride
+    return next((dim for dim in range(1, len(steps)) if steps[dim - 1] > ref.shape[dim] * steps[dim]), 0)
+
+
 def cut_dim(shape: Sequence[int], full: Sequence[int]) -> int | None:
     """Return the dimension along which a shape is smaller than the full shape."""
     if len(shape) != len(full):
