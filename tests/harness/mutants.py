@@ -8,8 +8,8 @@ from math import isclose, prod
 from typing import Any
 
 from thunder_zero.spmd.check import run_ranks
+from thunder_zero.spmd.lines import RecordedLine, StepRecord
 from thunder_zero.spmd.ranks import record_step, types_of
-from thunder_zero.spmd.record import RecordedLine, StepRecord
 from thunder_zero.spmd.report import verdict_of
 from thunder_zero.spmd.rules import FACTORS
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.nn import functional as dist_nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -448,6 +449,95 @@ def ulysses(mesh: DeviceMesh, without: str = "nothing") -> nn.Module:
     return net
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.rnn(x)[0]
+        return hidden
+
+
+def recurrent_with_a_penalty_and_a_seed_for_each_rank(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(mesh.get_local_rank("dp"))
+    net = nn.parallel.DistributedDataParallel(Recurrent())
+    x, y = batch(mesh, "dp")
+    penalty = torch.stack([param.square().sum() for param in net.parameters()]).sum()
+    (F.binary_cross_entropy_with_logits(net(x), (y > 0).float()) + 0.01 * penalty).backward()
+    return net
+
+
+def metrics_and_a_norm_that_python_reads(mesh: DeviceMesh) -> nn.Module:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    x, y = batch(mesh, "dp")
+    output = net(x)
+    loss = F.mse_loss(output, y)
+    loss.backward()
+    average(net, mesh)
+    losses = [torch.zeros(()) for _ in range(mesh.size())]
+    dist.all_gather(losses, loss.detach())
+    print(torch.exp(loss).item(), torch.stack(losses).mean(), output[output > 0].mean())
+    norm = torch.stack([param.grad.norm() for param in net.parameters()]).norm()
+    for param in net.parameters():
+        param.grad.mul_(min(1.0, 0.1 / norm.item()))
+    dist.all_reduce(norm)
+    optimizer.step()
+    return net
+
+
+def fsdp_for_several_steps_and_a_mean_by_hand(mesh: DeviceMesh) -> Any:
+    """A shard has 3 rows: halves of its elements are no rows."""
+    net: Any = fully_shard(nn.Linear(WIDTH, 3 * mesh["shard"].size()), mesh=mesh["shard"])
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    dice = torch.Generator().manual_seed(mesh.get_rank())
+    for _ in range(2):
+        net(torch.randn(4, WIDTH, generator=dice)).square().mean().backward()
+        for param in net.parameters():
+            dist.all_reduce(param.grad.to_local(), dist.ReduceOp.AVG, mesh.get_group("replicate"))
+        optimizer.step()
+        optimizer.zero_grad()
+    return net
+
+
+def contrast_with_all_ranks(mesh: DeviceMesh, *, with_gradient: bool = True) -> nn.Module:
+    net = nn.parallel.DistributedDataParallel(nn.Linear(WIDTH, WIDTH))
+    x, y = (item[:, 0] for item in batch(mesh, "dp"))
+    mine, theirs = net(x), net(y)
+    gathered = [torch.zeros_like(theirs) for _ in range(mesh.size())]
+    if with_gradient:
+        gathered = dist_nn.all_gather(theirs)
+    else:
+        dist.all_gather(gathered, theirs)
+    labels = torch.arange(len(x)) + len(x) * mesh.get_local_rank("dp")
+    F.cross_entropy(mine @ torch.cat([*gathered]).t(), labels).backward()
+    return net
+
+
+def attention_to_gathered_slices(mesh: DeviceMesh) -> nn.Module:
+    net, size, (x, y) = nn.Linear(WIDTH, WIDTH), mesh.size(), batch(mesh)
+    x, y = (item.chunk(size, 1)[mesh.get_local_rank()] for item in (x, y))
+    whole = torch.cat([*dist_nn.all_gather(net(x))], 1)
+    F.mse_loss((net(x) @ whole.mT).softmax(-1) @ whole, y).div(size).backward()
+    for param in net.parameters():
+        dist.all_reduce(param.grad)
+    return net
+
+
+def dropout_of_a_sequence_in_slices(mesh: DeviceMesh) -> nn.Module:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
+    plan = {
+        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "1": SequenceParallel(use_local_output=True),
+        "2": ColwiseParallel(input_layouts=Shard(1)),
+        "3": RowwiseParallel(),
+    }
+    parallelize_module(net, mesh, plan)
+    backward(net, mesh)
+    return net
+
+
 def queries_not_summed(mesh: DeviceMesh) -> nn.Module:
     return ulysses(mesh, without="qkv")
 
@@ -611,6 +701,37 @@ def clip_that_counts_replicated_parameters_n_times(mesh: DeviceMesh) -> nn.Modul
     return net
 
 
+def contrast_without_gradient(mesh: DeviceMesh) -> nn.Module:
+    return contrast_with_all_ranks(mesh, with_gradient=False)
+
+
+def gradients_of_one_rank(mesh: DeviceMesh) -> Any:
+    net: Any = model()
+    backward(net, mesh)
+    for param in net.parameters():
+        dist.broadcast(param.grad, 0)
+    return net
+
+
+def largest_gradients(mesh: DeviceMesh) -> Any:
+    net: Any = model()
+    backward(net, mesh)
+    for param in net.parameters():
+        dist.all_reduce(param.grad, dist.ReduceOp.MAX)
+    return net
+
+
+def norm_of_a_shard_that_python_reads(mesh: DeviceMesh) -> Any:
+    net: Any = fully_shard(model(), mesh=mesh)
+    optimizer = torch.optim.SGD(net.parameters())
+    backward(net, mesh)
+    norm = torch.stack([param.grad.to_local().norm() for param in net.parameters()]).norm()
+    for param in net.parameters():
+        param.grad.to_local().mul_(min(1.0, 0.1 / norm.item()))
+    optimizer.step()
+    return net
+
+
 def wrong_group(mesh: DeviceMesh) -> nn.Module:
     net = Sliced(mesh)
     net.group = mesh.get_group("dp")
@@ -745,6 +866,12 @@ RIGHT: list[Case] = [
     (shards_of_an_optimizer_by_hand, DP),
     (packed_heads_in_slices, TP),
     (ulysses, SP),
+    (recurrent_with_a_penalty_and_a_seed_for_each_rank, DP),
+    (metrics_and_a_norm_that_python_reads, DP),
+    (fsdp_for_several_steps_and_a_mean_by_hand, HYBRID),
+    (contrast_with_all_ranks, DP),
+    (attention_to_gathered_slices, SP),
+    (dropout_of_a_sequence_in_slices, TP),
 ]
 WRONG: list[tuple[Callable[[DeviceMesh], nn.Module], dict[str, int], str]] = [
     (norm_not_summed_under_sequence_parallelism, TP, "1.weight"),
@@ -770,4 +897,8 @@ WRONG: list[tuple[Callable[[DeviceMesh], nn.Module], dict[str, int], str]] = [
     (clip_by_the_norm_of_a_shard, DP, "is not linear in a share"),
     (equal_batches, DP, "get the same batch"),
     (queries_not_summed, SP, "1.qkv.weight"),
+    (contrast_without_gradient, DP, "all_gather has no backward"),
+    (gradients_of_one_rank, DP, "broadcast of shares of a sum"),
+    (largest_gradients, DP, "all_reduce(max) over dp of shares of a sum"),
+    (norm_of_a_shard_that_python_reads, DP, "gradient is different on each rank"),
 ]

@@ -2,7 +2,7 @@
 
 By types: the step runs on one rank, and each value is replicated, a slice, or a share of a sum::
 
-    step(mesh) -- record.py --> StepRecord: each operator below DTensor and FSDP2
+    step(mesh) -- record.py --> StepRecord (lines.py): each operator below DTensor and FSDP2
                                   |
     neighbours, in processes -----+--> flow.py: the types of each line. collectives.py has a table for collectives,
     (check.py, ranks.py)          |             rules.py runs other operators again (laws.py: experiments), and

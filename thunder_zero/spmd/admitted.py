@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from thunder_zero.spmd.laws import P, filled, halves
-from thunder_zero.spmd.record import RecordedLine, Ref, Shadow, StepRecord
+from thunder_zero.spmd.lines import RecordedLine, Ref, Shadow, StepRecord
 from thunder_zero.spmd.rules import MOVES
-from thunder_zero.spmd.storages import TypedStorages, cut_dim, end_of, is_contiguous
+from thunder_zero.spmd.storages import TypedStorages, cut_dim, end_of, gap_dim, is_contiguous
 from thunder_zero.spmd.told import Told
 
 
@@ -65,7 +65,7 @@ class Admitted:
         theirs, whole = (item if len(item) == len(mine) else mine for item in (theirs, whole))
         for ref, value, their_value, (full, _) in zip(line.fresh, mine, theirs, whole, strict=True):
             item, differs = self._placed.get(ref.storage), value != their_value
-            self._values[ref].is_total |= ref.storage in self._record.equalised
+            self._values[ref].is_total |= item is None and ref.storage in self._record.equalised
             if ref.storage in self._record.equalised or (item is not None and self._axis in item.placements):
                 continue
             dim = cut_dim(ref.shape, full if item is None else self._full_shapes.get(item.path, full))
@@ -73,7 +73,8 @@ class Admitted:
             if is_slice and item is not None:
                 self.cut.add(ref.storage)
             if is_slice or (item is None and (differs or ref.shape in self._batch_shapes)):
-                self._values.give(ref, halves(ref.shape, dim or 0, self._pieces.get(ref.storage, 1)))
+                along = (0 if self._batches_differ or item is not None else gap_dim(ref)) if dim is None else dim
+                self._values.give(ref, halves(ref.shape, along, self._pieces.get(ref.storage, 1)))
             elif differs and item is not None:
                 text = "its values differ between the ranks before the step: broadcast it, or seed the ranks alike"
                 self._told.say("error", text, item.path, item.path)

@@ -22,6 +22,7 @@ KINDS = {  # parts of operators' names
     **dict.fromkeys(("alltoall", "all_to_all"), "all_to_all"),
     "broadcast": "broadcast",
     "scatter": "scatter",
+    "reduce_": "reduce",
 }
 OPS = ("sum", "avg", "product", "min", "max")
 DEALT = "all_to_all deals out slices whole: of one dimension, then of another, and back"
@@ -50,7 +51,7 @@ class Collective:
             inputs = _as_list(args[0])
             outputs = inputs if operator.overloadpacket.__name__.endswith("_") else _as_list(kwargs.get("out", results))
             return [([item], [output]) for item, output in zip(inputs, outputs, strict=False)]
-        if self.kind in ("all_reduce", "broadcast"):
+        if self.kind in ("all_reduce", "reduce", "broadcast"):
             return [([item], [item]) for item in _as_list(args[0])]
         if operator.overloadpacket.__name__ == "alltoall_":
             return [(list(args[1]), list(args[0]))]
@@ -154,20 +155,22 @@ def effect(
     if axis not in collective.axes:
         return [Outcome(item) for item in _elsewhere(collective, flat, shapes)]
     whole = [filled(shape, R) for shape in shapes]
-    if kind in ("all_reduce", "reduce_scatter"):
+    if "reduce" in kind:
         fault = _fault_of_reduction(collective, size, types, counts)
         factor = float(size) if fault and types == "R" else 1.0
         if not fault and "P" in types and collective.op == "avg":
             factor = 1 / size
-        results = whole if kind == "all_reduce" else [halves(shapes[0])]
+        results = [halves(shapes[0])] if kind == "reduce_scatter" else whole
+        if kind == "reduce" and not fault:
+            return [Outcome(filled(shapes[0], V), "reduce gives the sum to one rank only", "note", factor)]
         return [Outcome(item, fault, factor=factor) for item in results]
-    if kind == "all_gather":
-        fault = "all_gather of shares of a sum: reduce them first" if "P" in types else ""
+    if kind in ("all_gather", "broadcast"):
+        fault = f"{kind} of shares of a sum: reduce them first" if "P" in types else ""
         return [Outcome(item, fault) for item in whole]
-    if kind == "broadcast":
-        return [Outcome(item) for item in whole]
     if kind == "all_to_all" and types in ("P", "V"):
         return [Outcome(filled(shape, P if types == "P" else V)) for shape in shapes]
+    if kind == "all_to_all" and types == "R":  # a sum of what is dealt counts it on each rank
+        return [Outcome(halves(shape), factor=float(size)) for shape in shapes]
     if kind == "all_to_all" and types == "S":
         return [Outcome(filled(shape, F), DEALT, "assumed") for shape in shapes]  # cut along another dimension
     if kind == "all_to_all":
@@ -178,7 +181,7 @@ def effect(
 def _fault_of_reduction(collective: Collective, size: int, types: str, counts: bool) -> str:
     """Return what is wrong with a reduction of values with these types, or an empty string."""
     if collective.op not in ("sum", "avg"):
-        return ""
+        return f"{collective} of shares of a sum: sum them" if types == "P" else ""
     if "V" in types:
         return f"{collective} {NO_SHARE}"
     if "N" in types:

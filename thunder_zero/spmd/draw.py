@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map_only
 
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.spmd.collectives import Collective
+from thunder_zero.spmd.lines import SILENT, Parameter, RecordedLine, Ref, StepRecord
 from thunder_zero.spmd.picture import DrawnLine, StepPicture
-from thunder_zero.spmd.record import SILENT, Parameter, RecordedLine, Ref, StepRecord
 
 ATTENTION: dict[str, tuple[Callable[..., int], int]] = {  # FLOPs from the shapes of so many inputs; torch has no entry
     "_scaled_dot_product_flash_attention_for_cpu": (flop_counter.sdpa_flop_count, 3),

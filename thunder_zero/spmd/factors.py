@@ -10,7 +10,7 @@ from math import isclose, prod
 from torch import Tensor
 
 from thunder_zero.spmd.laws import Outcome, P, has, letters
-from thunder_zero.spmd.record import RecordedLine, Ref, StepRecord
+from thunder_zero.spmd.lines import RecordedLine, Ref, StepRecord
 from thunder_zero.spmd.rules import FACTORS
 from thunder_zero.spmd.storages import TypedStorages
 
@@ -30,7 +30,7 @@ class Factors:
         """Return the factor of what a line writes. ``counts``: whether a division changes what a gradient must be."""
         if line.name == "ones_like" and not ref.shape and self.values[line.inputs[0]].is_mean:
             return float(self.size)  # backward begins: the gradients of means are summed, and divided by the ranks
-        if line.name in FACTORS and line.name.endswith("_") and self.values[ref].factor != 1:
+        if line.name in FACTORS and line.name.endswith("_") and self.values.largest_factor([ref]) != 1:
             inputs = [ref]  # a wrong gradient makes the norm wrong, which is no fault of its own
         factor = self.values.largest_factor(inputs) * outcome.factor
         return factor * self._own_part(line) if inputs and (counts or has(outcome.codes, P)) else factor

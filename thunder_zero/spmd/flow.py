@@ -18,17 +18,20 @@ import torch
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.spmd.admitted import Admitted
 from thunder_zero.spmd.collectives import effect
-from thunder_zero.spmd.ending import Ending
 from thunder_zero.spmd.factors import Factors
 from thunder_zero.spmd.laws import Outcome, P, R, V, filled, halves, has, letters
+from thunder_zero.spmd.lines import SILENT, RecordedLine, Ref, Shadow, StepRecord
 from thunder_zero.spmd.parts import Parts
-from thunder_zero.spmd.record import SILENT, RecordedLine, Ref, Shadow, StepRecord
+from thunder_zero.spmd.reaching import READS
 from thunder_zero.spmd.regions import Region, Trial, are_typed, joined, starts_region
-from thunder_zero.spmd.rules import FACTORS, MOVES, SELECTIONS, Rules, averages, is_constant, runner, shapes_of
+from thunder_zero.spmd.rules import FACTORS, MOVES, SELECTIONS, SUMS, Rules, averages, is_constant, runner, shapes_of
 from thunder_zero.spmd.rules import Memo as Memo
 from thunder_zero.spmd.storages import TypedStorages
-from thunder_zero.spmd.told import Told
+from thunder_zero.spmd.told import Ending, Told
 from thunder_zero.spmd.verdict import Fault as Fault
+
+TRADES = ("recv_", "recv_any_source_")
+UNTYPED_TRADE = "what send and recv bring is not typed", "unknown"
 
 
 @dataclass(frozen=True)
@@ -90,56 +93,54 @@ class Walk:
         self._ending = Ending(record, axis, self._values, self._told)
         self._summed: set[int] = set()  # storages whose values were moved into a sum
         self._line, self._began_backward = 0, False
+        self._has_equal_number = False  # whether the number that Python read last is equal on all ranks
 
     def run(self) -> AxisTypes:
         """Type all lines and check the gradients."""
-        gradients: dict[str, tuple[str, float]] = {}
-        reductions: dict[str, tuple[str, ...]] = {}
-        types = []
-        due = self._record.gradients_by_line
+        types, due, ending = [], self._record.gradients_by_line, self._ending
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for index, line in enumerate((*self._record.lines, None)):
                 self._line = self._told.line = index
                 for grad in due.get(index, ()):
                     is_mean, is_summed = self._factors.loss_is_mean(), grad.ref.storage in self._summed
-                    gradients[grad.path] = self._ending.gradient(grad, is_mean=is_mean, is_summed=is_summed)
-                    reductions[grad.path] = self._values[grad.ref].reductions
+                    ending.gradient(grad, is_mean=is_mean, is_summed=is_summed)
                 if line is not None:
                     types.append(self._type(line))
         if not self._batches_differ:
-            self._ending.loss()
-        self._ending.parameters(self._admitted.cut)
-        told = self._told
-        return AxisTypes(tuple(types), told.faults, gradients, told.assumed, self._admitted.differ, reductions)
-
-    @property
-    def _mine(self) -> Shadow:
-        return self._record.shadows[self._line]
-
-    @property
-    def _theirs(self) -> Shadow:
-        """The line as the neighbour ran it."""
-        return self._neighbour.get(self._line, self._mine)
+            ending.loss()
+        ending.parameters(self._admitted.cut)
+        faults, assumed, differ = tuple(ending.faults(self._neighbour)), self._told.assumed, self._admitted.differ
+        return AxisTypes(tuple(types), faults, ending.gradients, assumed, differ, ending.reductions)
 
     @property
     def _numbers(self) -> tuple[Any, ...] | None:
         """The numbers of the line on the neighbour, if they differ for another reason than its sizes."""
-        differs = self._theirs.scalars != self._mine.scalars
-        is_sized = self._line < len(self._record.lines) and self._reads_sized(self._record.lines[self._line])
+        mine, theirs = self._mine.scalars, self._theirs.scalars
+        unlike = [x for x, y in zip(mine, theirs, strict=False) if x != y]
+        follows = self._has_equal_number and all(isinstance(item, float) for item in unlike)
+        differs = theirs != mine and not follows
+        is_sized = self._reads_sized(self._record.lines[self._line])
         return self._theirs.scalars if differs and not is_sized else None
 
     # lines
 
     def _type(self, line: RecordedLine) -> tuple[str, ...]:
         """Type what a line writes, and return the types as text."""
+        self._mine = self._record.shadows[self._line]
+        self._theirs = self._neighbour.get(self._line, self._mine)  # the line as the neighbour ran it
         self._began_backward |= line.backward
+        if line.name in READS:
+            self._has_equal_number = not self._parts.codes(line.inputs[0]).any()
         targets = (*line.written, *line.results)
         if (line.name in SELECTIONS or self._reads_sized(line)) and shapes_of(self._mine) != shapes_of(self._theirs):
             self._sized_by_data |= {ref.storage for ref in targets}
         self._parts.over = self._parts.of_rank(line, self._theirs, self._sized_by_data)
         self._admitted.read(line, self._line)
+        self._admitted.differ |= line.name.startswith("rand") and self._theirs.drawn != self._mine.drawn
         if line.collective is not None:
             self._collective(line)
+        elif line.name in TRADES:
+            self._write(line, (), line.inputs, [Outcome(filled(ref.shape, V), *UNTYPED_TRADE) for ref in line.inputs])
         elif line.is_view:
             self._parts.view(line, self._mine, self._theirs, is_sized=self._reads_sized(line))
             self._join(line)
@@ -196,8 +197,7 @@ class Walk:
             zero = all(not self._record.values[ref].any() for ref in inputs if ref in self._record.values)
             learned = (ref for ref in inputs if ref.dtype.is_floating_point and self._values[ref].is_learned)
             counts = zero or next(learned, None) is None
-            shapes = [ref.shape for ref in outputs]
-            outcomes = effect(item, self._axis, self._size, codes, shapes, counts=counts)
+            outcomes = effect(item, self._axis, self._size, codes, [ref.shape for ref in outputs], counts=counts)
             if self._axis in item.axes:
                 outcomes = self._parts.made(item.kind, codes, outcomes)
             is_extreme = item.op in ("max", "min")  # equal on all ranks, whatever it reads
@@ -228,27 +228,26 @@ class Walk:
         factor_of = partial(self._factors.of, line, inputs, counts=counts)
         factors = [factor_of(ref, outcome) for ref, outcome in zip(targets, outcomes, strict=True)]
         reductions = _reductions(line, [item.reductions for item in sources], targets)
-        is_mean = line.collective is None and any(item.is_mean for item in sources)
-        is_total = (line.collective is not None and "reduce" in line.collective.kind) or any(
-            item.is_total for item in sources
-        )
+        kind = "" if line.collective is None else line.collective.kind
+        is_mean = not kind and any(item.is_mean for item in sources)
+        is_total = "reduce" in kind or any(item.is_total for item in sources)
         moves = line.name in MOVES or line.name in FACTORS
         parts = frozenset().union(*({ref.storage} | item.parts for ref, item in zip(inputs, sources, strict=True)))
         has_shares = any(has(item.codes, P) for item in outcomes)
-        deals = line.collective is not None and line.collective.kind == "all_to_all" and has_shares
-        is_dealt = deals or (line.name in MOVES and any(item.is_dealt for item in sources))
+        is_dealt = (kind == "all_to_all" and has_shares) or (
+            line.name in MOVES and any(item.is_dealt for item in sources)
+        )
         is_learned = line.backward or any(item.is_learned for item in sources)
-        is_divided = line.name in MOVES and any(item.is_divided for item in sources[:1])
-        is_divided = is_divided or self._factors.divides(line)
+        is_moved = line.name in MOVES and any(item.is_divided for item in sources[:1])
+        is_divided = is_moved or self._factors.divides(line)
         for ref, outcome, factor in zip(targets, outcomes, factors, strict=True):
             value = self._values[ref]
             self._values.give(ref, self._admitted.known(line, ref, outcome.codes))
-            value.set_factor(factor)
+            self._values.set_factor(ref, factor)
             is_share = has(outcome.codes, P) and not self._began_backward and (self._batches_differ or not ref.shape)
             averages_here = averages(line) and has(outcome.codes, P)
             value.is_mean = is_mean or averages_here or (is_share and self._factors.divides_by_own_count(line))
-            value.is_total, value.parts = is_total, parts if moves else frozenset()
-            value.is_dealt = is_dealt
+            value.is_total, value.is_dealt, value.parts = is_total, is_dealt, parts if moves else frozenset()
             value.is_divided, value.reductions, value.is_learned = is_divided, reductions, is_learned
             told = self._told.hear(outcome, line, note) if cause is None else None
             value.cause = cause or told or (note if has(outcome.codes, V) else None)
@@ -266,12 +265,13 @@ def _of_own_batch(
     if line.backward:
         return again()
     text = f"{line.name} of a mean over each rank's own batch: it is not that of the whole batch"
+    text = "" if line.name in SUMS else text
     return [replace(item, codes=filled(item.codes.shape, P), text=text, kind="warning") for item in outcomes]
 
 
 def _reductions(line: RecordedLine, before: Sequence[tuple[str, ...]], targets: Sequence[Ref]) -> tuple[str, ...]:
     """Return the reductions of what a line writes: a gradient keeps those that made it until it is used."""
-    item, keeps = line.collective, line.name in MOVES or line.name in FACTORS or line.name in ("add", "add_")
+    item, keeps = line.collective, line.name in MOVES | FACTORS | SUMS
     result = tuple(dict.fromkeys(text for texts in before for text in texts)) if item is not None or keeps else ()
     if item is not None and item.op in ("sum", "avg"):
         return (*result, f"{item} in {name_of(targets[0].dtype)}")

@@ -135,6 +135,7 @@ class Experiment:
         run: runs the operator.
         values, codes: its recorded inputs, and their codes.
         ranked: whether the operator itself differs between the ranks.
+        counts: whether it sums over its own elements, each of which adds something, even a zero.
         seed: of the drawn values.
     """
 
@@ -147,9 +148,11 @@ class Experiment:
         codes: Sequence[Tensor],
         *,
         ranked: bool = False,
+        counts: bool = False,
         seed: int = 0,
     ) -> None:
         self._name, self._ranks, self._run, self._ranked = name, ranks, run, ranked
+        self._counts = counts or name in COUNTS
         self._dice = torch.Generator().manual_seed(1234 + seed)
         self._codes = [_exchangeable(item) for item in codes]
         self._letters = {LETTERS[code] for item in self._codes for code in item.unique().tolist()}
@@ -257,7 +260,7 @@ class Experiment:
             )
             fault = (
                 f"{name}: {added}: once summed it is counted {ranks} times"
-                if runs.adds_own_value and name not in COUNTS
+                if runs.adds_own_value and not self._counts
                 else ""
             )
             return Outcome(filled(shape, P), fault)
@@ -285,11 +288,11 @@ def as_slices(inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _exchangeable(codes: Tensor) -> Tensor:
-    """Give a slice as many elements A as B."""
-    uneven = int((codes == A).sum()) != int((codes == B).sum())
-    if uneven and codes.numel() > 1 and set(codes.unique().tolist()) <= {A, B, F}:
-        return halves(codes.shape)
-    return codes
+    """Give a slice as many elements A as B: rows, as a shard of a parameter has, where a reduction cut elements."""
+    is_uneven = int((codes == A).sum()) != int((codes == B).sum())
+    by_elements = is_uneven or bool((codes == halves(codes.shape)).all())
+    is_slice = codes.numel() > 1 and set(codes.unique().tolist()) <= {A, B, F}
+    return halves(codes.shape, 0) if by_elements and is_slice else codes
 
 
 def _without_shares(value: Tensor, codes: Tensor) -> Tensor:
@@ -314,6 +317,7 @@ def candidates(inputs: Sequence[Tensor], shape: Sequence[int]) -> list[Tensor]:
     sliced = [codes for codes in inputs if is_sliced(codes)]
     result = [codes.expand(tuple(shape)) for codes in sliced if _expands(codes.shape, shape)]
     result += [laid for codes in sliced for laid in _along_one_dim(codes, shape)]
+    result += [halves(shape, dim) for dim, size in enumerate(shape) if size > 1]
     return [codes for codes in result if 0 < int((codes == A).sum()) == int((codes == B).sum())]
 
 
@@ -327,8 +331,9 @@ def _along_one_dim(codes: Tensor, shape: Sequence[int]) -> list[Tensor]:
     result = []
     for dim, size in enumerate(codes.shape):
         lines = codes.movedim(dim, 0).reshape(size, -1)
-        if bool((lines == lines[:, :1]).all()):
+        labels = lines.amax(1)
+        if bool(((lines == labels[:, None]) | (lines == R)).all()):
             for target in (index for index, wanted in enumerate(shape) if wanted == size):
                 view = [size if index == target else 1 for index in range(len(shape))]
-                result.append(lines[:, 0].reshape(view).expand(tuple(shape)))
+                result.append(labels.reshape(view).expand(tuple(shape)))
     return result

@@ -26,11 +26,11 @@ from thunder_zero.plan.amounts import WIDTH, size, summed_up
 from thunder_zero.plan.mesh import DATA, REPLICATE, SHARD, TENSOR, Mesh
 from thunder_zero.schedule.ops import Compute, Reduce, Return, Wait, ends
 from thunder_zero.spmd.collectives import NO_SHARE
-from thunder_zero.spmd.ending import MEANINGS
 from thunder_zero.spmd.flow import AxisTypes, Fault, Memo, Walk
+from thunder_zero.spmd.lines import RANDOM, Parameter, RecordedLine, Ref, StepRecord, shadow_of
 from thunder_zero.spmd.processes import NotChecked
-from thunder_zero.spmd.record import RANDOM, Parameter, Ref, StepRecord, shadow_of
 from thunder_zero.spmd.run_trace import TraceRun
+from thunder_zero.spmd.told import MEANINGS
 from thunder_zero.spmd.verdict import TIMES_TRUE
 from thunder_zero.traces.compiled import Traces
 
@@ -152,16 +152,12 @@ class _Reading:
         """Yield the faults between ranks of tensor parallelism, with the lines that read the parameters."""
         ends = (op for op in self._traces.lifted.ops if isinstance(op, Return) and not op.backward)
         returned = {name for op in ends for name in op.returned}
-        known = {item.ref: "S" if TENSOR in item.placements else "R" for item in self._run.placed.values()}
-        for index, (line, names, letters) in enumerate(
-            zip(self._run.tape.lines, self._run.names, types.lines, strict=True)
-        ):
+        for index, (line, read, letters) in enumerate(self._typed_lines(types)):
+            names = self._run.names[index]
             if any(name in returned and letter == "P" for name, letter in zip(names, letters, strict=True)):
                 yield Fault(TENSOR, "error", "forward returns a share of a sum that is never summed", line.where, index)
-            is_sliced = any(known.get(ref) == "S" for ref in line.inputs)
-            if line.name in RANDOM and is_sliced and "V" in letters and index not in self._run.of_slices:
+            if line.name in RANDOM and "S" in read and "V" in letters and index not in self._run.of_slices:
                 yield Fault(TENSOR, "error", f"{line.name} draws equal masks for different slices", line.where, index)
-            known.update(zip((*line.written, *line.results), letters, strict=True))
         for fault in types.faults:
             text = fault.text.replace(f"; sum it over {TENSOR}", "").replace(f" over {TENSOR}", "")
             where = fault.where or next((self._reader_of(path) for path in fault.parameters), "")
@@ -169,12 +165,16 @@ class _Reading:
 
     def odd_heads(self, types: AxisTypes) -> str:
         """Return a line that cuts the last dimension of a slice into an odd number of parts; "" if there is none."""
+        views = ((line, read[0]) for line, read, _ in self._typed_lines(types) if line.is_view)
+        odd = (line for line, read in views if read == "S" and _cuts_oddly(line.inputs[0], line.results[0]))
+        return next((f"{line.name} ({line.where})" for line in odd), "")
+
+    def _typed_lines(self, types: AxisTypes) -> Iterator[tuple[RecordedLine, list[str | None], tuple[str, ...]]]:
+        """Yield lines with the types of what they read and write."""
         known = {item.ref: "S" if TENSOR in item.placements else "R" for item in self._run.placed.values()}
         for line, letters in zip(self._run.tape.lines, types.lines, strict=True):
-            if line.is_view and known.get(line.inputs[0]) == "S" and _cuts_oddly(line.inputs[0], line.results[0]):
-                return f"{line.name} ({line.where})"
+            yield line, [known.get(ref) for ref in line.inputs], letters
             known.update(zip((*line.written, *line.results), letters, strict=True))
-        return ""
 
     def _reader_of(self, path: str) -> str:
         """Return the user's line that reads a parameter first."""

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from thunder_zero.spmd.laws import Outcome, halves, is_sliced
-from thunder_zero.spmd.record import RecordedLine, Ref, Shadow
-from thunder_zero.spmd.storages import TypedStorages, cut_dim
+from thunder_zero.spmd.lines import RecordedLine, Ref, Shadow
+from thunder_zero.spmd.storages import TypedStorages, cut_dim, gap_dim
 
 
 @dataclass
@@ -31,9 +31,7 @@ class Parts:
         for ref, offset in zip(line.inputs, theirs.offsets, strict=False):
             is_sized = ref.storage in sized_by_data
             if offset != ref.offset and ref.nbytes and not self.codes(ref).any() and not is_sized:
-                steps = [*ref.stride, 0]
-                gaps = (dim for dim in range(1, len(ref.shape)) if steps[dim - 1] > ref.shape[dim] * steps[dim])
-                result[ref] = self._cuts[torch.Size(ref.shape)] = halves(ref.shape, next(gaps, 0))
+                result[ref] = self._cuts[torch.Size(ref.shape)] = halves(ref.shape, gap_dim(ref))
         return result
 
     def view(self, line: RecordedLine, mine: Shadow, theirs: Shadow, *, is_sized: bool) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from thunder_zero.spmd.laws import COUNTS, Outcome, P, Rerun, V, Values, has
-from thunder_zero.spmd.record import RecordedLine, Ref
+from thunder_zero.spmd.lines import RecordedLine, Ref
 
 MOST = 128  # lines of a region
 

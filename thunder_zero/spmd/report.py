@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.spmd.flow import AxisTypes
-from thunder_zero.spmd.record import StepRecord
+from thunder_zero.spmd.lines import StepRecord
 from thunder_zero.spmd.verdict import Fault, Gradient, Sent, Verdict
 
 ORDER = ("error", "unknown", "warning")
@@ -63,8 +63,6 @@ def _optimizer(record: StepRecord) -> Iterator[Fault]:
 
 
 def _missing(record: StepRecord) -> Iterator[Fault]:
-    if record.trades:
-        yield Fault("every axis", "unknown", "what send and recv bring is not typed", record.trades)
     if not record.gradients:
         text = "no parameter of the model has a gradient at the optimizer's step, or at the end of the step"
         yield Fault("every axis", "error" if record.stepped else "unknown", text, line=len(record.lines))

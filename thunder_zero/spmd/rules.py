@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from thunder_zero.compat.torch.recording import in_float64
 from thunder_zero.spmd.laws import Experiment, N, Outcome, P, R, Rerun, V, X, as_slices, filled, halves, has, letters
-from thunder_zero.spmd.record import RANDOM, RecordedLine, Ref, Shadow, argument_of
+from thunder_zero.spmd.lines import RANDOM, RecordedLine, Ref, Shadow
 from thunder_zero.spmd.regions import Region, are_typed, as_one
 from thunder_zero.spmd.storages import TypedStorages
+from thunder_zero.spmd.tape import argument_of
 
 
 def _words(text: str) -> frozenset[str]:
@@ -35,7 +36,7 @@ SCATTERS = _words(
     "embedding_dense_backward scatter scatter_add index_put_ index_put scatter_ scatter_add_ gather_backward"
 )
 PARTS_OF_BACKWARD = _words("slice_backward select_backward")
-MEANS = _words("mean nll_loss_forward nll_loss2d_forward mse_loss binary_cross_entropy")
+SUMS = _words("add add_ sub sub_ rsub")
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 FACTORS = _words(f"mul mul_ div div_ _foreach_mul_ _foreach_div_ _foreach_mul _foreach_div {UNSCALE}")
 
@@ -52,7 +53,12 @@ def is_constant(name: str) -> bool:
 
 def averages(line: RecordedLine) -> bool:
     """Return whether a line is a mean, such as that of a loss."""
-    return line.name in MEANS and argument_of(line.operator, line.args, line.kwargs, "reduction") in (1, None)
+    return line.name == "mean" or (_reduction(line) == 1 and not line.backward)
+
+
+def _reduction(line: RecordedLine) -> Any:
+    """Return how a loss sums over its elements: 0 for not, 1 for a mean and 2 for a sum; None for other operators."""
+    return argument_of(line.operator, line.args, line.kwargs, "reduction")
 
 
 class Rules:
@@ -190,8 +196,8 @@ class Rules:
         """Run the line on two imagined ranks."""
         outcomes = self._shown(line, codes, targets, numbers)
         if not isinstance(outcomes, str) and any(item.is_error for item in outcomes):
-            divided = [self._types[ref].is_divided for ref in line.inputs]
-            shares = [  # a bias divided by the number of ranks is a share of the bias
+            divided = [self._is_share(line, ref) for ref in line.inputs]
+            shares = [
                 filled(item.shape, P) if is_divided and not item.any() else item
                 for item, is_divided in zip(codes, divided, strict=True)
             ]
@@ -200,6 +206,16 @@ class Rules:
         if isinstance(outcomes, str):
             return _unknown(f"{line.name} could not run again: {outcomes}", targets)
         return outcomes
+
+    def _is_share(self, line: RecordedLine, ref: Ref) -> bool:
+        """Return whether an equal value is a share, too: a bias divided by the ranks, or a penalty's gradient.
+
+        Gradients of means are summed and divided by the ranks, also where all ranks have the same.
+        """
+        value = self._types[ref]
+        factor = self._types.largest_factor([ref])
+        is_mean = line.backward and self._batches_differ and not value.is_total and factor == self._size
+        return value.is_divided or is_mean
 
     def _shown(
         self, line: RecordedLine, codes: list[Tensor], targets: Targets, numbers: tuple[Any, ...] | None
@@ -210,8 +226,9 @@ class Rules:
         if key not in self._memo:
             try:
                 run, shapes = runner(line, numbers), [ref.shape for ref in targets]
+                facts = {"ranked": numbers is not None, "counts": _reduction(line) is not None}
                 for chosen in as_slices(codes):
-                    trial = Experiment(line.name, self._size, run, values, chosen, ranked=numbers is not None)
+                    trial = Experiment(line.name, self._size, run, values, chosen, **facts)
                     outcomes = trial.outcomes(shapes)
                     if not any(has(item.codes, V) for item in outcomes):
                         break

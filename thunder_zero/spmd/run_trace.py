@@ -16,8 +16,9 @@ from thunder_zero.compat.slice_generators import GENERATOR_OF_SLICE
 from thunder_zero.plan.mesh import ALL, DATA, TENSOR, Axis
 from thunder_zero.plan.params import Plan
 from thunder_zero.spmd.collectives import Collective, collective_kind, fill
+from thunder_zero.spmd.lines import Parameter, Ref
 from thunder_zero.spmd.processes import NotChecked
-from thunder_zero.spmd.record import Parameter, Ref, Tape, changed_by
+from thunder_zero.spmd.tape import Tape, changed_by, tensors_of
 from thunder_zero.traces.compiled import Traces
 from thunder_zero.traces.operators import is_collective, operator_of
 from thunder_zero.traces.symbols import Facts
@@ -136,13 +137,13 @@ class TraceRun:
             return
         is_changing = operator._schema.is_mutable
         if is_changing:
-            self._keep_values((args, kwargs))
+            _keep_values(self.values, self.tape, (args, kwargs))
         try:
             before = tree_map_only(Tensor, self.tape.ref, (args, kwargs))
             result = operator(*args, **kwargs)
         except Exception as error:
             raise NotChecked(f"{operator} does not run on the CPU: {str(error)[:100]}") from error
-        results = [item for item in tree_leaves(result) if isinstance(item, Tensor)]
+        results = tensors_of(result)
         named = [name for name, item in zip(names, tree_leaves(result), strict=True) if isinstance(item, Tensor)]
         shift = self._shifts.get(id(line))
         if shift is not None:
@@ -173,7 +174,7 @@ class TraceRun:
         """
         if collective is not None:
             fill(collective, collective.pairs(operator, args, dict(kwargs), results))
-        tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+        tensors = tensors_of((args, kwargs))
         arguments = tree_map_only(Tensor, self.tape.ref, (tuple(args), dict(kwargs))) if before is None else before
         inputs = (item for item in tree_leaves(arguments) if isinstance(item, Ref))
         for ref, tensor in zip(inputs, tensors, strict=True):
@@ -185,14 +186,6 @@ class TraceRun:
         self.names.append(tuple(by_id.get(id(item)) for item in (*changed, *new)))
         facts = {"where": where_of(line), "backward": self._is_backward, "collective": collective}
         self.tape.write(operator, arguments, tensors, changed, new, **facts)
-
-    def _keep_values(self, tree: Any) -> None:
-        """Copy the values that were recorded, before a line changes them."""
-        storages = {self.tape.ref(item).storage for item in tree_leaves(tree) if isinstance(item, Tensor)}
-        for ref in [ref for ref in self.values if ref.storage in storages]:
-            self.values[ref] = self.values[ref].clone()
-        for item in (item for item in tree_leaves(tree) if isinstance(item, Tensor)):
-            self.values[self.tape.ref(item)] = item.clone()
 
     def _note_own_part(self, line: BoundSymbol, parts: Sequence[Tensor]) -> None:
         """Note that of the parts of a value, one for each rank, only this rank's is read."""
@@ -237,6 +230,14 @@ class TraceRun:
         tensor = self.tensors[grad.name]
         collective = Collective(kind, "sum", mesh.size(axes), tuple(axes))
         self._record(launch, operator, (tensor,), {}, [result], [output.name], collective=collective)
+
+
+def _keep_values(values: dict[Ref, Tensor], tape: Tape, tree: Any) -> None:
+    """Copy the values that were recorded, before a line changes them."""
+    tensors = tensors_of(tree)
+    storages = {tape.ref(item).storage for item in tensors}
+    values.update((ref, item.clone()) for ref, item in [*values.items()] if ref.storage in storages)
+    values.update((tape.ref(item), item.clone()) for item in tensors)
 
 
 def _drawn(proxy: TensorProxy, rows: int | None, axis: Axis, dice: torch.Generator) -> Tensor:

@@ -6,7 +6,7 @@ In: refs of a record's lines. Out: codes as tensors of the shapes of the refs, w
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isclose, log
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.spmd.laws import R, filled
-from thunder_zero.spmd.record import Ref
+from thunder_zero.spmd.lines import Ref
 from thunder_zero.spmd.regions import Region
 from thunder_zero.spmd.verdict import Fault
 
@@ -26,7 +26,7 @@ class TypedStorage:
     Attributes:
         width: bytes of an element.
         codes: of the elements, as many as were needed so far.
-        factor: by which the values differ from the true ones.
+        factors: by which values differ from the true ones, by the range of bytes written.
         is_mean: whether they follow from a mean over this rank's part.
         is_divided: whether they were divided by the number of ranks.
         is_learned: whether they follow from parameters.
@@ -40,7 +40,7 @@ class TypedStorage:
 
     width: int = 0
     codes: Tensor = field(default_factory=lambda: filled([1], R))
-    factor: float = 1.0
+    factors: dict[tuple[int, int], float] = field(default_factory=dict)
     is_mean: bool = False
     is_divided: bool = False
     is_learned: bool = False
@@ -62,9 +62,6 @@ class TypedStorage:
         if len(self.codes) < need:
             self.codes = torch.cat([self.codes, filled([need - len(self.codes)], R)])
         return self.codes.as_strided(ref.shape, ref.stride, ref.offset)
-
-    def set_factor(self, factor: float) -> None:
-        self.factor = 1.0 if isclose(factor, 1.0, rel_tol=1e-9) else factor
 
     @property
     def is_spoiled(self) -> bool:
@@ -104,9 +101,25 @@ class TypedStorages:
         self._moved[view.place] = TypedStorage()
         self.give(view, codes)
 
+    def set_factor(self, ref: Ref, factor: float) -> None:
+        """Set the factor of a tensor. What is known of other parts of its storage stays."""
+        start, end = place = _place(ref)
+        others = self[ref].factors.items()
+        rest = {(first, last): item for (first, last), item in others if first < start or last > end}
+        self[ref].factors = {**rest, place: 1.0 if isclose(factor, 1.0, rel_tol=1e-9) else factor}
+
     def largest_factor(self, refs: Iterable[Ref]) -> float:
         """Return the factor that differs most from 1."""
-        return max((self[ref].factor for ref in refs), key=lambda factor: abs(log(factor)), default=1.0)
+        return max((item for ref in refs for item in self._factors(ref)), key=lambda item: abs(log(item)), default=1.0)
+
+    def _factors(self, ref: Ref) -> Iterator[float]:
+        """Yield the factors that a tensor's elements were written with: the last ones."""
+        start, end = _place(ref)
+        for (first, last), factor in reversed(self[ref].factors.items()):
+            if first < end and start < last:
+                yield factor
+            if first <= start and end <= last:
+                return
 
 
 def end_of(ref: Ref) -> int:
@@ -114,8 +127,18 @@ def end_of(ref: Ref) -> int:
     return ref.offset + sum((size - 1) * step for size, step in zip(ref.shape, ref.stride, strict=True)) + 1
 
 
+def _place(ref: Ref) -> tuple[int, int]:
+    return ref.offset * ref.dtype.itemsize, end_of(ref) * ref.dtype.itemsize
+
+
 def is_contiguous(ref: Ref) -> bool:
     return end_of(ref) - ref.offset == torch.Size(ref.shape).numel() and list(ref.stride) == sorted(ref.stride)[::-1]
+
+
+def gap_dim(ref: Ref) -> int:
+    """Return the dimension along which a tensor is a part of a larger one, as its strides have gaps; 0 if none have."""
+    steps = ref.stride
+    return next((dim for dim in range(1, len(steps)) if steps[dim - 1] > ref.shape[dim] * steps[dim]), 0)
 
 
 def cut_dim(shape: Sequence[int], full: Sequence[int]) -> int | None:

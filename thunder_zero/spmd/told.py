@@ -1,13 +1,29 @@
-"""The faults of a step on one axis, each told once, and what is assumed."""
+"""The faults of a step on one axis, each told once: of its lines, and of what it ends with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import isclose
 
-from thunder_zero.spmd.laws import Outcome
-from thunder_zero.spmd.record import RecordedLine
-from thunder_zero.spmd.verdict import Fault
+from thunder_zero.spmd.laws import Outcome, letters
+from thunder_zero.spmd.lines import Parameter, RecordedLine, Shadow, StepRecord
+from thunder_zero.spmd.reaching import gathers_without_gradient, lines_that_matter
+from thunder_zero.spmd.storages import TypedStorages
+from thunder_zero.spmd.verdict import TIMES_TRUE, Fault
+
+MEANINGS = {
+    "R": "equal on all ranks",
+    "S": "a slice",
+    "P": "a share of a sum that is never summed",
+    "N": "a share of a norm",
+    "V": "different on each rank",
+    "X": "random on each rank",
+}
+NO_GRADIENT = (
+    "all_gather has no backward, so that other ranks' losses give this rank's values no gradient; use "
+    "torch.distributed.nn.functional.all_gather"
+)
 
 
 class Told:
@@ -52,3 +68,68 @@ class Told:
         for cause in causes:
             if cause is not None and cause.kind == "unknown":
                 self.say("unknown", cause.text, cause.where)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Compares the gradients, the loss and the parameters of a step on one axis with what they must be."""
+
+    record: StepRecord
+    axis: str
+    values: TypedStorages
+    told: Told
+    gradients: dict[str, tuple[str, float]] = field(default_factory=dict)  # types and factors, keyed by path
+    reductions: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def gradient(self, grad: Parameter, *, is_mean: bool, is_summed: bool) -> None:
+        """Compare the type of a gradient with that of its parameter.
+
+        ``is_mean``: the loss is a mean. ``is_summed``: a copy of the gradient is summed, which makes the new parameter.
+        """
+        parameter = next(item for item in self.record.parameters if item.path == grad.path)
+        is_slice = isinstance(parameter.placements.get(self.axis), int)
+        wanted = "S" if is_slice or "S" in letters(self.values.codes(parameter.ref)) else "R"
+        wanted = "P" if grad.placements.get(self.axis) == "partial" else wanted
+        got, value = letters(self.values.codes(grad.ref)), self.values[grad.ref]
+        is_kept = got == "P" and is_summed and grad.path not in self.record.stepped
+        factor = 1.0 if is_kept else self.values.largest_factor([grad.ref])
+        self.gradients[grad.path], self.reductions[grad.path] = (got, factor), value.reductions
+        self.told.unknown([value.cause])
+        if is_kept or value.is_spoiled:
+            return
+        if got != wanted and not (wanted == "S" and set(got.split("+")) <= {"S", "R"}):
+            note = f": {value.cause.text} ({value.cause.where})" if value.cause is not None else ""
+            advice = f"; sum it over {self.axis}" if got == "P" else ""
+            text = f"gradient is {MEANINGS[got[0]]}, must be {MEANINGS[wanted]}{note}{advice}"
+            self.told.say("error", text, path=grad.path)
+        elif not isclose(factor, 1.0, rel_tol=1e-4):
+            loss = f"(the loss is a {'mean' if is_mean else 'sum'})"
+            self.told.say("error", f"gradient is {factor:.4g} {TIMES_TRUE} {loss}", path=grad.path)
+
+    def parameters(self, cut: Container[int]) -> None:
+        """Say which parameters an update by hand leaves different. ``cut``: storages that the user cut."""
+        for item in self.record.parameters:
+            types, value = letters(self.values.codes(item.ref)), self.values[item.ref]
+            is_cut = isinstance(item.placements.get(self.axis), int) or item.ref.storage in cut
+            is_updated = item.ref.writes and item.path not in self.record.stepped
+            if is_updated and types != "R" and not is_cut and not value.is_spoiled:
+                self.told.say("error", f"after the step its values are {MEANINGS[types[0]]}", path=item.path)
+
+    def loss(self) -> None:
+        loss = self.record.loss
+        if loss is not None and (types := letters(self.values.codes(loss))) != "R":
+            self.told.say("warning", f"the loss is {MEANINGS[types[0]]}: the ranks report different numbers")
+
+    def faults(self, neighbour: Mapping[int, Shadow]) -> Iterator[Fault]:
+        """Yield what is wrong. Of values that reach no gradient, such as metrics, it is a warning."""
+        matter = lines_that_matter(self.record, neighbour)
+        for index, gather in gathers_without_gradient(self.record):
+            if index in matter and gather.collective is not None and self.axis in gather.collective.axes:
+                self.told.line = index
+                self.told.say("error", NO_GRADIENT, gather.where)
+        for fault in self.told.faults:
+            at_end = fault.line == len(self.record.lines) or not self.record.gradients
+            if at_end or fault.line in matter or fault.parameters:
+                yield fault
+            elif fault.kind == "error":
+                yield replace(fault, kind="warning")

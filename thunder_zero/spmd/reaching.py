@@ -1,0 +1,57 @@
+"""Which lines of a record reach a gradient, and which gathers leave gradients out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from thunder_zero.spmd.lines import RecordedLine, Shadow, StepRecord
+
+GATHERS = ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_")  # DTensor, which has others, is right
+READS = ("_local_scalar_dense", "item")  # give Python a number
+
+
+def lines_that_matter(record: StepRecord, neighbour: Mapping[int, Shadow]) -> set[int]:
+    """Return the lines from which gradients or parameters follow. Others make metrics, such as an accuracy.
+
+    The number that Python read last matters to a line that has other fractions on the neighbour.
+    """
+    needed, due = {item.ref.storage for item in record.parameters}, record.gradients_by_line
+    result: set[int] = set()
+    takes_number = False
+    for index, line in reversed([*enumerate(record.lines)]):
+        needed |= {item.ref.storage for item in due.get(index + 1, ())}
+        is_read = takes_number and line.name in READS
+        if is_read or any(ref.storage in needed for ref in (*line.written, *line.results)):
+            result.add(index)
+            needed |= {ref.storage for ref in line.inputs}
+            mine = record.shadows[index]
+            takes_number = not is_read and (takes_number or _fractions(mine) != _fractions(neighbour.get(index, mine)))
+    return result
+
+
+def _fractions(line: Shadow) -> list[float]:
+    return [item for item in line.scalars if isinstance(item, float)]
+
+
+def gathers_without_gradient(record: StepRecord) -> Iterator[tuple[int, RecordedLine]]:
+    """Yield gathers of values with a gradient whose results have none, each with the index of a line that reads it.
+
+    Inside of an autograd function results have none yet: the first line outside decides.
+    """
+    tracked: set[int] = set()  # storages with gradients
+    gathered: dict[int, RecordedLine] = {}  # by storage
+    for index, line in enumerate(record.lines):
+        if line.backward:
+            continue
+        tracked |= line.tracked
+        origin = next((gathered[ref.storage] for ref in line.inputs if ref.storage in gathered), None)
+        if line.name in GATHERS:
+            has_gradient = any(ref.storage in tracked for inputs, _ in line.pairs for ref in inputs)
+            outputs = {ref.storage for _, group in line.pairs for ref in group if has_gradient}
+            gathered.update(dict.fromkeys(outputs, line))
+        elif origin is not None and line.differentiates:
+            if line.tracked.isdisjoint(gathered):
+                yield index, origin
+            gathered = {storage: item for storage, item in gathered.items() if item is not origin}
+        elif origin is not None:
+            gathered.update((ref.storage, origin) for ref in line.results)
