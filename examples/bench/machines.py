@@ -36,7 +36,7 @@ from thunder_zero.tools.plan.places import plan_places
 MODELS = {"gpt": SIZES["gpt"], "narrow": replace(SIZES["gpt"], blocks=12, width=256, sequences=4)}
 NETWORKS = ("100mbit", "500mbit", "1gbit")
 WAYS = {"DDP": (0, None), "ZeRO-2": (2, None), "ZeRO-3": (3, None), "ZeRO-2, int8": (2, tz.Int8())}
-STEPS = 3  # of each way; the median counts
+STEPS = 5  # of each way; the median counts
 
 
 class WithLoss(nn.Module):

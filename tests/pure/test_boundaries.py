@@ -104,7 +104,7 @@ ROOMS = (  # each room reads only rooms above its row; rooms below the line are 
     Room("tools/printing/",   NOT,    NOT,     NOT,     rooms("plan schedule")),
     Room("tools/table/rows.py",NOT,   NOT,     NOT,     rooms("plan schedule tools/printing")),
     Room("tools/table/lines.py",NOT,  NOT,     IMPORT,  rooms("plan traces tools/table/rows")),
-    Room("tools/devices/",    IMPORT, IMPORT,  NOT,     rooms("plan schedule comm tools/printing")),
+    Room("tools/devices/",    IMPORT, IMPORT,  NOT,     rooms("encodings plan schedule comm tools/printing")),
     Room("tools/dry_run.py",  IMPORT, IMPORT,  IMPORT,  rooms("plan schedule compat comm traces sharded spmd capture "
                                                               "tools/devices")),
     Room("tools/measure.py",  NOT,    NOT,     IMPORT,  rooms("plan schedule comm sharded traces capture")),

@@ -285,8 +285,16 @@ def test_a_launch_has_the_traffic_of_both_ends(
     # Encoding reads and writes before the launch, decoding after the wait.
     launch = kind(("given",), "handle", ("w",))
     plan = Plan(Policy(3), Mesh.of(2), (make_param("w", (8,), "", Policy(3), **fields),))
-    (cost,) = step_time(Timeline((launch,), {"given": Value(32, "float32")}, plan), SECOND).costs
+    timeline = Timeline((launch,), {"given": Value(32, "float32")}, plan)
+    (cost,) = step_time(timeline, SECOND).costs
     assert (cost.launch_seconds, cost.finish_seconds, cost.traffic_bytes) == (before, after, before + after)
+    slopes = {"pointwise": 1, "matmul float32": 1, "encode": 2, "decode": 3}
+    measured = replace(
+        SECOND, devices_per_node=1, curves={name: ((0, 0), (1, slope)) for name, slope in slopes.items()}
+    )
+    (cost,) = step_time(timeline, measured).costs
+    in_int8 = any(isinstance(value, Int8) for value in fields.values())
+    assert (cost.launch_seconds, cost.finish_seconds) == ((2 * before, 3 * after) if in_int8 else (before, after))
 
 
 def test_a_copy_on_several_nodes_shares_its_wire_with_other_copies() -> None:

@@ -209,7 +209,7 @@ class Timeline:
         inputs and outputs of a fused region.
         """
         if isinstance(op, Launch):
-            return sum(self.coded(op))
+            return sum(map(sum, self.coded(op)))
         if not isinstance(op, Compute) or op.between_slices or op.work in (Work.NONE, Work.VIEW):
             return 0
         bytes_of, written_bytes = self.nbytes, sum(self.nbytes(name) for name in op.updates or op.writes)
@@ -219,11 +219,10 @@ class Timeline:
             read_bytes = [min(nbytes, written_bytes) for nbytes in read_bytes]
         return written_bytes + sum(read_bytes)
 
-    def coded(self, op: Launch) -> tuple[int, ...]:
-        """Return the bytes that a launch reads and writes to encode its messages, and to decode messages."""
+    def coded(self, op: Launch) -> list[tuple[int, int]]:
+        """Return the bytes that a launch reads and writes to encode, and to decode, for each parameter."""
         plan, params, is_gather = self.plan, self.params_of(op), isinstance(op, Gather)
-        work = (gather_work(plan, param) if is_gather else reduce_work(plan, param, op.over) for param in params)
-        return tuple(map(sum, zip(*work, strict=True)))
+        return [gather_work(plan, param) if is_gather else reduce_work(plan, param, op.over) for param in params]
 
     def travels_as(self, op: Launch, param: Param) -> Encoding:
         """Return the encoding in which a launch sends a parameter, or its gradient."""

@@ -363,12 +363,14 @@ def _mean(parts: Sequence[Tensor]) -> Tensor:
 
 def _average_parts(parts: GradientParts, param: Param, axis: Axis, piece: int) -> Tensor:
     """Add the parts of all ranks in rank order, and divide the sum by the number of ranks."""
-    total, arrived = torch.zeros_like(parts.own, dtype=torch.float32), iter(parts.others.unbind())
+    total, arrived = torch.empty_like(parts.own, dtype=torch.float32), iter(parts.others.unbind())
     for rank in range(axis.size):
-        if rank == axis.place:
+        if rank != axis.place:
+            reduce_format_of(param).decode(next(arrived), total, add=rank > 0, piece=piece)
+        elif rank:
             total.add_(parts.own)
         else:
-            reduce_format_of(param).decode(next(arrived), total, add=True, piece=piece)
+            total.copy_(parts.own)
     return total.div_(axis.size)
 
 

@@ -39,6 +39,7 @@ from thunder_zero.comm.group import has_groups, process_group
 from thunder_zero.comm.handle import Waitable
 from thunder_zero.comm.lost_ranks import speaks_gloo
 from thunder_zero.comm.small_collectives import all_gather_object, barrier, broadcast_object_from_rank_0
+from thunder_zero.encodings.int8 import Int8
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.tools.devices.device import Device, Link, Points, is_number, rising, save_device, seconds_at
 from thunder_zero.tools.printing.progress import show_status
@@ -271,6 +272,10 @@ def _traffic(elements: int) -> Iterator[Measure]:
     yield "reduction", 2 * nbytes, lambda: F.layer_norm(next(matrices), (columns,)), 1
     yield "index", 2 * nbytes, lambda: F.embedding(indices, table), 1
     yield "random", nbytes, lambda: torch.rand(elements), 1
+    wire, out = Int8(), torch.empty(elements)
+    payload = wire.encode(out.zero_())
+    yield "encode", nbytes + payload.nbytes, lambda: wire.encode(next(tensor_pairs)[0], key="calibrate"), 1
+    yield "decode", nbytes + payload.nbytes, lambda: wire.decode(payload, out), 1
 
 
 def seconds_of(run: Call, times: int) -> float:

@@ -81,10 +81,11 @@ class Device:
 
     A machine that :func:`thunder_zero.tools.calibrate` measured has ``curves``. Then FLOP/s, memory and link have the
     best rates, and ``devices_per_node`` is the number of measured ranks. The seconds of products over FLOPs are keyed
-    by ``"matmul float32"``, of other work over bytes of memory traffic by ``"pointwise"``, and of collectives over the
-    bytes that the busiest rank sends by ``"gather"``, ``"scatter"`` or ``"all_reduce"`` with ``"launch"`` and
-    ``"finish"`` (the launch and the wait on the compute lane), ``"wire"``, ``"taken"`` (compute's loss while it is in
-    flight), and ``"tensor"`` (the launch of each further tensor of a bucket).
+    by ``"matmul float32"``, of other work over bytes of memory traffic by ``"pointwise"``, of int8 on the wire by
+    ``"encode"`` and ``"decode"``, and of collectives over the bytes that the busiest rank sends by ``"gather"``,
+    ``"scatter"`` or ``"all_reduce"`` with ``"launch"`` and ``"finish"`` (the launch and the wait on the compute lane),
+    ``"wire"``, ``"taken"`` (compute's loss while it is in flight), and ``"tensor"`` (the launch of each further tensor
+    of a bucket).
     """
 
     name: str  # the name in messages and tables

@@ -284,15 +284,25 @@ def _cost(op: Op, timeline: Timeline, device: Device) -> Cost:
     if isinstance(op, Compute) and isinstance(op.work, Exchange):
         return _cost_of_ring(op, timeline, device)
     if isinstance(op, Launch):
-        cost, coding = _cost_of_ring(op, timeline, device), timeline.coded(op)
-        encode, decode = (device.seconds(0, "", nbytes, Work.POINTWISE) if nbytes else 0.0 for nbytes in coding)
+        cost = _cost_of_ring(op, timeline, device)
+        encode, decode = _coding_seconds(op, timeline, device)
         launch, finish = cost.launch_seconds + encode, cost.finish_seconds + decode
-        return replace(cost, traffic_bytes=sum(coding), launch_seconds=launch, finish_seconds=finish)
+        return replace(cost, traffic_bytes=timeline.moved(op), launch_seconds=launch, finish_seconds=finish)
     if not isinstance(op, Compute) or op.work in (Work.NONE, Work.AWAIT):
         return Cost()
     nbytes = timeline.moved(op)
     seconds = device.seconds(op.flops, compute_dtype(op, timeline), nbytes, str(op.work))
     return Cost(flops=op.flops, traffic_bytes=nbytes, seconds=seconds)
+
+
+def _coding_seconds(op: Launch, timeline: Timeline, device: Device) -> tuple[float, float]:
+    """Return the seconds in which a launch encodes its messages, and decodes messages."""
+    encode = decode = 0.0
+    for param, (encoded, decoded) in zip(timeline.params_of(op), timeline.coded(op), strict=True):
+        in_blocks = timeline.travels_as(op, param).block  # otherwise it is a cast
+        encode += device.seconds(0, "", encoded, "encode" if in_blocks else Work.POINTWISE) if encoded else 0.0
+        decode += device.seconds(0, "", decoded, "decode" if in_blocks else Work.POINTWISE) if decoded else 0.0
+    return encode, decode
 
 
 def in_node(mesh: Mesh, device: Device) -> bool:
