@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import thunder_zero as tz
 from tests.harness.examples import program_of
@@ -48,3 +49,7 @@ def test_a_users_named_model_is_planned_and_sliced_by_its_styles() -> None:
     assert plan.rows[0].loss_seconds > 0
     with pytest.raises(ValueError, match="nothing says how to slice tower; give tp_plan="):
         tz.tools.plan_training(named, world_size=8, tp=2)
+    with pytest.raises(ValueError, match="tower comes with a loss"):
+        tz.tools.plan_training(named, world_size=8, loss=torch.sum)
+    with pytest.raises(ValueError, match="tower comes with inputs"):
+        tz.tools.plan_training(named, torch.zeros(1), world_size=8)

@@ -239,6 +239,7 @@ def test_a_ring_is_as_fast_as_its_slowest_link_and_takes_its_latency_at_each_ste
 
 def test_an_error_names_what_a_device_lacks() -> None:
     rows: tuple[tuple[Callable[[], object], str], ...] = (
+        (lambda: TPU_V2.peak("float32"), "TPU v2 has FLOP/s for bfloat16, but the step computes in 'float32'"),
         (lambda: TPU_V2.ring(512), "TPU v2 has no link to other nodes, but 512 ranks"),
         (lambda: replace(A100, memory_bytes=0), "memory_bytes is 0; give a number above 0"),
         (lambda: replace(A100, flops_per_second={"float32": -1}), "flops_per_second of 'float32' is -1"),

@@ -29,7 +29,7 @@ from thunder_zero.plan.policy import is_count
 from thunder_zero.tools.printing.words import ByName, count
 
 Points = tuple[tuple[float, float], ...]  # a curve: (size, seconds) pairs, of ascending sizes that take no less time
-NOTHING: Points = ((0.0, 0.0),)
+NOTHING: Points = ((0.0, 0.0),)  # in place of a curve that was not measured
 
 
 @dataclass(frozen=True, slots=True)

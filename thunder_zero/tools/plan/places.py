@@ -169,7 +169,8 @@ def plan_places(
         more, ranks = [int(match[1])], int(match[2])
     elif not more or not all(is_count(number) and number for number in numbers):
         raise ValueError(f"machines is {tuple(machines)!r}; give two numbers of machines or more, such as 1 2")
-    bits, link = bits_of("between", between), link_of(between, device)
+    bits = bits_of("between", between)
+    link = link_of(bits, device)
     device = on_link(device, link, ranks)
     memory = device.memory_bytes if memory_bytes is None else bytes_of("memory_bytes", memory_bytes)
     subject = subject_of(model, loss=loss, length=sequence_length, micro_batch=micro_batch)

@@ -234,9 +234,7 @@ def evaluate_row(
 ) -> PlanRow:
     """Return the row of a stage on a mesh with a recompute level, whether it fits or not."""
     step, traced = programs.evaluate(programs.policy(stage, recompute), mesh)
-    communicators = (1 if mesh.replicas == 1 else 3) + (mesh.slices > 1)
-    overhead = CONTEXT + communicators * COMMUNICATOR + SEGMENTS + step.storages * BLOCK
-    overhead = PROCESS if programs.device.is_measured else overhead  # of a CPU
+    overhead = overhead_bytes(programs.device, mesh, step.storages)
     peak = max(step.peak, step.optimizer_step)
     show(f"simulates a step of {STAGES[stage].name} on {mesh}")
     estimate = step.estimate
@@ -263,6 +261,14 @@ def evaluate_row(
         mfu=estimate.model_seconds / seconds,
         traced_blocks=traced,
     )
+
+
+def overhead_bytes(device: Device, mesh: MeshShape, storages: int) -> int:
+    """Return the bytes of a rank's memory that belong to no tensor. The allocator rounds ``storages`` up to blocks."""
+    if device.is_measured:  # a CPU
+        return PROCESS
+    communicators = (1 if mesh.replicas == 1 else 3) + (mesh.slices > 1)
+    return CONTEXT + communicators * COMMUNICATOR + SEGMENTS + storages * BLOCK
 
 
 OWN_SLICES = """styles = tz.tools.MODELS["{}"].tp_plan

@@ -88,18 +88,24 @@ def page_of(
     measured: Times | None = None,
     beside: Traces | None = None,
     *,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer | None = None,
     title: str = "",
     types: bool = False,
-    **step: Any,
+    between: Link | str | None = None,
 ) -> Data:
-    """Return the page as JSON data. The arguments are those of :func:`report`; ``step`` is for ``step_table``."""
+    """Return the page as JSON data. The arguments are those of :func:`report`."""
     device = device_of(device)
     traces = as_traces(model_or_traces)
     if beside is not None and not isinstance(beside, Traces):
         raise TypeError(f"beside is of type {type(beside).__name__}; give what trace or traces_of returns")
     if measured is not None and not isinstance(measured, Times):
         raise TypeError(f"measured is of type {type(measured).__name__}; give what measure_times returns")
-    first, *others = (step_table(each, device=device, **step) for each in (traces, beside) if each is not None)
+    first, *others = (
+        step_table(each, device=device, loss=loss, optimizer=optimizer, between=between)
+        for each in (traces, beside)
+        if each is not None
+    )
     shown = {STAGES[traces.plan.policy.stage].name: first}
     if measured is not None:
         assert first.time is not None
