@@ -73,37 +73,23 @@ def rate_of(bits: float | None) -> str:
     return "" if bits is None else f"{count(bits)}bit/s" if bits else "any"
 
 
-def _fits(fits: bool) -> str:
-    return "yes" if fits else "no"
+SITES = "way", "ranks", "steps/s", "tokens/s", "link/step", "hidden", "needs", "fits"  # means over steps
+MACHINES = "machines", "way", "recompute", "needs", "fits", "sent", "step", "tokens/s", "pays from"
 
 
-class SitesRows(PrintedRows):
-    """Ways to train at several sites. Figures are means over steps."""
+class PlacesRows(PrintedRows):
+    """Ways to train at one place and at several. "pays from" is in bits a second: 0 for any rate, None for none."""
 
     forms: ClassVar[dict[str, Callable[[Any], str]]] = {
-        "way": str,
-        "ranks": str,
+        **dict.fromkeys(("machines", "way", "recompute", "ranks"), str),
         "steps/s": "{:.3g}".format,
+        "step": duration,
         "tokens/s": "{:,.0f}".format,
+        "sent": size,
         "link/step": lambda nbytes: size(round(nbytes)),
         "hidden": lambda every: f"H = {every}" if every else "",
         "needs": size,
-        "fits": _fits,
-    }
-
-
-class MachinesRows(PrintedRows):
-    """Ways to train on one machine and on several. "pays from" is in bits a second: 0 for any rate, None for none."""
-
-    forms: ClassVar[dict[str, Callable[[Any], str]]] = {
-        "machines": str,
-        "way": str,
-        "recompute": str,
-        "needs": size,
-        "fits": _fits,
-        "sent": size,
-        "step": duration,
-        "tokens/s": "{:,.0f}".format,
+        "fits": lambda fits: "yes" if fits else "no",
         "pays from": rate_of,
     }
 
@@ -172,7 +158,8 @@ def plan_places(
     bits = bits_of("between", between)
     link = link_of(bits, device)
     device = on_link(device, link, ranks)
-    memory = device.memory_bytes if memory_bytes is None else bytes_of("memory_bytes", memory_bytes)
+    if memory_bytes is not None:
+        device = replace(device, memory_bytes=bytes_of("memory_bytes", memory_bytes))
     subject = subject_of(model, loss=loss, length=sequence_length, micro_batch=micro_batch)
     if max(sizes) > 1 and subject.tp_plan is None:
         raise ValueError(f"tp is {sizes!r}, and nothing says how to slice {model}; leave tp out")
@@ -181,12 +168,12 @@ def plan_places(
     steps = sum(map(len, known)) + len(more) * any(stages)  # the row in int8 is one step
     with show_steps("thunder-zero plan", steps) as show:
         programs = programs_of(dict.fromkeys(sizes, subject), asked, device, more[-1] * ranks, show, slicing)
-        best = best_or_least(compare(programs, stages, fewest * ranks, memory, show))
+        best = best_or_least(compare(programs, stages, fewest * ranks))
         if sites is not None:
-            ways = _ways(programs, sorted(stages), more[0] * ranks, memory, show, lambda row: row.stage > 0)
-            return PlacesPlan(SitesRows(_rows_of_sites(programs[1], best, ways, more[0], link, memory)), OF_SITES)
-        compared, rows = zip(*_rows_of_machines(programs, best, more, stages, bits, memory, show), strict=True)
-    rate = rate_of(bits)
+            ways = _ways(programs, sorted(stages), more[0] * ranks, lambda row: row.stage > 0)
+            return PlacesPlan(PlacesRows(_rows_of_sites(programs[1], best, ways, more[0], link)), OF_SITES)
+        compared, rows = zip(*_rows_of_machines(programs, best, more, stages, bits), strict=True)
+    rate, memory = rate_of(bits), device.memory_bytes
     heading = (
         f"{subject.name} on {device.name} of {size(memory)}, {ranks} in a machine, {rate} "
         f"between machines; {subject.tokens:,} tokens of a rank a step"
@@ -196,19 +183,19 @@ def plan_places(
     if not any(row.fits for row in compared):
         answer = f"{reason_of(compared, None, memory, subject.batch)}."
     sentences = *OF_MACHINES, *[BOUND] * (not device.is_measured), *sentences
-    return PlacesPlan(MachinesRows(rows), sentences, heading, answer)
+    return PlacesPlan(PlacesRows(rows), sentences, heading, answer)
 
 
 def _rows_of_sites(
-    programs: SubjectPrograms, best: PlanRow, ways: Sequence[Way], sites: int, link: Link, memory_bytes: int
+    programs: SubjectPrograms, best: PlanRow, ways: Sequence[Way], sites: int, link: Link
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of one site alone, the best, of the ways of all sites in one job, and of the outer step."""
     subject, device, ranks = programs.subject, programs.device, best.mesh.ranks
 
     def described(name: str, row: PlanRow, sent: float = 0.0, hidden: int | None = None) -> dict[str, Any]:
-        speed, fits = (1 / row.seconds, row.mesh.ranks * subject.tokens / row.seconds), row.needed_bytes <= memory_bytes
-        figures = name, row.mesh.ranks, *speed, sent, hidden, row.needed_bytes, fits
-        return dict(zip(SitesRows.forms, figures, strict=True))
+        speed = 1 / row.seconds, row.mesh.ranks * subject.tokens / row.seconds
+        needs = row.needed_bytes, row.needed_bytes <= device.memory_bytes
+        return dict(zip(SITES, (name, row.mesh.ranks, *speed, sent, hidden, *needs), strict=True))
 
     yield described(f"one site, {STAGES[best.stage].name}", best)
     for name, _, row in ways:
@@ -227,13 +214,7 @@ def _rows_of_sites(
 
 
 def _rows_of_machines(
-    programs: Mapping[int, SubjectPrograms],
-    alone: PlanRow,
-    more: Sequence[int],
-    stages: Sequence[int],
-    bits: float,
-    memory_bytes: int,
-    show: Callable[..., None],
+    programs: Mapping[int, SubjectPrograms], alone: PlanRow, more: Sequence[int], stages: Sequence[int], bits: float
 ) -> Iterator[tuple[PlanRow, dict[str, Any]]]:
     """Yield the row of the fewest machines, and those of each larger number, with what is printed."""
     ranks = programs[alone.mesh.slices].device.devices_per_node
@@ -241,14 +222,13 @@ def _rows_of_machines(
     def described(name: str, row: PlanRow, pays_from: float | None) -> tuple[PlanRow, dict[str, Any]]:
         figures = row.needed_bytes, row.fits, row.busiest_bytes, row.seconds, _tokens_per_second(row), pays_from
         cells = row.mesh.ranks // ranks, name, row.recompute, *figures
-        return row, dict(zip(MachinesRows.forms, cells, strict=True))
+        return row, dict(zip(MACHINES, cells, strict=True))
 
     yield described(alone.name, alone, None)
     for number in more:
-        ways = _ways(programs, stages, number * ranks, memory_bytes, show, lambda row: (row.stage, row.mesh.slices))
-        for name, evaluated, row in ways:
-            show(f"looks for the link from which {name} pays")
-            yield described(name, row, _pays_from(evaluated, row, alone, bits, memory_bytes))
+        for name, evaluated, row in _ways(programs, stages, number * ranks, lambda row: (row.stage, row.mesh.slices)):
+            evaluated.tell(f"looks for the link from which {name} pays")
+            yield described(name, row, _pays_from(evaluated, row, alone, bits))
 
 
 def on_link(device: Device, link: Link, ranks: int) -> Device:
@@ -264,15 +244,10 @@ def on_link(device: Device, link: Link, ranks: int) -> Device:
 
 
 def _ways(
-    programs: Mapping[int, SubjectPrograms],
-    stages: Sequence[int],
-    ranks: int,
-    memory_bytes: int,
-    show: Callable[..., None],
-    kind: Callable[[PlanRow], object],
+    programs: Mapping[int, SubjectPrograms], stages: Sequence[int], ranks: int, kind: Callable[[PlanRow], object]
 ) -> list[Way]:
     """Return the best row of each kind, and the best sharded one in int8."""
-    rows, groups = compare(programs, stages, ranks, memory_bytes, show), defaultdict[object, list[PlanRow]](list)
+    rows, groups = compare(programs, stages, ranks), defaultdict[object, list[PlanRow]](list)
     for row in rows:
         groups[kind(row)].append(row)
     ways = [(row.name, programs[row.mesh.slices], row) for row in map(best_or_least, groups.values())]
@@ -280,14 +255,14 @@ def _ways(
         best = best_or_least(sharded)
         exact = programs[best.mesh.slices]
         bytewise = replace(exact, asked=replace(exact.asked, gather_format=Int8(), reduce_format=Int8()))
-        asked = {best.mesh.slices: bytewise}, (best.stage,), ranks, memory_bytes
-        best = best_or_least(compare(*asked, lambda now="", **_: show(now)))
-        show(ended=1)
+        counted = replace(bytewise, tell=lambda now="", **_: exact.tell(now))  # its rows are one step of the bar
+        best = best_or_least(compare({best.mesh.slices: counted}, (best.stage,), ranks))
+        exact.tell(ended=1)
         ways.append((f"{best.name}, int8", bytewise, best))
     return ways
 
 
-def _pays_from(programs: SubjectPrograms, row: PlanRow, alone: PlanRow, bits: float, memory_bytes: int) -> float | None:
+def _pays_from(programs: SubjectPrograms, row: PlanRow, alone: PlanRow, bits: float) -> float | None:
     """Return the least rate of the link at which a row has the tokens/s of the fewest machines: 0 for any."""
     if not row.fits:
         return None
@@ -295,15 +270,11 @@ def _pays_from(programs: SubjectPrograms, row: PlanRow, alone: PlanRow, bits: fl
         return 0.0
     needed, (least, most), device = _tokens_per_second(alone), RATES, programs.device
 
-    def quiet(now: str = "", ended: int = 0) -> None:
-        pass
-
     def pays(bits: float) -> bool:
         """Return whether the row has as many tokens/s on a link of another rate."""
         linked = on_link(device, link_of(bits, device), device.devices_per_node)
-        again = replace(programs, device=linked, tell=quiet)
-        other = evaluate_row(again, row.stage, row.mesh, row.recompute, memory_bytes, quiet)
-        return _tokens_per_second(other) >= needed
+        again = replace(programs, device=linked, tell=lambda *_, **__: None)
+        return _tokens_per_second(evaluate_row(again, row.stage, row.mesh, row.recompute)) >= needed
 
     if _tokens_per_second(row) >= needed:
         most = bits

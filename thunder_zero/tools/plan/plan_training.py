@@ -104,7 +104,8 @@ def plan_training(
     described = device_of(device)
     if devices_per_node is not None:
         described = replace(described, devices_per_node=devices_per_node)
-    memory = described.memory_bytes if memory_bytes is None else bytes_of("memory_bytes", memory_bytes)
+    if memory_bytes is not None:
+        described = replace(described, memory_bytes=bytes_of("memory_bytes", memory_bytes))
     sizes = known_slices(tp)
     count = sum(len(meshes(stage, world_size, described.devices_per_node, size)) for stage in stages for size in sizes)
     batches = _batches(micro_batch, global_batch, world_size, sizes)
@@ -121,7 +122,7 @@ def plan_training(
     asked = replace(asked, frozen_format=frozen_format)
     with show_steps("tz.tools.plan_training", count) as show:
         programs = programs_of(subjects, asked, described, world_size, show, slicing or {})
-        rows = compare(programs, stages, world_size, memory, show)
+        rows = compare(programs, stages, world_size)
     chosen = best_of(rows)
     returns_loss = programs[sizes[0]].returns_loss()
     return TrainingPlan(
@@ -131,12 +132,12 @@ def plan_training(
         world_size=world_size,
         device=described.name,
         devices_per_node=described.devices_per_node,
-        memory_bytes=memory,
+        memory_bytes=described.memory_bytes,
         tokens=subject.tokens,
         global_tokens=None if global_batch is None else subject.tokens * (world_size // sizes[0]),
         rows=rows,
         chosen=chosen,
-        reason=reason_of(rows, chosen, memory, subject.batch),
+        reason=reason_of(rows, chosen, described.memory_bytes, subject.batch),
         code="" if chosen is None else _code(chosen, programs[chosen.mesh.slices], _slicing_code(model, tp_plan)),
         assumed=(*assumed(subject, asked, described, returns_loss=returns_loss), *[OF_SLICES] * (max(sizes) > 1)),
         is_bound=not described.is_measured,
@@ -201,13 +202,7 @@ def _batches(micro_batch: int, global_batch: int | None, world_size: int, sizes:
     return {size: global_batch * size // world_size for size in sizes}
 
 
-def compare(
-    programs: Mapping[int, SubjectPrograms],
-    stages: Sequence[int],
-    world_size: int,
-    memory_bytes: int,
-    show: Callable[..., None],
-) -> tuple[PlanRow, ...]:
+def compare(programs: Mapping[int, SubjectPrograms], stages: Sequence[int], world_size: int) -> tuple[PlanRow, ...]:
     """Return a row for each mesh of each stage, with the first recompute level that fits, or the last level.
 
     ``programs`` are keyed by the number of tensor-parallel ranks.
@@ -220,30 +215,28 @@ def compare(
             # From most shards to fewest: a level that does not fit on a mesh does not fit on one of fewer shards. One
             # that does not fit on all ranks in a stage does not fit in a lower stage.
             for mesh in reversed(meshes(stage, world_size, compared.device.devices_per_node, size)):
-                tried = (evaluate_row(compared, stage, mesh, level, memory_bytes, show) for level in possible)
+                tried = (evaluate_row(compared, stage, mesh, level) for level in possible)
                 rows.append(next(row for row in tried if row.fits or row.recompute == possible[-1]))
                 possible = possible[possible.index(rows[-1].recompute) :]
-                show(ended=1)
+                compared.tell(ended=1)
             levels = levels[levels.index(rows[0].recompute) :]
             by_stage[stage, size] = rows[::-1]
     return tuple(row for stage in stages for size in programs for row in by_stage[stage, size])
 
 
-def evaluate_row(
-    programs: SubjectPrograms, stage: int, mesh: MeshShape, recompute: str, memory_bytes: int, show: Callable[..., None]
-) -> PlanRow:
+def evaluate_row(programs: SubjectPrograms, stage: int, mesh: MeshShape, recompute: str) -> PlanRow:
     """Return the row of a stage on a mesh with a recompute level, whether it fits or not."""
     step, traced = programs.evaluate(programs.policy(stage, recompute), mesh)
     overhead = overhead_bytes(programs.device, mesh, step.storages)
     peak = max(step.peak, step.optimizer_step)
-    show(f"simulates a step of {STAGES[stage].name} on {mesh}")
+    programs.tell(f"simulates a step of {STAGES[stage].name} on {mesh}")
     estimate = step.estimate
     seconds = estimate.seconds + step.loss_seconds + step.optimizer_seconds
     return PlanRow(
         stage=stage,
         mesh=mesh,
         recompute=recompute,
-        fits=peak + overhead <= memory_bytes,
+        fits=peak + overhead <= programs.device.memory_bytes,
         needed_bytes=peak + overhead,
         peak_bytes=peak,
         at_rest_bytes=step.at_rest,

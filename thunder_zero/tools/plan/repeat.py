@@ -192,21 +192,17 @@ def _with_costs(traced: Estimate, fold: Fold, lines: Sequence[Line], order: Sequ
     """Return the estimate of a longer step. Lines between those of collectives are one operation."""
     ops: list[Op] = []
     costs: list[Cost] = []
-    between: list[Cost] = []
     ops_of_lines = ((index, line.op) for index, line in enumerate(fold.lines) if line.op is not None)
     starts = {
         index: starts_collective(op) for index, op in ops_of_lines if starts_collective(op) or ends_collective(op)
     }
     last: dict[int, int] = {}  # the position in the longer step of the latest run of each line
-    for position, index in enumerate([*order, None]):
-        if index is not None and index not in starts:
-            between.append(lines[index].cost)
-            continue
-        if between:
+    for is_collective, group in groupby(enumerate(order), key=lambda pair: pair[1] in starts):
+        if not is_collective:
             ops.append(Compute((), ()))
-            costs.append(_sum(between))
-            between.clear()
-        if index is not None:
+            costs.append(_sum([lines[index].cost for _, index in group]))
+            continue
+        for position, index in group:
             line, is_repeated = lines[index], index in last
             last[index] = position
             # the launch may be in an earlier block, or in the run before

@@ -185,8 +185,8 @@ class SubjectPrograms:
     subject: Subject  # the module to plan for
     asked: Policy  # a policy with the user's precision and formats
     shards: int  # number of ranks of a replica in schedules. They do not depend on this number.
-    device: Device  # the device of the estimates
-    tell: Callable[[str], None]  # a function that shows the current work
+    device: Device  # the device of the estimates, with the memory of a rank
+    tell: Callable[..., None]  # a function that shows the current work, and counts rows that have ``ended``
     slices: int = 1  # number of tensor-parallel ranks
     how: Slicing = field(default_factory=dict)  # the tensor-parallel plan
     captured: dict[int, ProgramSource] = field(default_factory=dict)  # captured modules, keyed by number of blocks

@@ -43,14 +43,14 @@ def aligned(rows: Iterable[Sequence[str]], left: Container[int] = (0,), apart: i
 
 
 class PrintedRows(tuple[Mapping[str, Any], ...]):
-    """Rows keyed by column, that print as a table, with or without heads."""
+    """Rows keyed by column, that print as a table of their columns, with or without heads."""
 
     forms: ClassVar[Mapping[str, Callable[[Any], str]]]  # a function from a value to text for each column
     has_heads: ClassVar[bool] = True
 
     def __repr__(self) -> str:
-        rows = [list(self.forms)] * self.has_heads
-        rows += [[form(row[column]) for column, form in self.forms.items()] for row in self]
+        rows = [list(row) for row in self[: self.has_heads]]
+        rows += [[self.forms[column](value) for column, value in row.items()] for row in self]
         return aligned(rows, left=range(len(self.forms)))
 
 
