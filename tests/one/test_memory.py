@@ -146,6 +146,7 @@ def test_the_figures_agree_with_each_other(stage: int) -> None:
     assert lacks(memory) == ["the loss outside of the model", "the optimizer's state and step"]
     reserved = tz.tools.memory(traces_of(stage), reserve=1000)
     assert (reserved.peak, reserved.at_rest) == (memory.peak + 1000, memory.at_rest + 1000)
+    assert tz.tools.step_table(traces_of(stage), reserve=1000).memory == reserved
     # Timelines and plans count all bytes but those of inputs, buffers and numbers of steps.
     timeline, plan = traces_of(stage).timeline, traces_of(stage).plan
     assert memory.peak == memory.at_rest + max(bytes_alive(timeline, lifetimes(timeline))) + ACTIVATION  # the input

@@ -114,9 +114,7 @@ def trace(
         RuntimeError: dynamo captures forward as several graphs, or the module is under ``torch.compile`` or DDP, or a
             value is wrong between ranks of tensor parallelism, such as a gradient that nothing sums.
     """
-    if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
-        name = type(module).__name__
-        raise TypeError(f"trace takes a plain torch module, got {name}; pass the module before thunder.jit")
+    require_plain("trace", module)
     require_unwrapped(module)
     _refuse_unknown_arguments(module, kwargs)
     planned, slices, partial = planned_mesh(module, world_size, rank, replicas, mesh, dp_mesh_dims)
@@ -127,6 +125,13 @@ def trace(
     if outer is not None:
         outer.paths_of(traces.plan)  # refuses more fragments than units
     return replace(traces, outer=outer)
+
+
+def require_plain(name: str, module: object) -> None:
+    """Raise TypeError unless the argument of the function ``name`` is a module of torch alone."""
+    if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
+        kind = type(module).__name__
+        raise TypeError(f"{name} takes a plain torch module, got {kind}; pass the module before thunder.jit")
 
 
 def planned_mesh(

@@ -21,8 +21,7 @@ def module_and_inputs(place: str) -> tuple[nn.Module, tuple[Any, ...], dict[str,
     """Call the function in ``FILE.py:function``. Return the module and its positional and keyword inputs."""
     from torch import nn
 
-    with _imported(place) as function:
-        result = function()
+    result = call(place)
     if not isinstance(result, tuple) or len(result) < 2 or not isinstance(result[0], nn.Module):
         types = [type(part).__name__ for part in result] if isinstance(result, tuple) else type(result).__name__
         raise ValueError(

@@ -74,7 +74,7 @@ def memory(
     traces = as_traces(model_or_traces)
     traces = resized(traces, shapes) if shapes else traces
     recorder = recorder_of(traces, loss, optimizer, backend, accumulating=accumulating, reserve=reserve)
-    return memory_of(Fold(recorder, recorder.traces.timeline).run(), reserve)
+    return memory_of(recorder, reserve)
 
 
 def recorder_of(
@@ -96,10 +96,10 @@ def recorder_of(
     return Recorder(traces, backend, loss, optimizer, accumulating=accumulating)
 
 
-def memory_of(fold: Fold, reserve: int = 0) -> Memory:
-    traces = fold.recorder.traces
-    codes = AROUND if fold.recorder.of_loss else AROUND | {LOSS: "# the gradients of the outputs"}
-    phases = {*(line.phase for line in fold.lines), *([DIGESTS] if fold.recorder.digested else [])}
+def memory_of(recorder: Recorder, reserve: int = 0) -> Memory:
+    traces, fold = recorder.traces, Fold(recorder, recorder.traces.timeline).run()
+    codes = AROUND if recorder.of_loss else AROUND | {LOSS: "# the gradients of the outputs"}
+    phases = {*(line.phase for line in fold.lines), *([DIGESTS] if recorder.digested else [])}
     rows = in_order(traced_rows(traces), {phase: code for phase, code in codes.items() if phase in phases})
     indices = list(_indices(fold, rows))
     storages = tuple(_storages(fold, indices, list(_modules(rows))))
@@ -116,8 +116,8 @@ def memory_of(fold: Fold, reserve: int = 0) -> Memory:
         plan=_plan_to_compare(traces),
         at_peak=tuple(sorted(at_peak, key=lambda storage: -storage.nbytes)),
         reserve=reserve,
-        excluded=tuple(_excluded(fold.recorder)),
-        loading=loading(traces.plan, on_cpu=fold.recorder.backend != "nccl"),
+        excluded=tuple(_excluded(recorder)),
+        loading=loading(traces.plan, on_cpu=recorder.backend != "nccl"),
     )
 
 

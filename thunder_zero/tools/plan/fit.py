@@ -22,17 +22,14 @@ from thunder_zero.comm.group import has_groups, process_group
 from thunder_zero.plan.amounts import bytes_of, size
 from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.dry_run import ProgramSource, planned_mesh
+from thunder_zero.tools.dry_run import ProgramSource, planned_mesh, require_plain
 from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED, Memory
-from thunder_zero.tools.forecast.fold import Fold
 from thunder_zero.tools.forecast.for_loss import Loss
 from thunder_zero.tools.forecast.memory import memory_of, recorder_of
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.plan.search import FLOPS_PER_BYTE, Candidate, Search
 from thunder_zero.tools.printing.progress import show_status
 from thunder_zero.tools.printing.words import aligned, count
-
-from thunder.core.module import ThunderModule
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -90,7 +87,9 @@ def fit(
     Raises:
         DoesNotFit: no policy fits.
     """
-    _require(module, flops_per_byte)
+    require_plain("fit", module)
+    if not isinstance(flops_per_byte, int | float) or isinstance(flops_per_byte, bool) or not flops_per_byte > 0:
+        raise ValueError(f"flops_per_byte is {flops_per_byte!r}; give a number above 0, such as 1000.0")
     most = bytes_of("memory_bytes", memory_bytes)
     asked = policy if isinstance(policy, Policy) else Policy(policy)
     # the search chooses recompute_units
@@ -128,19 +127,10 @@ def fit(
     return replace(searched, **on_rank_0("tz.tools.fit", decide))
 
 
-def _require(module: nn.Module, flops_per_byte: float) -> None:
-    if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
-        raise TypeError(
-            f"fit takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
-        )
-    if not isinstance(flops_per_byte, int | float) or isinstance(flops_per_byte, bool) or not flops_per_byte > 0:
-        raise ValueError(f"flops_per_byte is {flops_per_byte!r}; give a number above 0, such as 1000.0")
-
-
 def _searched(search: Search, memory_bytes: int) -> Candidate:
     """Return the cheapest candidate that fits. Raise if none fits."""
     recorder = search.recorder
-    as_asked = memory_of(Fold(recorder, recorder.traces.timeline).run(), search.reserve)
+    as_asked = memory_of(recorder, search.reserve)
     if (as_asked.optimizer_step or 0) <= memory_bytes:
         if best := search.best(memory_bytes):
             return best

@@ -12,6 +12,7 @@ Lines are plain text. This module does not use Thunder.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -211,9 +212,20 @@ def row_label(row: Row, plan: Plan) -> str:
     return f"{names} as {row.form}" if row.form else names
 
 
-def sent_bytes(rows: Iterable[Row]) -> int:
-    """Return the bytes that this rank sends in rows in every step, which leaves out exchanges with other sites."""
-    return sum(row.sent or 0 for row in rows if row.over != SITE)
+def totals(rows: Iterable[Row]) -> dict[str, int]:
+    """Return the launches of rows in every step, the bytes that this rank sends in them, and what is computed again.
+
+    Exchanges with other sites are left out, since they are not in every step.
+    """
+    launches, sent, again = Counter[str](), Counter[str](), list[int]()
+    for row in rows:
+        again += row.repeats
+        if row.sent is not None and row.over != SITE:
+            launches[row.kind] += 1
+            sent[row.kind] += row.sent
+    counts = {"gathers": launches["gather"], "reduces": launches["reduce"], "slices": launches[TENSOR]}
+    of_bytes = {"sent": sent.total(), "sent by slices": sent[TENSOR]}
+    return counts | of_bytes | {"recomputed": len(again), "its FLOP": sum(again)}
 
 
 def parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:

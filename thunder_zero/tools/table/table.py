@@ -21,14 +21,13 @@ from thunder_zero.schedule.prefetch import Bound, bounds
 from thunder_zero.spmd.of_trace import TraceTypes, types_of_trace
 from thunder_zero.tools.devices.device import Cost, Device, Lane, Link, device_of
 from thunder_zero.tools.forecast.figures import Memory
-from thunder_zero.tools.forecast.fold import Fold
 from thunder_zero.tools.forecast.for_loss import Loss
 from thunder_zero.tools.forecast.memory import memory_of, recorder_of
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.printing.words import place_of
 from thunder_zero.tools.table.lines import AROUND, in_order, traced_rows
-from thunder_zero.tools.table.rows import DIGESTS, LOSS, OPTIMIZER_STEP, Row, sent_bytes
+from thunder_zero.tools.table.rows import DIGESTS, LOSS, OPTIMIZER_STEP, Row, totals
 from thunder_zero.tools.time.estimate import Estimate, time_of
 from thunder_zero.tools.time.lanes import Span
 from thunder_zero.traces.compiled import Traces
@@ -79,7 +78,7 @@ class Table:
     @property
     def sent(self) -> int:
         """The bytes that this rank sends."""
-        return sent_bytes(self.all_rows)
+        return totals(self.all_rows)["sent"]
 
     def of(self, op: int) -> Row:
         """Return the row of an operation of ``traces.timeline``."""
@@ -123,21 +122,23 @@ def step_table(
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
     between: Link | str | None = None,
+    reserve: int = 0,
 ) -> Table:
     """Return a row for each line of a step, with its meaning, its bytes and, for a device, its times.
 
     >>> table = tz.tools.step_table(traces, device="h100")
     >>> sum(row.sent or 0 for row in table.rows(where=lambda row: row.unit == "blocks.0"))
 
-    ``loss`` and ``optimizer`` are as for :func:`thunder_zero.tools.memory` (default: the step has none). With a device,
-    a loss that reads values raises; without one, ``no_memory`` has the reason. ``between`` is the link between sites,
-    as for :func:`thunder_zero.tools.estimate`; without it, exchanges of an outer step have bytes and no times.
+    ``loss``, ``optimizer`` and ``reserve`` are as for :func:`thunder_zero.tools.memory` (default: the step has none).
+    With a device, a loss that reads values raises; without one, ``no_memory`` has the reason. ``between`` is the link
+    between sites, as for :func:`thunder_zero.tools.estimate`; without it, exchanges of an outer step have bytes and no
+    times.
     """
     traces = as_traces(model_or_traces)
-    recorder, memory, no_memory = recorder_of(traces, loss, optimizer), None, ""
+    recorder, memory, no_memory = recorder_of(traces, loss, optimizer, reserve=reserve), None, ""
     traces = recorder.traces
     try:
-        memory = memory_of(Fold(recorder, traces.timeline).run())
+        memory = memory_of(recorder, reserve)
     except NoForecast as error:
         no_memory = str(error)
     time = time_of(recorder, device_of(device), between) if device else None

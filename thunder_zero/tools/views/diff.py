@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import groupby, zip_longest
 from textwrap import wrap
@@ -21,10 +21,9 @@ from thunder_zero.plan.params import ROOT, Param, Plan
 from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.ops import Free, Gather
-from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.schedule.units import backward_ends
 from thunder_zero.tools.printing.words import aligned, count
-from thunder_zero.tools.table.rows import Row, sent_bytes
+from thunder_zero.tools.table.rows import Row, totals
 from thunder_zero.tools.table.table import Table, step_table
 from thunder_zero.traces.compiled import Traces
 
@@ -125,22 +124,8 @@ def _by_unit(table: Table) -> dict[str | None, dict[str, int]]:
             rows[unit].append(row)
     moves = tuple(op for op in timeline.ops if isinstance(op, Gather | Free) and op.params)
     gathered = replace(timeline, ops=moves)
-    return {unit: _figures(rows[unit], gathered, unit) for unit in (*table.traces.plan.units, None)}
-
-
-def _figures(rows: Sequence[Row], gathered: Timeline, unit: str | None) -> dict[str, int]:
-    launches = Counter(row.kind for row in rows if row.sent is not None)
-    repeats = [flops for row in rows for flops in row.repeats]
-    return {
-        "gathers": launches["gather"],
-        "reduces": launches["reduce"],
-        "sent": sent_bytes(rows),
-        "gathered": max(gathered_bytes(gathered, unit), default=0),
-        "recomputed": len(repeats),
-        "its FLOP": sum(repeats),
-        "slices": launches[TENSOR],
-        "sent by slices": sent_bytes(row for row in rows if row.kind == TENSOR),
-    }
+    most = {unit: max(gathered_bytes(gathered, unit), default=0) for unit in (*table.traces.plan.units, None)}
+    return {unit: totals(rows[unit]) | {"gathered": nbytes} for unit, nbytes in most.items()}
 
 
 def _lines(difference: Difference, max_groups: int) -> Iterator[str]:

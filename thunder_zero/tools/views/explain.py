@@ -259,13 +259,12 @@ def _gather_lines(rows: Mapping[str, Row], explanation: Explanation) -> Iterator
 def _gradient_lines(rows: Mapping[str, Row], explanation: Explanation) -> Iterator[str]:
     param, plan = explanation.param, explanation.step.traces.plan
     yield "gradient"
-    if "made" in rows:
-        yield from _code("made", rows["made"])
+    for name in ("made", "defer", "reduce"):
+        if name in rows:
+            yield from _code(name, rows[name])
     if "defer" in rows:
-        yield from _code("defer", rows["defer"])
         yield from _part("", "no_sync keeps all of it until a later backward")
         return
-    yield from _code("reduce", rows["reduce"])
     made = "as soon as the last of these gradients is made" if rows["reduce"].params[1:] else "as soon as it is made"
     yield from _part("", f"{_company(rows['reduce'], explanation)}; it starts {made}")
     if plan.weighs_gradient(param, plan.reduced_over(param)[0]):
@@ -339,17 +338,15 @@ def _why_gather(table: Table, op: Gather) -> str:
     after, bound = table.bounds[op.writes[0]]
     timeline = table.traces.timeline
     sizes, phase = timeline.plan.sizes, "backward" if op.backward else "forward"
-    if bound is Bound.PHASE:
-        return f"it starts with {phase}, so that it ends as soon as it can"
-    if bound is Bound.USE:
-        return f"it starts right before its use: Policy.{'prefetch' if sizes.ahead_bytes else 'in_flight_bytes'}=0"
-    if bound is Bound.EARLIER:
-        return "it starts after the gather before it, whose use comes first, or after the line that writes its shard"
     before, count = timeline.ops[after], "one unit" if sizes.prefetch == 1 else f"{sizes.prefetch} units"
     place = "right before backward first reads a bucket that forward gathered"
     if isinstance(before, Wait):
         place = f"right after the wait for {label(before.params, timeline.plan, gradients=False)}"
     return {
+        Bound.PHASE: f"it starts with {phase}, so that it ends as soon as it can",
+        Bound.USE: f"it starts right before its use: Policy.{'prefetch' if sizes.ahead_bytes else 'in_flight_bytes'}=0",
+        Bound.EARLIER: "it starts after the gather before it, whose use comes first, or after the line that writes its "
+        "shard",
         Bound.PREFETCH: f"it starts {place}, {count} ahead (Policy.prefetch)",
         Bound.TIMES: f"it starts {place}: by the measured times (Policy.times) it still ends before its use",
         Bound.FIRST: f"it starts {place}: the first gather of {phase} has the wire to itself",

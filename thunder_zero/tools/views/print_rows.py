@@ -25,7 +25,7 @@ from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.ops import Free
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.printing.words import clip, fill, fold, place_of
-from thunder_zero.tools.table.rows import COMPUTES, ONLY, Row, row_label, sent_bytes
+from thunder_zero.tools.table.rows import COMPUTES, ONLY, Row, row_label, totals
 
 NARROWEST, WIDEST = 80, 140
 KIND, PARAMETERS, BYTES = 7, 25, 8  # columns
@@ -93,13 +93,12 @@ def _print_title(plan: Plan, phase: str, columns: Widths, console: Console) -> N
 def print_total(rows: Sequence[Row | int], console: Console) -> None:
     """Print the number of collectives, the bytes that this rank sends, and the most gathered bytes."""
     shown = [row for row in rows if isinstance(row, Row)]
-    gathers, reduces = (sum(row.kind == kind for row in shown) for kind in ("gather", "reduce"))
-    sent, slices = sent_bytes(shown), [row.sent for row in shown if row.kind == TENSOR and row.sent]
-    count, peak = gathers + reduces, max((row.unsharded for row in shown), default=0)
-    collectives = f"{count} collective{'s' * (count != 1)} ({gathers} gather, {reduces} reduce)"
-    write(console, f"{collectives}, {sent:,} B sent by this rank, {peak:,} B gathered at most", "bold")
-    if slices:
-        of_slices = f"and {len(slices)} of torch's tensor parallelism, which send {sum(slices):,} of these bytes"
+    sums, peak = totals(shown), max((row.unsharded for row in shown), default=0)
+    count = sums["gathers"] + sums["reduces"]
+    collectives = f"{count} collective{'s' * (count != 1)} ({sums['gathers']} gather, {sums['reduces']} reduce)"
+    write(console, f"{collectives}, {sums['sent']:,} B sent by this rank, {peak:,} B gathered at most", "bold")
+    if nbytes := sums["sent by slices"]:
+        of_slices = f"and {sums['slices']} of torch's tensor parallelism, which send {nbytes:,} of these bytes"
         write(console, of_slices, "bold")
     if deferred := sum(row.deferred for row in shown):
         write(console, f"{deferred:,} B of full gradients are held for a later backward", "bold")

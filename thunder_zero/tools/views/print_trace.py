@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import IO, Any
 
@@ -123,15 +123,21 @@ def print_trace(
         require_forecast_of(traces, memory)
     table = table_of(traces, memory) if memory else step_table(traces)
     table = table.typed() if types else table
-    rows = {name: (rows_of if every_line else shown_rows)(table, name) for name in PHASES[phase]}
-    parts = {name: select(lines, traces.plan, unit, only) if lines else None for name, lines in rows.items()}
-    if traces.exchanges and phase == "both":
-        parts[OUTER_STEP] = select(rows_of(table, OUTER_STEP), traces.plan, unit, only)
+    parts = _parts(table, phase, unit, only, rows_of if every_line else shown_rows)
     _print(table, parts, outside_of_the_peak(memory) if memory else [], Console(file=file))
 
 
-def _print(table: Table, parts: Mapping[str, Sequence[Row | int] | None], notes: list[str], console: Console) -> None:
-    """Print the legend, the rows of each phase (None if the program has none), the notes and wrong types."""
+def _parts(
+    table: Table, phase: str, unit: str | None, only: str | None, read: Callable[[Table, str], tuple[Row, ...]]
+) -> dict[str, tuple[Row | int, ...]]:
+    """Return the selected rows of each phase, which ``read`` reads from the traces."""
+    sites = [OUTER_STEP] * (phase == "both" and table.traces.exchanges is not None)
+    rows = {name: read(table, name) for name in PHASES[phase]} | {name: rows_of(table, name) for name in sites}
+    return {name: select(lines, table.traces.plan, unit, only) for name, lines in rows.items()}
+
+
+def _print(table: Table, parts: Mapping[str, Sequence[Row | int]], notes: list[str], console: Console) -> None:
+    """Print the legend, the rows of each phase, the notes and wrong types."""
     plan, types = table.traces.plan, table.types
     if table.no_memory:
         write(console, f"# {table.no_memory}\n")
@@ -140,7 +146,7 @@ def _print(table: Table, parts: Mapping[str, Sequence[Row | int] | None], notes:
     if types and types.not_checked:
         write(console, f"# types: not checked: {types.not_checked}\n")
     for name, rows in parts.items():
-        if rows is None:
+        if not rows_of(table, name):
             write(console, "# no backward: nothing here needs a gradient\n")
             continue
         is_deferred = name != OUTER_STEP and not table.traces.facts.synced
@@ -152,7 +158,7 @@ def _print(table: Table, parts: Mapping[str, Sequence[Row | int] | None], notes:
     for fault in types.faults if types else ():
         axis, where = names_of_axes(plan.mesh)[fault.axis], f" ({fault.where})" if fault.where else ""
         write(console, f"# {fault.kind} on {axis}: {fault.text}{where}")
-    print_total([row for name, rows in parts.items() if name != OUTER_STEP for row in rows or ()], console)
+    print_total([row for name, rows in parts.items() if name != OUTER_STEP for row in rows], console)
 
 
 def shown_rows(table: Table, phase: str) -> tuple[Row, ...]:
@@ -198,8 +204,6 @@ def json_of(
     """Return the output of :func:`thunder_zero.print_trace` as data: lines are as in ``Table.as_dicts``."""
     plan, table = traces.plan, step_table(traces)
     table = table.typed() if types else table
-    names = [*PHASES[phase], *[OUTER_STEP] * (phase == "both" and traces.exchanges is not None)]
-    chosen = {name: select(rows_of(table, name), plan, unit, only) for name in names}
     return {
         "stage": plan.policy.stage,
         "rank": plan.mesh.shard.place,
@@ -209,7 +213,7 @@ def json_of(
         "units": list(plan.units),
         "lines": [
             {"phase": name, "lines_left_out": row} if isinstance(row, int) else asdict(row)
-            for name, rows in chosen.items()
+            for name, rows in _parts(table, phase, unit, only, rows_of).items()
             for row in rows
         ],
     }

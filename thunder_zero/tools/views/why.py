@@ -185,12 +185,15 @@ def _page(followed: Followed, resident_before: int, device: Device | None) -> st
         return f"why: {name}: no step was measured, as the first compiles; let the script take three or more"
     measured = {figure: median(step[figure] for step in steps) for figure in steps[0]}
     more = round(measured[FORWARDS]) - 1
-    tables, no_forecast = _tables([traces_of(followed.model, kind, index) for index, kind in kinds], device)
+    kept = (item for states in followed.optimizer.state.values() for item in states.values())
+    states = sum(local(item).nbytes for item in kept if isinstance(item, Tensor))  # the forecast does not see them
+    tables, no_forecast = _tables([traces_of(followed.model, kind, index) for index, kind in kinds], device, states)
     synced, deferred = ([table for table in tables if table.traces.facts.synced is kind] for kind in (True, False))
     runs = [*synced, *[table for _ in range(more) for table in deferred or synced]]  # the programs of one step
-    times = [table.time for table in runs if table.time]
-    compute, waits = sum(time.compute_seconds for time in times), sum(time.exposed_seconds for time in times)
-    forecast = {COMPUTE: compute, WAITS: waits} if times else {}
+    lines = [row for table in runs for row in table.all_rows]
+    waits = sum(row.exposed for row in lines)
+    compute = sum((row.end or 0.0) - (row.start or 0.0) for row in lines) - waits
+    forecast = {} if no_forecast else {COMPUTE: compute, WAITS: waits}
     shown = {part: duration(seconds) for part, seconds in forecast.items()}
     rows = [
         (STEP, duration(sum(forecast.values())) if forecast else "", duration(measured[STEP])),
@@ -207,15 +210,15 @@ def _page(followed: Followed, resident_before: int, device: Device | None) -> st
     return "\n".join(filter(None, (title, text, folded(no_forecast), largest, listed)))
 
 
-def _tables(all_traces: Sequence[Traces], device: Device | None) -> tuple[list[Table], str]:
-    """Return the tables of programs, and the reason why they have no times, or ""."""
+def _tables(all_traces: Sequence[Traces], device: Device | None, states: int) -> tuple[list[Table], str]:
+    """Return the tables of programs, with the bytes of the optimizer's states, and why they have no times, or ""."""
     reason = NO_DEVICE
     if device is not None:
         try:
-            return [step_table(traces, device=device) for traces in all_traces], ""
+            return [step_table(traces, device=device, reserve=states) for traces in all_traces], ""
         except ValueError as error:  # the device was calibrated with other ranks or dtypes
             reason = f"no forecast of time: {error}"
-    return list(map(step_table, all_traces)), reason
+    return [step_table(traces, reserve=states) for traces in all_traces], reason
 
 
 def _memory(followed: Followed, tables: Sequence[Table], peak: int, resident_before: int) -> tuple[str, str]:
@@ -226,10 +229,8 @@ def _memory(followed: Followed, tables: Sequence[Table], peak: int, resident_bef
     on_cpu = followed.model.state.device.type == "cpu"
     if peak and on_cpu:
         peak = max(peak - resident_before - sum(program["nbytes"] for program in programs(followed.model)), 0)
-    kept = (item for states in followed.optimizer.state.values() for item in states.values())
-    states = sum(local(item).nbytes for item in kept if isinstance(item, Tensor))
     forecast = tables[0].memory if len(tables) == 1 else None
-    words = size(forecast.peak + states) if forecast else "several graphs" if tables[1:] else "unknown"
+    words = size(forecast.peak) if forecast else "several graphs" if tables[1:] else "unknown"
     return words, f"{size(peak)}{', the process' * on_cpu}" if peak else "unknown"
 
 

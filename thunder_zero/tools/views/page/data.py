@@ -24,7 +24,7 @@ from thunder_zero.tools.devices.device import Device, Lane
 from thunder_zero.tools.forecast.figures import LARGEST, Holds, Memory
 from thunder_zero.tools.printing.words import place_of, short
 from thunder_zero.tools.table.recorded import first_reads, recorded
-from thunder_zero.tools.table.rows import CODES, COMPUTES, Row, label, row_label, sent_bytes
+from thunder_zero.tools.table.rows import CODES, COMPUTES, Row, label, row_label, totals
 from thunder_zero.tools.table.table import Table
 from thunder_zero.tools.time.estimate import Estimate
 from thunder_zero.tools.time.lanes import Span
@@ -146,7 +146,7 @@ def _drawn(
 
 
 def _figures(rows: Sequence[Row], memory: Memory | None, time: Estimate) -> dict[str, float | None]:
-    launches = Counter(row.kind for row in rows if row.sent is not None)
+    sums = totals(rows)
     return {
         "step_seconds": time.seconds,
         "compute_seconds": time.compute_seconds,
@@ -155,10 +155,10 @@ def _figures(rows: Sequence[Row], memory: Memory | None, time: Estimate) -> dict
         "peak_bytes": memory.peak if memory else None,
         "at_rest_bytes": memory.at_rest if memory else None,
         "optimizer_step_bytes": memory.optimizer_step if memory else None,
-        "sent_bytes": sent_bytes(rows),
-        "gathers": launches["gather"],
-        "reductions": launches["reduce"],
-        "slices": launches[TENSOR],
+        "sent_bytes": sums["sent"],
+        "gathers": sums["gathers"],
+        "reductions": sums["reduces"],
+        "slices": sums["slices"],
         "mfu": time.mfu,
     }
 
