@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -109,11 +110,8 @@ def plan_training(
     sizes = known_slices(tp)
     count = sum(len(meshes(stage, world_size, described.devices_per_node, size)) for stage in stages for size in sizes)
     batches = _batches(micro_batch, global_batch, world_size, sizes)
-    by_batch = {
-        batch: subject_of(model, args, kwargs, loss=loss, length=sequence_length, micro_batch=batch)
-        for batch in set(batches.values())
-    }
-    subjects = {size: by_batch[batch] for size, batch in batches.items()}
+    of_batch = cache(partial(subject_of, model, args, kwargs, loss=loss, length=sequence_length))
+    subjects = {size: of_batch(micro_batch=batch) for size, batch in batches.items()}
     subject = subjects[sizes[0]]
     slicing = subject.tp_plan if tp_plan is None else tp_plan
     if max(sizes) > 1 and slicing is None:
