@@ -120,16 +120,19 @@ def counted_lines() -> Iterator[list[SentLine]]:
         yield lines
 
 
-def bytes_on_sockets() -> int:
-    """Return how many bytes this process has written to the TCP sockets that it has now; packets sent again count
-    once."""
+def bytes_on_sockets(*, but_port: int = 0) -> int:
+    """Return how many bytes this process has written to the TCP sockets that it has now, but for those to a port.
+
+    Packets sent again count once.
+    """
     total = 0
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(descriptor))) as one:
-                if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
+                if is_tcp and not (but_port and one.getpeername()[1] == but_port):
                     unsent, sent, again = TCP_INFO.unpack(
                         one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
                     )

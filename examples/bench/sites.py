@@ -16,7 +16,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from statistics import mean, median
 from typing import Any
 
 from examples.bench.network import LOOPBACK, Seat, seats
+from examples.bench.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 WORKER, FAULTY = "examples/two_sites.py", "examples/bench/sites_worker.py"
@@ -53,12 +53,6 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # options of the worker; those without
 SEEDS = {"ZeRO-2": 3, "H 32": 3, "H 128": 3}
 LINKS = LOOPBACK, "1gbit", "100mbit", "20mbit"
 SECONDS = 900
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(
@@ -93,7 +87,7 @@ def jobs_of(places: Sequence[Seat], options: Sequence[str], folder: Path) -> lis
     return workers
 
 
-def run(link: str, options: Sequence[str]) -> tuple[dict[str, object], int]:
+def run(link: str, options: Sequence[str]) -> tuple[dict[str, Any], int]:
     """Train with these options. Return the result of the first rank, and the bytes over the link."""
     with tempfile.TemporaryDirectory() as folder, seats(len(SITES), link) as places:
         workers = jobs_of(places, options, Path(folder))
@@ -122,7 +116,7 @@ def losses(names: Sequence[str], steps: int) -> Iterator[str]:
             run(LOOPBACK, (*SETTINGS[name], "--steps", str(steps), "--seed", str(seed)))[0]
             for seed in range(SEEDS.get(name, 1))
         ]
-        values = [float(str(each["loss"])) for each in found]
+        values = [each["loss"] for each in found]
         spread = f"{min(values):.4f} to {max(values):.4f}" if len(values) > 1 else ""
         yield f"| {name} | {mean(values):.4f} | {spread} | {found[0]['exchanges']} |"
 
@@ -133,14 +127,15 @@ def speeds(names: Sequence[str], links: Sequence[str]) -> Iterator[str]:
     for name in names:
         options = dict(zip(SETTINGS[name][::2], SETTINGS[name][1::2], strict=True))
         every = int(options.get("--every", 0))
-        steps = 2 * every + 2 if every else 30  # the first step compiles
+        steps = every * max(2, 28 // every) + 2 if every else 30  # the first step compiles, the second meets
         alone = None
         for link in links:
-            result, sent = run(link, (*SETTINGS[name], "--steps", str(max(steps, 30))))
-            seconds = [float(value) for value in result["seconds"]][2:]  # type: ignore[attr-defined]
+            result, sent = run(link, (*SETTINGS[name], "--steps", str(steps)))
+            seconds = result["seconds"][2:]
             step = mean(seconds) if every else median(seconds)
             alone = alone or step
-            yield f"| {name} | {link} | {step * 1e3:.1f} | {step / alone:.2f} | {sent / max(steps, 30):,.0f} |"
+            counted = result["exchanges"] * every // int(options.get("--fragments", 1)) or steps
+            yield f"| {name} | {link} | {step * 1e3:.1f} | {step / alone:.2f} | {sent / counted:,.0f} |"
 
 
 class Jobs:

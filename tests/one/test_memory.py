@@ -118,6 +118,9 @@ def test_the_rows_of_an_outer_step_are_at_rest_and_its_buffers_beside_compute() 
     assert "in an exchange with other sites" in str(memory)
     under_no_sync = tz.tools.memory(replace(traces_of(3, synced=False), outer=outer), loss=mean_square)
     assert under_no_sync.outer_step is None
+    alone = tz.trace(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), torch.ones(2, 4), world_size=4, rank=3)
+    turns = replace(alone, outer=tz.Outer(sync_every=2, fragments=2))  # the last rank has no row of the last layer
+    assert tz.tools.memory(turns, loss=mean_square, optimizer=ADAM).outer_step
 
 
 @pytest.mark.parametrize("stage", [3, *slow(0, 1, 2)])

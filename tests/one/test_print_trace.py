@@ -107,7 +107,8 @@ def test_an_outer_step_has_a_line_for_each_fragment() -> None:
     start = next(index for index, line in enumerate(lines) if line.startswith("# outer step, ZeRO-2"))
     assert lines[start + 1] == "# fragment 0 of 2, the root, 1.1: every 32 steps, applied 1 step later"
     vectors = outer.vectors_of(traces.plan)
-    code, meaning = lines[start + 2].split(" site ")
+    assert lines[start + 2].startswith("# a change is off by at most a whole step, 0.8% of the largest in its block")
+    code, meaning = lines[start + 3].split(" site ")
     assert (code.strip(), meaning.split()[:4]) == ("outer.step()", ["0.weight,", "5", "more", "as"])
     assert size(outer.sent(vectors[0], 2)) in meaning
     assert step_table(with_outer).sent == step_table(traces).sent

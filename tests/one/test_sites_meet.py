@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from tests.harness.errors import fails
-from thunder_zero.outer.meeting import Announcement, Meeting, Members, Presence
+from thunder_zero.outer.meeting import Announcement, Meeting, Members, Presence, who_lives
 from thunder_zero.outer.store import Sites, connect, sites
 
 TIMEOUT = 3.0  # longer than a busy machine takes to connect, or to give a sign of life
@@ -24,7 +24,7 @@ class Site:
 
     def __init__(self, port: int, name: str, version: int = 0, state: str = "start", *, met: bool = False) -> None:
         self.address = sites(f"127.0.0.1:{port}", name=name, timeout=TIMEOUT, expected=2)
-        self.me = Announcement(name, self.address.life, version, state, met, 0)
+        self.me = Announcement(name, self.address.life, version, state, met, 0, "0.7")
         self.presence, self.flights = Presence(self.address), 0
 
     def meet(self, claims: str = "a model") -> Members:
@@ -123,6 +123,30 @@ def test_a_name_is_taken_from_a_dead_job_only(port: int) -> None:
     fails(lambda: a.meet(), "another job has taken the name of site 'a'")
 
 
+def test_another_model_takes_the_place_of_dead_sites_only(port: int) -> None:
+    """The first site has set its claims, and registers while the second one looks whether it lives."""
+    TCPStore("127.0.0.1", port, wait_for_workers=False).set("claims", "a model")
+    a, b = Site(port, "a"), Site(port, "b")
+    register = threading.Timer(TIMEOUT / 3, a.exchange)
+    register.start()
+    fails(lambda: b.meet("another model"), "it has another model, and the others have a model", "end the others")
+    register.join()
+    a.die()
+    assert b.meet("another model").names == ("b",)
+    b.die()
+
+
+def test_the_store_tells_who_lives_and_how_often_they_exchanged(port: int) -> None:
+    """It waits as long as the sites do, which give signs of life less often than its own time-out."""
+    store, watched = connect(sites(f"127.0.0.1:{port}", name="x")), Presence(Sites(f"127.0.0.1:{port}", "x", 1e-9, 1))
+    assert who_lives(store, watched) == ([], 0)
+    a = Site(port, "a", 12, "trained", met=True)
+    a.exchange()
+    assert who_lives(store, watched) == (["a"], 13)
+    a.presence.end()
+    assert who_lives(store, watched) == ([], 13)
+
+
 def test_a_site_that_hangs_costs_one_time_out(port: int) -> None:
     a, b = Site(port, "a"), Site(port, "b")
     at_once(a.exchange, b.exchange)
@@ -145,7 +169,7 @@ def test_nobody_waits_for_what_a_site_has_that_hangs(port: int) -> None:
 
 
 def test_announcements_are_plain_data() -> None:
-    site = Announcement("a", "life", 3, "state", True, 0)
+    site = Announcement("a", "life", 3, "state", True, 0, "0.7 0.1")
     assert Announcement(**json.loads(json.dumps(asdict(site)))) == site
     for address, name in (("http://x:1", "a"), ("[::1]:29400", "a"), ("x:0", "a"), ("x:29400", "a b"), ("x:29400", "")):
         fails(partial(Sites, address, name, 1.0, 1), "ValueError", "give ")

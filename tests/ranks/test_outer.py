@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,12 +20,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import thunder_zero as tz
+from examples.sent_bytes import bytes_on_sockets
 from examples.tensor_memory import added_at_peak, bytes_held, parameters_of
 from tests.harness.errors import fails
 from tests.harness.models import Small, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
 from tests.harness.traced import Chain
+from thunder_zero.outer.agreed import Agreed
 from thunder_zero.outer.exchange import Messages
 from thunder_zero.outer.rounds import Flight
 from thunder_zero.sharded.dtensors import local
@@ -34,6 +37,7 @@ EVERY, STEPS = 3, 7
 INPUTS = torch.arange(24).view(8, 3) % 9
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 Update = Callable[[int, Sequence[nn.Module]], object]
+BESIDE = 8192  # bytes on sockets beside the messages of an exchange: headers, and small collectives of the site
 
 
 def batch(step: int, site: int, rank: int) -> Tensor:
@@ -88,6 +92,20 @@ def counted() -> Iterator[list[int]]:
         yield sent
 
 
+@contextmanager
+def noted_changes() -> Iterator[list[weakref.ref[Tensor]]]:
+    """Collect what this rank offers to other sites, without keeping it."""
+    noted, changes = list[weakref.ref[Tensor]](), Agreed.changes
+
+    def note(self: Agreed, vectors: Any) -> list[Tensor]:
+        offered = changes(self, vectors)
+        noted.extend(map(weakref.ref, offered))
+        return offered
+
+    with mock.patch.object(Agreed, "changes", note):
+        yield noted
+
+
 def sites_of_two(rank: int) -> tuple[int, Any]:
     """Return this rank's site, 0 or 1, and its group."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -121,14 +139,22 @@ def equals_simulation(rank: int, world_size: int, stage: int, shares: Sequence[t
     inner = partial(torch.optim.SGD, lr=0.3, momentum=0.5)
     expected = simulate(Small, inner, shares=shares)[site]
     model = sharded(fresh(Small), tz.Policy(stage, shares=shares[site]), process_group=group)
-    outer = tz.DiLoCo(model, where, sync_every=EVERY, outer_optimizer=OUTER)
-    with counted() as sent, mock.patch("thunder_zero.plan.outer.PIECE_BETWEEN_SITES", 9):  # several pieces a vector
+    outer = tz.DiLoCo(model, where, sync_every=EVERY, outer_optimizer=partial(OUTER, lr=(0.7, 0.1)[site]))
+    with (
+        noted_changes() as noted,
+        counted() as sent,
+        mock.patch("thunder_zero.plan.outer.PIECE_BETWEEN_SITES", 9),
+    ):  # several pieces a vector
         train(model, inner(model.parameters()), outer, site, rank % 2, range(1, STEPS + 1))
         planned = outer.outer.sent(outer.outer.vectors_of(model.state.plan)[0], 2)
     assert sum(sent) == STEPS // EVERY * planned, (sent, planned)
+    assert outer.optimizer.param_groups[0]["lr"] == 0.7, "it is not that of the first site"
+    assert noted, "nothing was offered"
+    assert not any(change() is not None for change in noted), "changes live between exchanges"
     for name, value in weights(model).items():
         assert torch.equal(value, expected.state_dict()[name]), name
     outer.leave()
+    fails(outer.step, f"site {NAMES[site]!r} has left", "make a new DiLoCo")
 
 
 @pytest.mark.parametrize(
@@ -214,9 +240,9 @@ def refuse(rank: int, world_size: int) -> None:
     site, group = sites_of_two(rank)
     where = address()
 
-    def outer_of(module: nn.Module, name: str, **options: Any) -> tuple[Any, tz.DiLoCo]:
+    def outer_of(module: nn.Module, name: str, timeout: float = 20, **options: Any) -> tuple[Any, tz.DiLoCo]:
         model = sharded(module, 2, process_group=group)
-        return model, tz.DiLoCo(model, tz.sites(where, name=name, timeout=20, expected=1), sync_every=2, **options)
+        return model, tz.DiLoCo(model, tz.sites(where, name=name, timeout=timeout, expected=1), sync_every=2, **options)
 
     def first_step(module: nn.Module, name: str, **options: Any) -> None:
         model, outer = outer_of(module, name, **options)
@@ -232,6 +258,10 @@ def refuse(rank: int, world_size: int) -> None:
     fails(lambda: outer_of(small, "lab", outer_optimizer=torch.optim.Muon), "steps parts of a matrix otherwise")
     fails(lambda: outer_of(small, "lab", fragments=2, delay=1), "delay is 1, and a fragment is exchanged every 1 steps")
     fails(lambda: outer_of(small, "lab", wire=torch.int32), "wire is Encoding(dtype=torch.int32")
+    fails(lambda: outer_of(small, "lab", wire=tz.NF4()), "wire is NF4", "give torch.float32, torch.bfloat16")
+    model = sharded(small, 2, process_group=group)
+    next(iter(model.parameters())).requires_grad_(False)
+    fails(lambda: tz.DiLoCo(model, tz.sites(where, name="lab")), "trained when the model was compiled, and is frozen")
     model, outer = None, None
     if site == 0:
         model, outer = outer_of(small, "attic")
@@ -240,6 +270,8 @@ def refuse(rank: int, world_size: int) -> None:
     if site == 1:
         fails(lambda: first_step(fresh(Other), "lab"), "differs from the sites at", "'unused' of shape (6,)", "(5,)")
         fails(lambda: first_step(small, "lab", wire=torch.bfloat16), "every 2 steps in bfloat16, and the others have")
+        fails(lambda: first_step(small, "lab", alpha=0.25), "it has alpha 0.25, and the others have alpha 0.5")
+        fails(lambda: first_step(small, "lab", timeout=30), "a time-out of 30 s, and the others have a time-out of 20")
         fails(lambda: first_step(small, "attic"), "another job is site 'attic' at", "give this one another name")
     dist.barrier()
     if outer is not None:
@@ -402,9 +434,14 @@ def compare_outer_step(rank: int, world_size: int, stage: int, outer: tz.Outer) 
         model(x).square().mean().backward()
         optimizer.step()
 
-    for _ in range(2 * outer.sync_every - 1):  # to the second exchange of the last fragment
+    for number in range(1, 2 * outer.sync_every):  # to the second exchange of the last fragment
         step()
+        vectors = outer.vectors_of(model.state.plan)[diloco.counts.version % outer.fragments]
+        before = bytes_on_sockets(but_port=where.port)
         diloco.step()
+        if outer.is_due(number):
+            beside = bytes_on_sockets(but_port=where.port) - before - outer.sent(vectors, 2)
+            assert 0 < beside < BESIDE, beside
     step()
     forecast = tz.tools.memory(model, loss=lambda y: y.square().mean(), optimizer=torch.optim.AdamW)
     states = [state for values in optimizer.state.values() for state in values.values()]

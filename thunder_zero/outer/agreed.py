@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,13 @@ class Agreed:
                     f"the policy ignores parameter {name!r}, so its values may differ between ranks, and sites cannot "
                     f"average it; freeze it, or let the policy shard it"
                 )
+        for param in state.plan.params:
+            if param.requires_grad != (param.path in rows):
+                then, now = ("trained", "is frozen") if param.requires_grad else ("was frozen", "trains")
+                raise ValueError(
+                    f"parameter {param.path!r} {then} when the model was compiled, and {now}; set requires_grad before "
+                    f"tz.compile"
+                )
         self.rows: dict[str, Tensor] = {name: nn.Parameter(row) for name, row in rows.items()}
         self.optimizer = _with_states(make, list(self.rows.values()))
         self._state, self._trained = state, trained
@@ -56,6 +64,22 @@ class Agreed:
             for kind, value in self.optimizer.state[param].items():
                 kinds.setdefault(kind, {})[name] = value
         return kinds
+
+    @property
+    def rates(self) -> str:
+        """The learning rates of the outer optimizer's groups, separated by spaces."""
+        return " ".join(repr(float(group["lr"])) for group in self._scheduled())
+
+    def take_rates(self, rates: str) -> None:
+        """Take a peer's learning rates, so that all step alike. A scheduler may set others later."""
+        for group, rate in zip(self._scheduled(), map(float, rates.split()), strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _scheduled(self) -> list[dict[str, Any]]:
+        return [group for group in self.optimizer.param_groups if "lr" in group]
 
     def sent(self) -> list[Tensor]:
         """Return this rank's rows of all tensors, which a site takes that has missed exchanges."""

@@ -35,7 +35,7 @@ from thunder_zero.outer.store import NotReached, Sites
 from thunder_zero.plan.outer import WIRE, Outer
 from thunder_zero.sharded.beside import RowsBeside
 
-OF_SCHEDULES = ("params", "lr", "initial_lr")  # what may differ between sites for a while
+OF_SCHEDULES = ("params", "lr", "initial_lr")  # sites take the rates of one, since a schedule may be late at another
 REMEDY = "give all ranks of a site the same arguments"
 
 
@@ -99,7 +99,7 @@ class DiLoCo(RowsBeside):
         cpu_offload: keep the agreed parameters and the states of the outer optimizer in host memory.
     """
 
-    root, what = "outer", "a DiLoCo"
+    root, what, before_another = "outer", "a DiLoCo", "call its leave(), and "
     counts: OuterCounts
 
     def __init__(
@@ -157,6 +157,8 @@ class DiLoCo(RowsBeside):
         """
         self.state.require_own_values("take an outer step")
         self.require_all()
+        if self._link.has_left:
+            raise RuntimeError(f"site {self._sites.name!r} has left; make a new DiLoCo to meet the others again")
         self.counts.steps += 1
         self._link.touch()
         with doing("DiLoCo.step", self.state.name):
@@ -192,6 +194,7 @@ class DiLoCo(RowsBeside):
         options = [(name, value) for group in groups for name, value in group.items() if name not in OF_SCHEDULES]
         return [
             f"an outer step {self.outer}",
+            f"alpha {self.outer.alpha}",
             f"{type(self.optimizer).__name__} as outer optimizer",
             *(f"{name} {value!r} of the outer optimizer" for name, value in options),
         ]
@@ -204,6 +207,7 @@ class DiLoCo(RowsBeside):
         lines = [
             f"stage {plan.policy.stage} on {' x '.join(f'{axis.size} ({axis.name})' for axis in plan.mesh.axes)} ranks",
             *self._options(),
+            f"a time-out of {self._sites.timeout:g} s",
             *(f"parameter {name!r} of shape {tuple(param.shape)}" for name, param in agreed.items()),
             *(f"frozen parameter {name!r} of digest {digest}" for name, digest in zip(frozen, digests, strict=True)),
         ]
@@ -212,7 +216,7 @@ class DiLoCo(RowsBeside):
     def _launch(self) -> None:
         sites, counts = self._sites, self.counts
         fragment, state = counts.version % self.outer.fragments, counts.state or self.digest()
-        me = Announcement(sites.name, sites.life, counts.version, state, counts.met, fragment)
+        me = Announcement(sites.name, sites.life, counts.version, state, counts.met, fragment, self.agreed.rates)
         changes = self.agreed.changes(self._fragments[fragment])
         self._flight = self._link.fly(Offer(me, "" if counts.met else self._claims(), changes, self.agreed.sent()))
         self._lands_at = counts.steps + self.outer.delay
@@ -240,6 +244,7 @@ class DiLoCo(RowsBeside):
         if exchanged.rows:
             self.agreed.take(exchanged.rows, keeps_changes=met)
         if exchanged.means:
+            self.agreed.take_rates(members.reference.rates)
             was_averaged = self._sites.name in members.contributors
             alpha = self.outer.alpha if was_averaged and self.outer.delay else 0.0
             vectors = self._fragments[members.fragment]
@@ -254,13 +259,15 @@ class DiLoCo(RowsBeside):
     def _tell_changes(self, exchanged: Exchanged) -> None:
         """Print a line if other sites take part than in the last exchange, or if this one takes rows."""
         members, own = exchanged.members, self._sites.name
+        peer = members.reference
         others = tuple(name for name in members.names if name != own)
         lost = sorted({*self._others} - {*others})
         if others != self._others or not self.counts.met:
             left = f"; {', '.join(map(repr, lost))} did not answer" if lost else ""
             met = ", ".join(map(repr, others)) or "nobody"
             self._tell(f"site {own!r} meets {met} after step {self.counts.steps}{left}")
+            if peer.rates != self.agreed.rates:
+                self._tell(f"site {own!r} steps with the outer learning rate {peer.rates} of site {peer.name!r}")
         if exchanged.rows:
-            peer = members.reference
             self._tell(f"site {own!r} takes the parameters of site {peer.name!r} after {peer.version} exchanges")
         self._others = others

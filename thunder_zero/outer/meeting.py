@@ -3,10 +3,13 @@
 Sites share a store. Its turn "15.0" is the 16th exchange, first attempt. In each turn, the leader (rank 0) of each site
 announces itself, and one of them closes the turn with a compare-and-set, so that all sites agree on its members::
 
+    claims          what all sites have in common, a sentence each line
+    names           all sites that have come, separated by spaces
     owner/a         the life of site a: of the job that leads it
     alive/LIFE      counts up while this job lives           every site watches all counts
     turn            "15.0" -> "15.1" after a failure, "16.0" after a success
     newest          the highest version of a site so far
+    timeout         that of all sites, in seconds
     15.0/here/a     {"version": 15, ...}                     an announcement
     15.0/closed     [the announcements of all members]       set once
     15.0/progress   counts up while rows arrive
@@ -21,9 +24,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import zip_longest
 from time import monotonic, sleep
 
@@ -52,6 +56,7 @@ class Announcement:
     state: str  # equal at sites with equal agreed parameters: the last exchange, or a digest before the first
     met: bool  # whether it has met the others in this life, so that its change since then counts
     fragment: int  # the fragment of its change
+    rates: str  # the learning rates of its outer optimizer, one of each group
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Members:
 
     @property
     def reference(self) -> Announcement:
-        """The site whose agreed parameters all members take: the first that has most exchanges."""
+        """The site whose agreed parameters and learning rates all members take: the first that has most exchanges."""
         return max(self.all, key=lambda site: (site.version, site.met))  # max returns the first of equals
 
     @property
@@ -101,24 +106,26 @@ class Presence:
         self._address, self._seen = address, dict[str, tuple[str, int, float]]()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self.absent, self.touched = set[str](), monotonic()  # when the job last took a step or sent a message
+        self.absent, self.timeout = set[str](), address.timeout
+        self.touched = monotonic()  # when the job last took a step or sent a message
 
     def start(self, store: TCPStore, claims: str) -> None:
         """Give signs of life, and take the name of this site, once. Raise ValueError if another living job has it, or
         if living sites train something else."""
         if self._thread is not None:
             return
-        self.look(store)
-        if not self.alive():
-            store.set("claims", claims)
+        if not self._other_lives(store):
             store.set("newest", "0")
         others = store.compare_set("claims", "", claims).decode()
+        if others != claims and not self._hears(store, partial(self._other_lives, store)):
+            others = store.compare_set("claims", others, claims).decode()  # those of sites that have ended
+            store.set("newest", "0")
         if others != claims:
             raise ValueError(
                 f"site {self._address.name!r} differs from the sites at {self._address.address}: it has "
-                f"{_unlike(claims.splitlines(), others.splitlines())}; train the same at all sites, or start the store "
-                f"anew"
+                f"{_unlike(claims.splitlines(), others.splitlines())}; train the same at all sites, or end the others"
             )
+        store.set("timeout", f"{self._address.timeout}")
         self._take_name(store)
         names = store.compare_set("names", "", self._address.name).decode()
         while self._address.name not in names.split():  # another site may register at the same time
@@ -129,17 +136,22 @@ class Presence:
     def _take_name(self, store: TCPStore) -> None:
         owner, own = f"owner/{self._address.name}", self._address.life
         other = store.compare_set(owner, "", own).decode()
-        if other != own:
-            count, end = store.add(f"alive/{other}", 0), monotonic() + self._address.timeout
-            while monotonic() < end:
-                store.add(f"alive/{own}", 1)
-                if store.add(f"alive/{other}", 0) != count:
-                    raise ValueError(
-                        f"another job is site {self._address.name!r} at {self._address.address}, and it is alive; give "
-                        f"this one another name in tz.sites, or end the other job"
-                    )
-                sleep(POLL_SECONDS)
-            store.set(owner, own)
+        if other != own and self._hears(store, lambda: [other]):
+            raise ValueError(
+                f"another job is site {self._address.name!r} at {self._address.address}, and it is alive; give this "
+                f"one another name in tz.sites, or end the other job, such as by the leave() of its DiLoCo"
+            )
+        store.set(owner, own)
+
+    def _hears(self, store: TCPStore, lives: Callable[[], Iterable[str]]) -> bool:
+        """Return whether one of these jobs, or a new one, gives a sign of life within the time-out."""
+        counts, end = {life: store.add(f"alive/{life}", 0) for life in lives()}, monotonic() + self._address.timeout
+        while monotonic() < end:
+            store.add(f"alive/{self._address.life}", 1)
+            if any(store.add(f"alive/{life}", 0) != counts.get(life) for life in lives()):
+                return True
+            sleep(POLL_SECONDS)
+        return False
 
     def require_name(self, store: TCPStore) -> None:
         """Raise ValueError if another job has taken the name, since this one was silent for long."""
@@ -159,7 +171,7 @@ class Presence:
 
     def alive(self) -> list[str]:
         """Return the names of the sites that are alive, this one included, in order."""
-        since = monotonic() - self._address.timeout
+        since = monotonic() - self.timeout
         return sorted(name for name, (_, _, last) in tuple(self._seen.items()) if last > since)
 
     def has(self, site: Announcement) -> bool:
@@ -168,14 +180,21 @@ class Presence:
 
     def look(self, store: TCPStore) -> None:
         """Look which sites have given a sign of life since the last look."""
-        names = store.get("names").decode().split() if store.check(["names"]) else ()
-        for name in dict.fromkeys(names):
-            life = store.get(f"owner/{name}").decode() if store.check([f"owner/{name}"]) else ""
+        for name, life in self._lives(store).items():
             count = store.add(f"alive/{life}", 0) if life else 0
             if not life:
                 self._seen.pop(name, None)  # it has left
             elif self._seen.get(name, ("", 0, 0.0))[:2] != (life, count):
                 self._seen[name] = life, count, monotonic()
+
+    def _lives(self, store: TCPStore) -> dict[str, str]:
+        """Return the job that leads each site, by the site's name; "" if it has left."""
+        names = store.get("names").decode().split() if store.check(["names"]) else ()
+        owners = {name: f"owner/{name}" for name in names}
+        return {name: store.get(key).decode() if store.check([key]) else "" for name, key in owners.items()}
+
+    def _other_lives(self, store: TCPStore) -> set[str]:
+        return {*self._lives(store).values()} - {"", self._address.life}
 
     def _give_signs(self) -> None:
         store: TCPStore | None = None
@@ -312,11 +331,17 @@ def serve(address: str) -> None:
     own = Sites(address, "store", BEATS, 1)
     if (store := host_store(own)) is None:
         raise ValueError(f"cannot run a store at {address}: give an address of this machine, and a free port")
-    presence, last = Presence(own), ""
+    presence, last = Presence(own), ["nothing was printed"]
     while True:
-        presence.look(store)
-        turn = store.get("turn").decode().partition(".")[0] if store.check(["turn"]) else "0"
-        if (alive := ", ".join(presence.alive()) or "no site") != last:
-            print(f"{alive}, after {turn} exchanges", flush=True)
+        alive, newest = who_lives(store, presence)
+        if alive != last:
+            print(f"{', '.join(alive) or 'no site'}, after {newest} exchanges", flush=True)
         last = alive
         sleep(1)
+
+
+def who_lives(store: TCPStore, presence: Presence) -> tuple[list[str], int]:
+    """Return the sites that are alive by their own time-out, and the number of exchanges."""
+    presence.timeout = float(store.get("timeout")) if store.check(["timeout"]) else presence.timeout
+    presence.look(store)
+    return presence.alive(), int(store.get("newest")) if store.check(["newest"]) else 0

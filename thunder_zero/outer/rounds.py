@@ -34,6 +34,7 @@ class SiteLink:
         self._last: Flight | None = None
         self._peers = make_peers()
         self._flights = 0  # equal on all ranks of a site
+        self.has_left = False
 
     def touch(self) -> None:
         """Note that this job does not hang."""
@@ -86,6 +87,7 @@ class SiteLink:
 
     def leave(self) -> None:
         """Tell the others that this site ends, and close the connections. A thread in torch would abort an exit."""
+        self.has_left = True
         if self._last is not None:
             self._last.abandon()
         if self._presence is not None:
@@ -110,6 +112,8 @@ class Flight(threading.Thread):
             self._result = self._call(self._sign)
         except Exception as error:
             self._error = error
+        finally:
+            del self._call  # it has the changes that were offered
 
     def land(self) -> Exchanged:
         """Wait for the result. Raise :class:`NotReached` if the thread gives no sign of life for long."""
@@ -118,10 +122,11 @@ class Flight(threading.Thread):
             if self.is_alive() and monotonic() - self._last_sign > self._patience:
                 self.abandon(0.0)
                 raise NotReached("a message to another site hangs")
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None, "the thread has ended"
-        return self._result
+        result, error, self._result, self._error = self._result, self._error, None, None  # their rows are freed
+        if error is not None:
+            raise error
+        assert result is not None, "the thread has ended, and lands once"
+        return result
 
     def abandon(self, seconds: float = EXIT_SECONDS) -> None:
         """Let the thread end at its next sign of life. Wait for it this long."""

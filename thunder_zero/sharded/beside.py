@@ -19,6 +19,7 @@ class RowsBeside(ABC):
 
     root: ClassVar[str]  # of their keys in a checkpoint
     what: ClassVar[str]  # an article and a noun for errors
+    before_another: ClassVar[str] = ""  # what a user does before making another, as a part of a sentence
     counts: Stateful  # numbers beside the tensors
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,7 +55,7 @@ class RowsBeside(ABC):
             if param.requires_grad and name not in self._trained:
                 raise RuntimeError(
                     f"parameter {name!r} of {self.state.name} required no gradients when the {self.noun} was made, and "
-                    f"does now; make a new {self.noun}"
+                    f"does now; {self.before_another}make a new {self.noun}"
                 )
 
 

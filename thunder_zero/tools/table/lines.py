@@ -42,7 +42,8 @@ def traced_rows(traces: Traces) -> Iterator[Row]:
         yield Row(
             OUTER_STEP,
             -1,
-            f"# {outer.turn(traces.plan, fragment)}\nouter.step()",
+            "".join(f"# {text}\n" for text in (outer.turn(traces.plan, fragment), outer.rounding) if text)
+            + "outer.step()",
             kind=SITE,
             params=tuple(path for vector in vectors for path in vector.paths),
             form=str(outer.wire) if outer.wire.block else "",

@@ -65,8 +65,9 @@ def print_rows(rows: Sequence[Row | int], plan: Plan, phase: str, console: Conso
         if row.origin not in ("", origin):
             origin = row.origin
             write(console, clip(f"# {origin}", width), f"{QUIET} italic")
-        if row.position < 0:
-            write(console, clip(row.code.partition("\n")[0], width), QUIET)
+        for code in row.code.splitlines() if row.position < 0 else ():
+            if code.startswith("#"):
+                write(console, clip(code, width), QUIET)
         for text in _lines(row, plan, syntax, columns, width, changed=row.unsharded != unsharded):
             write(console, text)
         if row.types:
