@@ -258,8 +258,7 @@ class DiLoCo(RowsBeside):
 
     def _tell_changes(self, exchanged: Exchanged) -> None:
         """Print a line if other sites take part than in the last exchange, or if this one takes rows."""
-        members, own = exchanged.members, self._sites.name
-        peer = members.reference
+        members, peer, own = exchanged.members, exchanged.members.reference, self._sites.name
         others = tuple(name for name in members.names if name != own)
         lost = sorted({*self._others} - {*others})
         if others != self._others or not self.counts.met:
