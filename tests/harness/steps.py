@@ -538,6 +538,141 @@ def dropout_of_a_sequence_in_slices(mesh: DeviceMesh) -> nn.Module:
     return net
 
 
+def local_steps(mesh: DeviceMesh, *, divide: bool = True, only: str = "") -> nn.Module:
+    """Each rank trains for two steps by itself. Then the models are averaged."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    for inputs, targets in zip(*(item.chunk(2) for item in batch(mesh, "dp")), strict=True):
+        optimizer.zero_grad()
+        F.mse_loss(net(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+    for name, param in net.named_parameters():
+        if only in name:
+            dist.all_reduce(param.data)
+            param.data /= mesh.size() if divide else 1
+    return net
+
+
+def local_steps_whose_change_is_averaged(mesh: DeviceMesh) -> nn.Module:
+    """As DiLoCo: an outer optimizer steps by the mean of what the ranks changed."""
+    net = model()
+    optimizer, outer = torch.optim.SGD(net.parameters(), 0.1), torch.optim.SGD(net.parameters(), 0.7, momentum=0.9)
+    before = [param.detach().clone() for param in net.parameters()]
+    backward(net, mesh)
+    optimizer.step()
+    with torch.no_grad():
+        change = torch.cat([(old - param).flatten() for old, param in zip(before, net.parameters(), strict=True)])
+        dist.all_reduce(change, dist.ReduceOp.AVG)
+        for old, param in zip(before, net.parameters(), strict=True):
+            param.grad = change[: param.numel()].view_as(param)
+            param.copy_(old)
+            change = change[param.numel() :]
+    outer.step()
+    return net
+
+
+def gradients_that_are_gathered(mesh: DeviceMesh, *, divide: bool = True, parts: int = 7) -> nn.Module:
+    """Sum gradients after gathers, each in another way; the loss that is logged is summed in place."""
+    net = model()
+    x, y = batch(mesh, "dp")
+    loss = F.mse_loss(net(x), y)
+    dist.all_reduce(loss.detach())
+    loss.backward()
+    for index, param in enumerate(net.parameters()):
+        assert param.grad is not None
+        gathered = torch.zeros(mesh.size(), *param.shape)
+        if index % 2:
+            dist.all_gather_into_tensor(gathered, param.grad)
+        else:
+            rows = [torch.zeros_like(param) for _ in range(mesh.size())]
+            dist.all_gather(rows, param.grad)
+            gathered = torch.stack(rows[:parts])
+        param.grad = gathered.mean(0) if divide else gathered.sum(0)
+    return net
+
+
+def items_of_a_batch_that_are_mixed(mesh: DeviceMesh, divide: float | None = None) -> nn.Module:
+    """A random order, sequences with lengths of this rank, and a loss that compares all items of the batch."""
+    net, rank = model(), mesh.get_local_rank("dp")
+    torch.manual_seed(rank)
+    x, y = (item.flatten(0, 1) for item in batch(mesh, "dp"))
+    order, labels, share = torch.randperm(24), torch.randint(5, (24,)), float(torch.rand(()))
+    short = 9 + rank % 3
+    z = torch.cat([net(part[None])[0] for part in (share * x + (1 - share) * x[order]).split([short, 24 - short])])
+    loss = F.cross_entropy(z @ y.t(), torch.arange(24)) + F.cross_entropy(z, labels[order])
+    loss.backward()
+    average(net, mesh, divide)
+    return net
+
+
+def means_of_as_many_items_on_each_rank(mesh: DeviceMesh, *, alike: bool = True) -> nn.Module:
+    """A mean over a mask with as many ones on each rank, and decay and noise of gradients by hand."""
+    net, (x, y), rank = model(), batch(mesh, "dp"), mesh.get_local_rank("dp")
+    masters = [param.detach().clone().requires_grad_() for param in net.parameters()]
+    optimizer = torch.optim.SGD(masters)
+    mask = torch.ones(4, 6)
+    mask[rank % 4, : 4 if alike else 1 + rank % 3] = 0
+    ((net(x) - y).square().mean(-1) * mask).sum().div(mask.sum()).backward()
+    for param in net.parameters():
+        param.grad.add_(param.detach(), alpha=0.01)
+    average(net, mesh)
+    torch.manual_seed(0)
+    for param, master in zip(net.parameters(), masters, strict=True):
+        master.grad = param.grad + torch.randn_like(param)
+    optimizer.step()
+    with torch.no_grad():
+        for param, master in zip(net.parameters(), masters, strict=True):
+            param.copy_(master)
+    return net
+
+
+def statistics_that_are_fixed_or_averaged(mesh: DeviceMesh) -> nn.Module:
+    """A BatchNorm in evaluation, and a loss that follows from a mean over all ranks."""
+    net = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.BatchNorm1d(6).eval(), nn.Linear(HIDDEN, WIDTH))
+    x, y = batch(mesh, "dp")
+    errors = (net(x) - y).square().mean(-1)
+    total = errors.mean().detach()
+    dist.all_reduce(total, dist.ReduceOp.AVG)
+    torch.sigmoid(errors - total).mean().backward()
+    average(net, mesh)
+    return net
+
+
+def local_steps_without_a_divisor(mesh: DeviceMesh) -> nn.Module:
+    return local_steps(mesh, divide=False)
+
+
+def local_steps_of_which_biases_are_left(mesh: DeviceMesh) -> nn.Module:
+    return local_steps(mesh, only="weight")
+
+
+def gathered_gradients_without_a_divisor(mesh: DeviceMesh) -> nn.Module:
+    return gradients_that_are_gathered(mesh, divide=False)
+
+
+def gathered_gradients_of_some_ranks(mesh: DeviceMesh) -> nn.Module:
+    return gradients_that_are_gathered(mesh, parts=3)
+
+
+def mixed_items_without_a_divisor(mesh: DeviceMesh) -> nn.Module:
+    return items_of_a_batch_that_are_mixed(mesh, divide=1.0)
+
+
+def means_of_other_numbers_of_items(mesh: DeviceMesh) -> nn.Module:
+    return means_of_as_many_items_on_each_rank(mesh, alike=False)
+
+
+def noise_of_each_rank(mesh: DeviceMesh) -> nn.Module:
+    net = model()
+    backward(net, mesh)
+    average(net, mesh)
+    torch.manual_seed(mesh.get_local_rank("dp"))
+    for param in net.parameters():
+        param.grad += torch.randn_like(param)
+    return net
+
+
 def queries_not_summed(mesh: DeviceMesh) -> nn.Module:
     return ulysses(mesh, without="qkv")
 
@@ -872,6 +1007,12 @@ RIGHT: list[Case] = [
     (contrast_with_all_ranks, DP),
     (attention_to_gathered_slices, SP),
     (dropout_of_a_sequence_in_slices, TP),
+    (local_steps, DP),
+    (local_steps_whose_change_is_averaged, DP),
+    (gradients_that_are_gathered, DP),
+    (items_of_a_batch_that_are_mixed, DP),
+    (means_of_as_many_items_on_each_rank, DP),
+    (statistics_that_are_fixed_or_averaged, DP),
 ]
 WRONG: list[tuple[Callable[[DeviceMesh], nn.Module], dict[str, int], str]] = [
     (norm_not_summed_under_sequence_parallelism, TP, "1.weight"),
@@ -901,4 +1042,11 @@ WRONG: list[tuple[Callable[[DeviceMesh], nn.Module], dict[str, int], str]] = [
     (gradients_of_one_rank, DP, "broadcast of shares of a sum"),
     (largest_gradients, DP, "all_reduce(max) over dp of shares of a sum"),
     (norm_of_a_shard_that_python_reads, DP, "gradient is different on each rank"),
+    (local_steps_without_a_divisor, DP, "after the step it is 7 x the true one"),
+    (local_steps_of_which_biases_are_left, DP, "0.norm.bias"),
+    (gathered_gradients_without_a_divisor, DP, "7 x the true one"),
+    (gathered_gradients_of_some_ranks, DP, "all_gather of shares of a sum"),
+    (mixed_items_without_a_divisor, DP, "7 x the true one"),
+    (means_of_other_numbers_of_items, DP, "div is not linear in a share"),
+    (noise_of_each_rank, DP, "random on each rank"),
 ]

@@ -51,6 +51,7 @@ class Admitted:
             self._values[item.ref].is_learned = True
         for item in (*self._placed.values(), *self._record.slices):
             where = item.placements.get(self._axis)
+            self._values[item.ref].is_shard = isinstance(where, int)
             if isinstance(where, int):
                 self._values.give(item.ref, halves(item.ref.shape, where, item.pieces.get(self._axis, 1)))
             elif where == "partial":
@@ -72,6 +73,7 @@ class Admitted:
             is_slice = dim is not None and (item is not None or not self._batches_differ)
             if is_slice and item is not None:
                 self.cut.add(ref.storage)
+                self._values[ref].is_shard = True
             if is_slice or (item is None and (differs or ref.shape in self._batch_shapes)):
                 along = (0 if self._batches_differ or item is not None else gap_dim(ref)) if dim is None else dim
                 self._values.give(ref, halves(ref.shape, along, self._pieces.get(ref.storage, 1)))

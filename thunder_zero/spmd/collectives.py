@@ -166,6 +166,8 @@ def effect(
         return [Outcome(item, fault, factor=factor) for item in results]
     if kind in ("all_gather", "broadcast"):
         fault = f"{kind} of shares of a sum: reduce them first" if "P" in types else ""
+        if fault and kind == "all_gather":  # they may be summed after it
+            return [Outcome(filled(shape, V), fault, "note") for shape in shapes]
         return [Outcome(item, fault) for item in whole]
     if kind == "all_to_all" and types in ("P", "V"):
         return [Outcome(filled(shape, P if types == "P" else V)) for shape in shapes]

@@ -7,7 +7,7 @@ which it differs from the true one, and the cause of its fault: what follows fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import partial
@@ -17,15 +17,26 @@ import torch
 
 from thunder_zero.plan.amounts import name_of
 from thunder_zero.spmd.admitted import Admitted
-from thunder_zero.spmd.collectives import effect
 from thunder_zero.spmd.factors import Factors
-from thunder_zero.spmd.laws import Outcome, P, R, V, filled, halves, has, letters
+from thunder_zero.spmd.laws import Outcome, P, R, V, filled, has, letters
 from thunder_zero.spmd.lines import SILENT, RecordedLine, Ref, Shadow, StepRecord
+from thunder_zero.spmd.own_batch import is_of_batch, known_numbers, of_own_batch
 from thunder_zero.spmd.parts import Parts
-from thunder_zero.spmd.reaching import READS
-from thunder_zero.spmd.regions import Region, Trial, are_typed, joined, starts_region
-from thunder_zero.spmd.rules import FACTORS, MOVES, SELECTIONS, SUMS, Rules, averages, is_constant, runner, shapes_of
+from thunder_zero.spmd.reaching import READS, averaged_parameters
+from thunder_zero.spmd.regions import Region, Trial, are_typed, gathered, joined, starts_region
+from thunder_zero.spmd.rules import (
+    FACTORS,
+    MOVES,
+    SELECTIONS,
+    SUMS,
+    Rules,
+    averages,
+    is_constant,
+    runner,
+    shapes_of,
+)
 from thunder_zero.spmd.rules import Memo as Memo
+from thunder_zero.spmd.sendings import Sendings
 from thunder_zero.spmd.storages import TypedStorages
 from thunder_zero.spmd.told import Ending, Told
 from thunder_zero.spmd.verdict import Fault as Fault
@@ -90,8 +101,10 @@ class Walk:
         self._admitted = Admitted(
             record, axis, self._neighbour, whole, whole_lines, self._values, self._told, batches_differ=batches_differ
         )
-        self._ending = Ending(record, axis, self._values, self._told)
-        self._summed: set[int] = set()  # storages whose values were moved into a sum
+        self._averaged = averaged_parameters(record, axis)
+        self._values.own(self._averaged)
+        self._ending = Ending(record, axis, self._values, self._told, self._averaged)
+        self._sendings = Sendings(record, axis, self._values, self._parts, batches_differ)
         self._line, self._began_backward = 0, False
         self._has_equal_number = False  # whether the number that Python read last is equal on all ranks
 
@@ -102,7 +115,7 @@ class Walk:
             for index, line in enumerate((*self._record.lines, None)):
                 self._line = self._told.line = index
                 for grad in due.get(index, ()):
-                    is_mean, is_summed = self._factors.loss_is_mean(), grad.ref.storage in self._summed
+                    is_mean, is_summed = self._factors.loss_is_mean(), grad.ref.storage in self._sendings.summed
                     ending.gradient(grad, is_mean=is_mean, is_summed=is_summed)
                 if line is not None:
                     types.append(self._type(line))
@@ -132,7 +145,8 @@ class Walk:
         if line.name in READS:
             self._has_equal_number = not self._parts.codes(line.inputs[0]).any()
         targets = (*line.written, *line.results)
-        if (line.name in SELECTIONS or self._reads_sized(line)) and shapes_of(self._mine) != shapes_of(self._theirs):
+        is_sized = self._batches_differ or line.name in SELECTIONS or self._reads_sized(line)
+        if is_sized and shapes_of(self._mine) != shapes_of(self._theirs):
             self._sized_by_data |= {ref.storage for ref in targets}
         self._parts.over = self._parts.of_rank(line, self._theirs, self._sized_by_data)
         self._admitted.read(line, self._line)
@@ -154,22 +168,27 @@ class Walk:
 
     def _compute(self, line: RecordedLine, targets: Sequence[Ref]) -> None:
         """Type what a line writes, if need be together with the lines before it."""
+        if not is_constant(line.name) and any(self._values[ref].is_own for ref in line.read):
+            alike = self._numbers is None and not any(self._parts.codes(ref).any() for ref in line.read)
+            self._write(line, line.read, targets, [Outcome(filled(ref.shape, R if alike else V)) for ref in targets])
+            return
         may_start = self._numbers is None and not any(has(self._parts.codes(ref), V) for ref in line.inputs)
         region = self._join(line)
         indices = (ref for ref in line.inputs if not ref.dtype.is_floating_point and self._values[ref].region)
         is_routed = any(has(self._parts.codes(ref), V) for ref in indices)
         given = self._mine, self._theirs, self._numbers
-        typed = partial(self._rules.outcomes, line, targets, *given, is_routed=is_routed)
-        outcomes = typed()
-        if line.name == "sum" and self._values[line.inputs[0]].is_dealt and has(outcomes[0].codes, P):
-            outcomes = self._parts.made("reduce_scatter", (), [Outcome(halves(ref.shape)) for ref in targets])
+        outcomes = self._rules.outcomes(line, targets, *given, is_routed=is_routed)
         joint = self._rules.joint_outcomes(region, targets) if region and not are_typed(outcomes, targets) else None
+        sources, codes = [self._values[ref] for ref in line.inputs], [*map(self._parts.codes, line.inputs)]
+        outcomes = known_numbers(line, outcomes, sources, self._mine, self._neighbour.get(self._line))
+        is_of_data = self._batches_differ and is_of_batch(line, sources, began_backward=self._began_backward)
+        if joint is None and is_of_data:
+            counts_differ = "nll_loss" in line.name and self._mine.numbers[1:] != self._theirs.numbers[1:]
+            outcomes = [*of_own_batch(line, outcomes, targets, codes, sources, counts_differ=counts_differ)]
         if may_start and not region and starts_region(line.name, outcomes, targets):
             region = joined((), self._trial(line))
             text = f"what {line.name} writes depends on the data, and no law was found after it"
             outcomes = [replace(item, text=text, kind="unknown") if has(item.codes, V) else item for item in outcomes]
-        if joint is None and self._batches_differ and (line.backward or not self._began_backward):
-            outcomes = _of_own_batch(line, outcomes, typed, self._values)
         reads = () if is_constant(line.name) else line.read
         self._write(line, reads, targets, joint or outcomes, ends_region=joint is not None)
         for ref, outcome in zip(targets, joint or outcomes, strict=True):
@@ -190,23 +209,13 @@ class Walk:
     def _collective(self, line: RecordedLine) -> None:
         item = line.collective
         assert item is not None
-        for inputs, outputs in line.pairs:
-            if not inputs:
-                continue
-            codes = [self._parts.codes(ref).clone() for ref in inputs]
-            zero = all(not self._record.values[ref].any() for ref in inputs if ref in self._record.values)
-            learned = (ref for ref in inputs if ref.dtype.is_floating_point and self._values[ref].is_learned)
-            counts = zero or next(learned, None) is None
-            outcomes = effect(item, self._axis, self._size, codes, [ref.shape for ref in outputs], counts=counts)
-            if self._axis in item.axes:
-                outcomes = self._parts.made(item.kind, codes, outcomes)
-            is_extreme = item.op in ("max", "min")  # equal on all ranks, whatever it reads
-            self._told.unknown(self._values[ref].cause for ref in (() if is_extreme else inputs))
-            self._write(line, () if is_extreme else inputs, outputs, outcomes)
+        for inputs, outputs, outcomes in self._sendings.of(line):
+            read = () if item.op in ("max", "min") else inputs  # they are equal on all ranks, whatever they read
+            self._told.unknown(self._values[ref].cause for ref in read)
+            self._write(line, read, outputs, outcomes)
+            is_gathered = self._axis in item.axes and item.kind == "all_gather" and has(outcomes[0].codes, V)
             for ref in outputs:
-                self._values[ref].region = ()
-            if item.op in ("sum", "avg") and self._axis in item.axes:
-                self._summed.update(*({ref.storage} | self._values[ref].parts for ref in inputs))
+                self._values[ref].region = (gathered(self._line, line, outputs),) if is_gathered else ()
         if not item.axes:
             self._told.say("error", f"{item.kind} over a group that is no axis of the mesh", line.where)
 
@@ -221,7 +230,9 @@ class Walk:
     ) -> None:
         """Keep what is known of each target, and tell the faults of the outcomes."""
         sources = [self._values[ref] for ref in inputs]
-        causes = (item.cause for item in sources if item.is_spoiled)
+        begins = line.name == "ones_like" and not targets[0].shape  # a backward: all gradients follow from the loss
+        origins = [*(self._values[ref] for ref in line.inputs if begins), *sources]
+        causes = (item.cause for item in origins if item.is_spoiled)
         cause = next((item for item in causes if not (ends_region and item and item.kind == "unknown")), None)
         note = next((item.cause for item in sources if item.cause is not None and not item.is_spoiled), None)
         counts = self._began_backward and (self._batches_differ or self._factors.loss_is_mean())
@@ -229,15 +240,11 @@ class Walk:
         factors = [factor_of(ref, outcome) for ref, outcome in zip(targets, outcomes, strict=True)]
         reductions = _reductions(line, [item.reductions for item in sources], targets)
         kind = "" if line.collective is None else line.collective.kind
-        is_mean = not kind and any(item.is_mean for item in sources)
-        is_total = "reduce" in kind or any(item.is_total for item in sources)
+        is_sent = line.collective is not None and self._axis in line.collective.axes
+        is_logged = line.tracked.issuperset(ref.storage for ref in targets)  # its gradient does not follow from the sum
+        is_mean = (not kind or is_logged) and any(item.is_mean for item in sources)
         moves = line.name in MOVES or line.name in FACTORS
         parts = frozenset().union(*({ref.storage} | item.parts for ref, item in zip(inputs, sources, strict=True)))
-        has_shares = any(has(item.codes, P) for item in outcomes)
-        is_dealt = (kind == "all_to_all" and has_shares) or (
-            line.name in MOVES and any(item.is_dealt for item in sources)
-        )
-        is_learned = line.backward or any(item.is_learned for item in sources)
         is_moved = line.name in MOVES and any(item.is_divided for item in sources[:1])
         is_divided = is_moved or self._factors.divides(line)
         for ref, outcome, factor in zip(targets, outcomes, factors, strict=True):
@@ -247,26 +254,11 @@ class Walk:
             is_share = has(outcome.codes, P) and not self._began_backward and (self._batches_differ or not ref.shape)
             averages_here = averages(line) and has(outcome.codes, P)
             value.is_mean = is_mean or averages_here or (is_share and self._factors.divides_by_own_count(line))
-            value.is_total, value.is_dealt, value.parts = is_total, is_dealt, parts if moves else frozenset()
-            value.is_divided, value.reductions, value.is_learned = is_divided, reductions, is_learned
+            value.inherit(sources, sums="reduce" in kind, is_sent=is_sent, is_gradient=line.backward)
+            value.is_own |= ref.storage in self._averaged
+            value.is_divided, value.reductions, value.parts = is_divided, reductions, parts if moves else frozenset()
             told = self._told.hear(outcome, line, note) if cause is None else None
             value.cause = cause or told or (note if has(outcome.codes, V) else None)
-
-
-def _of_own_batch(
-    line: RecordedLine, outcomes: Sequence[Outcome], again: Callable[[], list[Outcome]], values: TypedStorages
-) -> list[Outcome]:
-    """Return a warning in place of an error if a line needs a mean of the whole batch, as a router's loss does."""
-    means = [ref for ref in line.inputs if values[ref].is_mean and has(values.codes(ref), P)]
-    if not means or "nll_loss" in line.name or not any(item.is_error for item in outcomes):
-        return [*outcomes]
-    for ref in means:
-        values.give(ref, filled(ref.shape, R))
-    if line.backward:
-        return again()
-    text = f"{line.name} of a mean over each rank's own batch: it is not that of the whole batch"
-    text = "" if line.name in SUMS else text
-    return [replace(item, codes=filled(item.codes.shape, P), text=text, kind="warning") for item in outcomes]
 
 
 def _reductions(line: RecordedLine, before: Sequence[tuple[str, ...]], targets: Sequence[Ref]) -> tuple[str, ...]:

@@ -24,6 +24,10 @@ from torch import Tensor
 
 R, A, B, F, P, N, V, X = range(8)
 LETTERS = "RSSSPNVX"
+OWN_COUNT = (
+    "a mean over this rank's own count: the counts of ranks differ, so the mean of their means is not the mean of the "
+    "whole"
+)
 COUNTS = ("histc", "bincount")  # counts of a rank's own elements: zeros are elements, too
 
 Values = list[Tensor]
@@ -268,8 +272,7 @@ class Experiment:
             return Outcome(filled(shape, N))
         if has_shares and runs.drawn[0].is_floating_point():  # as if it had been summed, so that one fault is told once
             if "nll_loss" in name:
-                counts = "the counts of ranks differ, so the mean of their means is not the mean of the whole"
-                return Outcome(filled(shape, R), f"{name}: a mean over this rank's own count: {counts}")
+                return Outcome(filled(shape, R), f"{name}: {OWN_COUNT}")
             text = f"{name} is not linear in a share of a sum: the {ranks} shares must be summed first"
             return Outcome(filled(shape, R), text)
         text = f"{name} does not treat slices alike: its result depends on how the elements are spread over the ranks"

@@ -99,9 +99,13 @@ class RecordedLine:
 
     @property
     def is_view(self) -> bool:
-        """True if all outputs are parts of inputs that the line does not change."""
-        storages = {item.storage for item in self.inputs}
-        return bool(self.results) and not self.written and all(item.storage in storages for item in self.results)
+        """True if all outputs are parts of inputs that the line does not change, as FSDP2's copy into a bucket does."""
+        storages, is_copy = {item.storage for item in self.inputs}, self.operator.namespace == "fsdp"
+        return (
+            bool(self.results)
+            and not (self.written or is_copy)
+            and all(ref.storage in storages for ref in self.results)
+        )
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,8 @@ class Parameter:
     """A parameter, or a gradient, of the model: its part on this rank, and how it is placed on the mesh's axes.
 
     ``placements`` maps axes to the dimension of a slice, ``"replicate"`` or ``"partial"``. ``line`` is the number of
-    lines that ran before an optimizer read the gradient. ``pieces`` are those of packed slices, by axis.
+    lines that ran before an optimizer read the gradient. ``pieces`` are those of packed slices, by axis. ``first`` is
+    the storage of a parameter at the first forward.
     """
 
     path: str
@@ -117,6 +122,7 @@ class Parameter:
     placements: Mapping[str, int | str]
     line: int = 0
     pieces: Mapping[str, int] = field(default_factory=dict)
+    first: int = -1
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,7 @@ class Shadow:
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
     fresh: tuple[tuple[tuple[int, ...], str], ...] = ()  # shapes and digests
     drawn: tuple[str, ...] = ()  # digests of random numbers
+    numbers: tuple[float, ...] = ()  # the outputs; 0 in place of those with dimensions
 
 
 @dataclass(frozen=True)

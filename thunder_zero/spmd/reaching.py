@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from thunder_zero.spmd.lines import RecordedLine, Shadow, StepRecord
+from thunder_zero.spmd.rules import FACTORS, MOVES
 
 GATHERS = ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_")  # DTensor, which has others, is right
 READS = ("_local_scalar_dense", "item")  # give Python a number
@@ -26,6 +27,26 @@ def lines_that_matter(record: StepRecord, neighbour: Mapping[int, Shadow]) -> se
             needed |= {ref.storage for ref in line.inputs}
             mine = record.shadows[index]
             takes_number = not is_read and (takes_number or _fractions(mine) != _fractions(neighbour.get(index, mine)))
+    return result
+
+
+def averaged_parameters(record: StepRecord, axis: str) -> set[int]:
+    """Return the first storages of parameters that are summed over an axis after an update, or whose changes are.
+
+    Their ranks train models of their own, and average them, as local SGD does.
+    """
+    held = {item.first for item in record.parameters if not isinstance(item.placements.get(axis), int)}
+    result = set[int]()
+    origins: dict[int, set[int]] = {}  # the parameters of which a storage has copies or differences
+    for line in record.lines:
+        item, inputs = line.collective, [origins.get(ref.storage, set()) for ref in line.inputs]
+        if item is not None:
+            result.update(*inputs if axis in item.axes and item.op in ("sum", "avg") else ())
+        elif not line.backward:
+            is_difference = "sub" in line.name or line.name in MOVES
+            copied = set().union(*(inputs if is_difference else inputs[:1] if line.name in FACTORS else ()))
+            origins |= {ref.storage: copied for ref in line.results if ref.storage not in held}
+            origins |= {ref.storage: copied | (held & {ref.storage}) for ref in line.written}
     return result
 
 

@@ -97,7 +97,7 @@ class StepRecorder(TorchDispatchMode):
         self._seen.update(inputs)
         with torch.no_grad(), disable_current_modes():
             for item, ref in zip(tensors, inputs, strict=True) if self._keeps_values or fresh else ():
-                if ref not in self._values and item.untyped_storage().nbytes():
+                if ref not in self._values and (item.untyped_storage().nbytes() or not ref.nbytes):
                     self._nbytes += ref.nbytes
                     if self._nbytes > LIMIT:
                         raise NotChecked(f"the step reads over {LIMIT >> 30} GiB of values; check a smaller model")
@@ -118,6 +118,7 @@ class StepRecorder(TorchDispatchMode):
         shadow = replace(
             shadow_of(line, map(self._tape.ref, outputs)),
             fresh=tuple((item.shape, _digest(self._values[item])) for item in line.fresh),
+            numbers=tuple(0.0 if item.dim() or item.is_complex() else float(item) for item in map(local_of, outputs)),
             drawn=(*map(_digest, outputs), slices if line.operator == operator else "") if line.name in RANDOM else (),
         )
         if not self._keeps_values:

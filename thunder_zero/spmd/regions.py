@@ -6,16 +6,19 @@ depend on the data::
     perm = sort(experts)            V  a region starts
     y = grouped_mm(x[perm], w, ..)  V  it grows
     y[inverse(perm)]                S  from experts and x, the lines of the region treat slices alike
+
+So do lines that average shares after a gather: only their sum is equal on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from thunder_zero.spmd.laws import COUNTS, Outcome, P, Rerun, V, Values, has
+from thunder_zero.spmd.laws import COUNTS, Outcome, P, R, Rerun, V, Values, filled, has
 from thunder_zero.spmd.lines import RecordedLine, Ref
 
 MOST = 128  # lines of a region
@@ -84,3 +87,30 @@ def as_one(region: Region) -> tuple[dict[Ref, Tensor], Rerun]:
         return outputs
 
     return given, run
+
+
+def gathered(number: int, line: RecordedLine, outputs: Sequence[Ref]) -> Trial:
+    """Return the start of a region in which gathered shares are summed."""
+    given = replace(line, inputs=tuple(outputs), changes=(), written=(), results=tuple(outputs))
+    return Trial(number, given, lambda values, _: values, tuple(filled(ref.shape, P) for ref in outputs))
+
+
+def sum_of_gathered(
+    region: Region, values: Mapping[Ref, Tensor], targets: Sequence[Ref], size: int
+) -> list[Outcome] | None:
+    """Return the outcomes of a line that writes a multiple of the sum of all shares that were gathered."""
+    (given, run), gathers = as_one(region), [trial.line for trial in region if trial.line.collective is not None]
+    drawn = {ref: torch.randn(ref.shape, dtype=torch.float64) for ref in gathers[0].results}
+    collective, results = gathers[0].collective, []
+    assert collective is not None
+    total = torch.cat([item.reshape(-1) for item in drawn.values()]).reshape(collective.size, -1).sum(0)
+    try:
+        outputs = run([drawn[ref] if ref in drawn else values[ref] for ref in given], 0)
+    except Exception:
+        return None
+    for ref, output in zip(targets, outputs, strict=True):
+        factor = float(output.reshape(-1)[0] / total[0]) if output.numel() == len(total) else 0.0
+        if not factor or not bool(torch.isclose(output.reshape(-1).double(), factor * total, rtol=1e-4).all()):
+            return None
+        results.append(Outcome(filled(ref.shape, R), factor=factor * collective.size / size))
+    return results

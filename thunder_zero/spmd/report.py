@@ -53,7 +53,8 @@ def _equal_batches(axis: str) -> Fault:
 
 
 def _optimizer(record: StepRecord) -> Iterator[Fault]:
-    missing = tuple(item.path for item in record.gradients if item.path not in record.stepped)
+    changed = {item.path for item in record.parameters if item.ref.writes}  # as from masters in another dtype
+    missing = tuple(item.path for item in record.gradients if item.path not in record.stepped | changed)
     if record.foreign and missing:
         text = (
             f"the optimizer steps {record.foreign} tensors that are no parameters of the model, which have stale "

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from thunder_zero.compat.torch.recording import in_float64
 from thunder_zero.spmd.laws import Experiment, N, Outcome, P, R, Rerun, V, X, as_slices, filled, halves, has, letters
 from thunder_zero.spmd.lines import RANDOM, RecordedLine, Ref, Shadow
-from thunder_zero.spmd.regions import Region, are_typed, as_one
+from thunder_zero.spmd.regions import Region, are_typed, as_one, sum_of_gathered
 from thunder_zero.spmd.storages import TypedStorages
 from thunder_zero.spmd.tape import argument_of
 
@@ -103,7 +103,8 @@ class Rules:
         """
         name, codes = line.name, [self._codes_of(item).clone() for item in line.inputs]
         alike = numbers is None and not any(item.any() for item in codes)
-        draws_differ = self._batches_differ or theirs.drawn != mine.drawn
+        is_like_parameter = bool(line.inputs) and all(self._types[ref].is_learned for ref in line.inputs) and alike
+        draws_differ = theirs.drawn != mine.drawn or (self._batches_differ and not is_like_parameter)
         if line.backward and numbers is not None and shapes_of(mine) != shapes_of(theirs):
             return _unknown(f"the sizes of {name} differ between the ranks", targets)
         if numbers is not None and (name in RANGES or self._shifts_range(line, numbers)):
@@ -119,7 +120,7 @@ class Rules:
             if self._types[line.inputs[0]].is_mean:
                 return [Outcome(filled(ref.shape, R), f"{name} is not linear in a share of a mean") for ref in targets]
             return [Outcome(torch.where(codes[0] == P, N, codes[0]).byte())]  # the norm of a share of a sum of squares
-        if "batch_norm" in name and self._batches_differ:
+        if "batch_norm" in name and self._batches_differ and not any(item is False for item in line.args):
             return _batch_norm(line, codes[1 if line.backward else 0], targets)
         if is_routed:
             return [Outcome(filled(ref.shape, V)) for ref in targets]
@@ -137,6 +138,8 @@ class Rules:
     def joint_outcomes(self, region: Region, targets: Targets) -> list[Outcome] | None:
         """Return the outcomes of a region's last line, if all its lines together keep a law."""
         given, run = as_one(region)
+        if any(trial.line.collective is not None for trial in region):
+            return sum_of_gathered(region, self._values, targets, self._size)
         values, codes = [self._values[ref] for ref in given], next(as_slices([*given.values()]))
         name, shapes, results = region[-1].line.name, [ref.shape for ref in targets], []
         for seed in range(REPEATS):
@@ -213,8 +216,9 @@ class Rules:
         Gradients of means are summed and divided by the ranks, also where all ranks have the same.
         """
         value = self._types[ref]
-        factor = self._types.largest_factor([ref])
-        is_mean = line.backward and self._batches_differ and not value.is_total and factor == self._size
+        factor = self._types.largest_factor(line.inputs)
+        is_changed = any(line.inputs[index] is ref for index in line.changes)
+        is_mean = self._batches_differ and not value.is_total and factor == self._size and not is_changed
         return value.is_divided or is_mean
 
     def _shown(

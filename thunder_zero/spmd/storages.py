@@ -31,7 +31,8 @@ class TypedStorage:
         is_divided: whether they were divided by the number of ranks.
         is_learned: whether they follow from parameters.
         is_total: whether they follow from a sum over the ranks.
-        is_dealt: whether they came by an all_to_all, so that the sum of shares is a slice.
+        is_shard: whether they follow from a shard of a parameter.
+        is_own: whether they follow from a model that each rank trains for itself, until it is averaged.
         cause: the fault that they follow from: an error that was told, or what is unknown, or the note of a ``V``.
         reductions: of a gradient.
         parts: the storages whose values were moved here.
@@ -45,11 +46,19 @@ class TypedStorage:
     is_divided: bool = False
     is_learned: bool = False
     is_total: bool = False
-    is_dealt: bool = False
+    is_shard: bool = False
+    is_own: bool = False
     parts: frozenset[int] = frozenset()
     cause: Fault | None = None
     reductions: tuple[str, ...] = ()
     region: Region = ()
+
+    def inherit(self, sources: Sequence[TypedStorage], *, sums: bool, is_sent: bool, is_gradient: bool) -> None:
+        """Note what follows from the values that a line reads; ``is_sent``: it sends them to the other ranks."""
+        self.is_total = sums or any(item.is_total for item in sources)
+        self.is_learned = is_gradient or any(item.is_learned for item in sources)
+        self.is_shard = not is_sent and any(item.is_shard for item in sources)
+        self.is_own = not is_sent and any(item.is_own for item in sources)
 
     def view(self, ref: Ref) -> Tensor:
         """Return the codes of a tensor in this storage: a view, so that writes are seen by other views."""
@@ -75,6 +84,11 @@ class TypedStorages:
     def __init__(self) -> None:
         self._by_number: defaultdict[int, TypedStorage] = defaultdict(TypedStorage)
         self._moved: dict[tuple[object, ...], TypedStorage] = {}
+
+    def own(self, storages: Iterable[int]) -> None:
+        """Note that storages have parameters of a model that each rank trains for itself."""
+        for number in storages:
+            self._by_number[number].is_own = True
 
     def __getitem__(self, ref: Ref) -> TypedStorage:
         return self._moved.get(ref.place) or self._by_number[ref.storage]

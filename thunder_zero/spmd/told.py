@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from math import isclose
 
@@ -78,6 +78,7 @@ class Ending:
     axis: str
     values: TypedStorages
     told: Told
+    averaged: Set[int]  # first storages of parameters of models that are averaged
     gradients: dict[str, tuple[str, float]] = field(default_factory=dict)  # types and factors, keyed by path
     reductions: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -95,7 +96,8 @@ class Ending:
         factor = 1.0 if is_kept else self.values.largest_factor([grad.ref])
         self.gradients[grad.path], self.reductions[grad.path] = (got, factor), value.reductions
         self.told.unknown([value.cause])
-        if is_kept or value.is_spoiled:
+        is_own = got != "R" and parameter.first in self.averaged
+        if is_kept or is_own or value.is_spoiled:
             return
         if got != wanted and not (wanted == "S" and set(got.split("+")) <= {"S", "R"}):
             note = f": {value.cause.text} ({value.cause.where})" if value.cause is not None else ""
@@ -111,8 +113,11 @@ class Ending:
         for item in self.record.parameters:
             types, value = letters(self.values.codes(item.ref)), self.values[item.ref]
             is_cut = isinstance(item.placements.get(self.axis), int) or item.ref.storage in cut
-            is_updated = item.ref.writes and item.path not in self.record.stepped
-            if is_updated and types != "R" and not is_cut and not value.is_spoiled:
+            is_averaged, factor = item.first in self.averaged, self.values.largest_factor([item.ref])
+            is_updated = is_averaged or (item.ref.writes and item.path not in self.record.stepped)
+            if is_averaged and types == "R" and not isclose(factor, 1.0, rel_tol=1e-4):
+                self.told.say("error", f"after the step it is {factor:.4g} {TIMES_TRUE}", path=item.path)
+            elif is_updated and types != "R" and not is_cut and not value.is_spoiled:
                 self.told.say("error", f"after the step its values are {MEANINGS[types[0]]}", path=item.path)
 
     def loss(self) -> None:

@@ -32,7 +32,7 @@ class WatchedModel:
         self._tape, self._mesh = tape, mesh
         self.modules: list[int] = []
         self.is_active = False
-        self._perturbed = set[int]()
+        self._perturbed = dict[int, int]()  # storages of parameters, by their ``id``
         self._slices: dict[int, Parameter] = {}
         self._optimized: list[Tensor] = []
         self._gradients: dict[int, tuple[Tensor, int]] = {}  # by parameter, and the line at which an optimizer reads it
@@ -70,7 +70,7 @@ class WatchedModel:
         is_off = nn.parameter.is_lazy(item) or local.is_meta or not local.is_floating_point()
         if is_off or id(item) in self._perturbed or self._tape.lines:
             return
-        self._perturbed.add(id(item))
+        self._perturbed[id(item)] = self._tape.ref(local).storage
         dice = torch.Generator().manual_seed(len(self._perturbed))
         noise = 0.1 * torch.randn(local.shape, generator=dice)
         usual = local.isfinite() & (local.abs() < 1e3)
@@ -127,7 +127,7 @@ class WatchedModel:
                     placements[axis] = placement.dim % max(local.dim(), 1)  # type: ignore[attr-defined]
                 if isinstance(placement, StridedShard) and dims.count(placement.dim) == 1:  # else FSDP2's own rows
                     pieces[axis] = int(placement.split_factor)
-        return Parameter(path, self._tape.ref(local), placements, line, pieces)
+        return Parameter(path, self._tape.ref(local), placements, line, pieces, self._perturbed.get(id(item), -1))
 
 
 def _units_of(model: nn.Module) -> dict[int, str]:
