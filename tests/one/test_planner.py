@@ -479,7 +479,7 @@ def test_a_plan_of_sites_has_rows_of_the_planner(tmp_path: Path) -> None:
         assert (row["hidden"] - 2) * alone["seconds"] < exchange <= (row["hidden"] - 1) * alone["seconds"]
         assert row["needs"] >= one["needs"] + weight  # half of the agreed weight, and of its momentum
     text = output_of("plan", "--model", f"{tmp_path / 'model.py'}:build", "--sites", "2x2", "--between", "100mbit")
-    assert "costs quality" in text
+    assert "5.1% at 32 and 8.8% at 128" in text
     assert "docs/two-sites.md" in text
     assert len(plan_of_file(tmp_path, model, "--sites", "2x1", "--between", "1gbit", "--stages", 3)) == 6
     for options, words in {("--sites", "1x2"): "sites is '1x2'", ("--sites", "2x2"): "between is 'fast'"}.items():
