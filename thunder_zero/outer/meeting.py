@@ -106,8 +106,7 @@ class Presence:
         self._address, self._seen = address, dict[str, tuple[str, int, float]]()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self.absent, self.timeout = set[str](), address.timeout
-        self.touched = monotonic()  # when the job last took a step or sent a message
+        self.absent, self.touched = set[str](), monotonic()  # when the job last took a step or sent a message
 
     def start(self, store: TCPStore, claims: str) -> None:
         """Give signs of life, and take the name of this site, once. Raise ValueError if another living job has it, or
@@ -169,9 +168,10 @@ class Presence:
             if not store.compare_set(owner, self._address.life, ""):
                 store.delete_key(owner)
 
-    def alive(self) -> list[str]:
-        """Return the names of the sites that are alive, this one included, in order."""
-        since = monotonic() - self.timeout
+    def alive(self, within: float | None = None) -> list[str]:
+        """Return the names of the sites that are alive, this one included, in order. ``within`` seconds (default: the
+        time-out) they have given a sign of life."""
+        since = monotonic() - (self._address.timeout if within is None else within)
         return sorted(name for name, (_, _, last) in tuple(self._seen.items()) if last > since)
 
     def has(self, site: Announcement) -> bool:
@@ -342,6 +342,6 @@ def serve(address: str) -> None:
 
 def who_lives(store: TCPStore, presence: Presence) -> tuple[list[str], int]:
     """Return the sites that are alive by their own time-out, and the number of exchanges."""
-    presence.timeout = float(store.get("timeout")) if store.check(["timeout"]) else presence.timeout
     presence.look(store)
-    return presence.alive(), int(store.get("newest")) if store.check(["newest"]) else 0
+    timeout = float(store.get("timeout")) if store.check(["timeout"]) else None
+    return presence.alive(timeout), int(store.get("newest")) if store.check(["newest"]) else 0

@@ -24,17 +24,7 @@ from thunder_zero.spmd.own_batch import is_of_batch, known_numbers, of_own_batch
 from thunder_zero.spmd.parts import Parts
 from thunder_zero.spmd.reaching import READS, averaged_parameters
 from thunder_zero.spmd.regions import Region, Trial, are_typed, gathered, joined, starts_region
-from thunder_zero.spmd.rules import (
-    FACTORS,
-    MOVES,
-    SELECTIONS,
-    SUMS,
-    Rules,
-    averages,
-    is_constant,
-    runner,
-    shapes_of,
-)
+from thunder_zero.spmd.rules import FACTORS, MOVES, SELECTIONS, SUMS, Rules, averages, is_constant, runner, shapes_of
 from thunder_zero.spmd.rules import Memo as Memo
 from thunder_zero.spmd.sendings import Sendings
 from thunder_zero.spmd.storages import TypedStorages
@@ -209,7 +199,7 @@ class Walk:
     def _collective(self, line: RecordedLine) -> None:
         item = line.collective
         assert item is not None
-        for inputs, outputs, outcomes in self._sendings.of(line):
+        for inputs, outputs, outcomes in self._sendings.of(item, line.pairs):
             read = () if item.op in ("max", "min") else inputs  # they are equal on all ranks, whatever they read
             self._told.unknown(self._values[ref].cause for ref in read)
             self._write(line, read, outputs, outcomes)

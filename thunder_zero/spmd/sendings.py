@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from thunder_zero.spmd.collectives import Collective, effect
+from thunder_zero.spmd.collectives import Collective, Pair, effect
 from thunder_zero.spmd.laws import Outcome, P, filled
-from thunder_zero.spmd.lines import RecordedLine, Ref, StepRecord
+from thunder_zero.spmd.lines import Ref, StepRecord
 from thunder_zero.spmd.parts import Parts
 from thunder_zero.spmd.storages import TypedStorages
 
@@ -23,11 +23,10 @@ class Sendings:
     batches_differ: bool
     summed: set[int] = field(default_factory=set)
 
-    def of(self, line: RecordedLine) -> Iterator[tuple[list[Ref], list[Ref], list[Outcome]]]:
-        """Yield what a line reads, what it writes, and the outcomes, for each collective that it launches."""
-        item = line.collective
-        for inputs, outputs in line.pairs if item is not None else ():
-            if inputs and item is not None:
+    def of(self, item: Collective, pairs: Sequence[Pair]) -> Iterator[tuple[list[Ref], list[Ref], list[Outcome]]]:
+        """Yield what a collective reads, what it writes, and the outcomes, for each pair of its inputs and outputs."""
+        for inputs, outputs in pairs:
+            if inputs:
                 yield inputs, outputs, self._outcomes(item, inputs, outputs)
                 if item.op in ("sum", "avg") and self.axis in item.axes:
                     self.summed.update(*({ref.storage} | self.values[ref].parts for ref in inputs))
