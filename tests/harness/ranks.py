@@ -10,8 +10,9 @@ seed. Each fresh interpreter has another hash seed, like the ranks of a user's j
 
 ``fn`` must be at the top level of a module, because ranks import it by name. Arguments and results are pickled (tensors
 too). Assert in ``fn``: the pool returns its traceback and rank. Pytest does not rewrite asserts on ranks, so write the
-message yourself, or use ``torch.testing.assert_close``. Each call starts with ``torch.manual_seed(0)``, one thread
-per rank, and ``thunder_zero`` imported. Gloo uses the loopback interface.
+message yourself, or use ``torch.testing.assert_close``. Each call starts with ``torch.manual_seed(0)``, dynamo
+without the sizes of earlier calls, one thread per rank, and ``thunder_zero`` imported. Gloo uses the loopback
+interface.
 
 When a call fails, the pool kills its processes by their ids, so that the next call starts new ones with an intact
 group. A test that expects an error on every rank therefore catches it inside ``fn`` and returns its text.
@@ -384,13 +385,15 @@ def _serve(job: tuple[int, int, str, str, bytes]) -> Any:
 
 
 def _leave_group() -> None:
+    import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     # A group that stays has three threads, which wake up all the time. DTensor's caches and dynamo's guards hold
-    # meshes, and a mesh holds its groups.
+    # meshes, and a mesh holds its groups. Dynamo also remembers sizes, and counts programs of equal code.
+    torch._dynamo.reset()
     _clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()

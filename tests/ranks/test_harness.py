@@ -83,6 +83,22 @@ def count_server_threads(rank: int, world_size: int) -> int:
     return len(list(Path(f"/proc/{os.getppid()}/task").iterdir()))
 
 
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def count_captured_inputs(rank: int, world_size: int, size: int) -> int:
+    """Return how many inputs dynamo captures of a vector: a size that it takes for a symbol is one."""
+    counts: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> Callable[..., object]:
+        counts.append(len(inputs))
+        return graph.forward
+
+    torch.compile(doubled, backend=backend)(torch.empty(size))
+    return sum(counts)
+
+
 def leave_group(rank: int, world_size: int) -> None:
     dist.barrier()  # the other rank may still be connecting
     dist.destroy_process_group()
@@ -99,6 +115,8 @@ def check_pool(pool: RanksPool, world_size: int) -> None:
 
 def test_the_pool_keeps_its_processes_and_gives_each_call_a_group_and_a_seed(ranks_pool: RanksPool) -> None:
     check_pool(ranks_pool, 2)
+    counts = [ranks_pool.run(1, count_captured_inputs, size) for size in (3, 4)]
+    assert counts == [[1], [1]], "dynamo remembers no sizes of earlier calls"
     pids = ranks_pool.pids
     assert ranks_pool.run(2, leave_group) == [None, None]
     for world_size in (4, 1, 3):

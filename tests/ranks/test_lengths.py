@@ -60,7 +60,6 @@ def list_launches(model: Any) -> list[list[tuple[str, ...]]]:
 
 
 def train_on_ranks(rank: int, world_size: int, stage: int, steps: Sequence[Sequence[int]]) -> None:
-    torch._dynamo.reset()
     plain = fresh(Llama, SMALL)
     model: Any = tz.compile(deepcopy(plain), stage=stage)
     trains_as_one_process([(model, plain)], partial(train_on_lengths, steps=steps))
@@ -142,7 +141,6 @@ def train_on_numbers(side: Side) -> Steps:
 
 
 def change_numbers(rank: int, world_size: int) -> None:
-    torch._dynamo.reset()
     plain = fresh(Scaled)
     model: Any = tz.compile(deepcopy(plain), stage=3)
     trains_as_one_process([(model, plain)], train_on_numbers)
@@ -195,7 +193,6 @@ class Looping(nn.Module):
 
 def loop_over_chunks(rank: int, world_size: int) -> None:
     """Train on lengths of one chunk, and of two chunks. Each number of chunks takes a program."""
-    torch._dynamo.reset()
     plain = fresh(Looping)
     model: Any = tz.compile(deepcopy(plain), stage=3)
 
@@ -253,7 +250,6 @@ def test_dynamic_and_mark_dynamic_save_programs(ranks_pool: RanksPool) -> None:
 
 def drop_oldest(rank: int, world_size: int) -> None:
     """Check that the program that ran longest ago is dropped, and that training goes on."""
-    torch._dynamo.reset()
     plain = fresh(Named)
     model: Any = tz.compile(deepcopy(plain), stage=3)
 

@@ -49,7 +49,6 @@ def run_why(rank: int, *arguments: str) -> str:
 
 
 def run_scripts(rank: int, world_size: int, folder: str) -> list[str]:
-    torch._dynamo.reset()  # dynamo remembers the shapes of other tests' Sequential, and would make sizes symbols
     train, plain, wrong = (f"{folder}/{name}.py" for name in ("train", "plain", "wrong"))
     calls = (
         ("--device", "h100", "--steps", "3", train, "4", "4", "6", "6"),
