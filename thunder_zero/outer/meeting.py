@@ -8,7 +8,7 @@ announces itself, and one of them closes the turn with a compare-and-set, so tha
     owner/a         the life of site a: of the job that leads it
     alive/LIFE      counts up while this job lives           every site watches all counts
     turn            "15.0" -> "15.1" after a failure, "16.0" after a success
-    newest          the highest version of a site so far
+    version/LIFE    the version of this job
     timeout         that of all sites, in seconds
     15.0/here/a     {"version": 15, ...}                     an announcement
     15.0/closed     [the announcements of all members]       set once
@@ -113,12 +113,9 @@ class Presence:
         if living sites train something else."""
         if self._thread is not None:
             return
-        if not self._other_lives(store):
-            store.set("newest", "0")
         others = store.compare_set("claims", "", claims).decode()
         if others != claims and not self._hears(store, partial(self._other_lives, store)):
             others = store.compare_set("claims", others, claims).decode()  # those of sites that have ended
-            store.set("newest", "0")
         if others != claims:
             raise ValueError(
                 f"site {self._address.name!r} differs from the sites at {self._address.address}: it has "
@@ -177,6 +174,11 @@ class Presence:
     def has(self, site: Announcement) -> bool:
         """Return whether this life of a site is alive."""
         return site.name in self.alive() and self._seen[site.name][0] == site.life
+
+    def newest(self, store: TCPStore, within: float | None = None) -> int:
+        """Return the highest version of a living site."""
+        keys = (f"version/{self._seen[name][0]}" for name in self.alive(within))
+        return max((int(store.compare_set(key, "", "0")) for key in keys), default=0)
 
     def look(self, store: TCPStore) -> None:
         """Look which sites have given a sign of life since the last look."""
@@ -240,6 +242,7 @@ class Meeting:
         while True:
             presence.require_name(self.store)
             turn = self.store.compare_set("turn", "", "0.0").decode()
+            self.store.set(f"version/{me.life}", f"{me.version}")
             self.store.set(f"{turn}/here/{me.name}", json.dumps(asdict(me)))
             members = self._close(turn, me, presence)
             if me in members.all:
@@ -253,7 +256,7 @@ class Meeting:
 
     def _close(self, turn: str, me: Announcement, presence: Presence) -> Members:
         """Close a turn, or wait until another leader has closed it."""
-        deadline, newest = monotonic() + self._address.timeout, int(self._value("newest", "0"))
+        deadline = monotonic() + self._address.timeout
         presence.look(self.store)  # it may not know a site yet that has just come
         while not self.store.check([f"{turn}/closed"]):
             alive, is_late = presence.alive(), monotonic() > deadline
@@ -261,7 +264,7 @@ class Meeting:
             presence.absent -= {*here}
             sites = [self.store.get(f"{turn}/here/{name}").decode() for name in here]
             is_enough = me.met or is_late or len(here) >= self._address.expected
-            has_current = any(json.loads(site)["version"] >= newest for site in sites)
+            has_current = any(json.loads(site)["version"] >= presence.newest(self.store) for site in sites)
             missing = {*alive} - {*here} - (presence.absent if has_current else set())
             if (not missing and is_enough) or (is_late and has_current):
                 presence.absent |= missing
@@ -283,6 +286,8 @@ class Meeting:
                     self._end(members, failure or "a rank does not say whether it has all rows")
                 self._pause()
             outcome = self.store.get(f"{turn}/outcome").decode()
+            if outcome == ARRIVED:
+                self.store.set(f"version/{self._address.life}", f"{members.next_version}")
             self._end(members, outcome)
         except DistError as error:
             raise Unsettled(f"the store was lost at the end of an exchange: {error}".partition("\n")[0]) from None
@@ -292,15 +297,8 @@ class Meeting:
         """End a turn with this outcome, or with that of another rank, and begin the next. Idempotent."""
         outcome = self.store.compare_set(f"{members.turn}/outcome", "", outcome).decode()
         number, _, attempt = members.turn.partition(".")
-        if outcome == ARRIVED:
-            newest = self._value("newest", "0")
-            if members.next_version > int(newest):
-                self.store.compare_set("newest", newest, f"{members.next_version}")
         following = f"{int(number) + 1}.0" if outcome == ARRIVED else f"{number}.{int(attempt) + 1}"
         self.store.compare_set("turn", members.turn, following)
-
-    def _value(self, key: str, default: str) -> str:
-        return self.store.compare_set(key, "", default).decode()
 
     def _from_leader(self, key: str) -> str:
         """Wait for a value of this site's leader, as long as that gives signs of life."""
@@ -335,13 +333,13 @@ def serve(address: str) -> None:
     while True:
         alive, newest = who_lives(store, presence)
         if alive != last:
-            print(f"{', '.join(alive) or 'no site'}, after {newest} exchanges", flush=True)
+            print(f"{', '.join(alive)}, after {newest} exchanges" if alive else "no site", flush=True)
         last = alive
         sleep(1)
 
 
 def who_lives(store: TCPStore, presence: Presence) -> tuple[list[str], int]:
-    """Return the sites that are alive by their own time-out, and the number of exchanges."""
+    """Return the sites that are alive by their own time-out, and the number of their exchanges."""
     presence.look(store)
     timeout = float(store.get("timeout")) if store.check(["timeout"]) else None
-    return presence.alive(timeout), int(store.get("newest")) if store.check(["newest"]) else 0
+    return presence.alive(timeout), presence.newest(store, timeout)

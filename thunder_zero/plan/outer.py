@@ -166,7 +166,7 @@ class Outer:
 
 def row_bytes(plan: Plan, param: Param) -> int:
     """Return the bytes of a parameter's agreed rows on a rank."""
-    return plan.geometry(param).numel * max(param.dtype.itemsize, ACCUMULATED.itemsize)
+    return plan.geometry(param).numel * torch.promote_types(param.dtype, ACCUMULATED).itemsize
 
 
 def copies_of(plan: Plan) -> Axis:

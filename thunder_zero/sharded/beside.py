@@ -60,5 +60,4 @@ class RowsBeside(ABC):
 
 
 def _copy(param: Tensor) -> Tensor:
-    is_small = param.dtype.itemsize < torch.float32.itemsize
-    return param.detach().to(torch.float32 if is_small else param.dtype, copy=True)
+    return param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
