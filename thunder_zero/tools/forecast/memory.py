@@ -205,6 +205,10 @@ def _excluded(recorder: Recorder) -> Iterator[str]:
         yield "backward: the traces (of a model: those that ran last) have none; run or trace it with gradients"
     if recorder.backend == "nccl" and backend_of(traces) != "nccl":
         yield "what CUDA computes otherwise: the traces are of a run on CPUs; trace a module that is on a CUDA device"
+    sizes_of = traces.facts.input_shapes  # a size that may change is a symbol
+    inputs = (arg for arg in traces.forward.args if any(isinstance(size, str) for size in sizes_of.get(arg.name, ())))
+    if shown := ", ".join(f"{arg.name} {(*arg.shape,)}" for arg in inputs):
+        yield f"other sizes than {shown}: give shapes="
 
 
 def _plan_to_compare(traces: Traces) -> Plan:
