@@ -10,6 +10,7 @@ import gc
 from pathlib import Path
 
 import pytest  # noqa: F401
+import torch._inductor.compile_fx
 import torch.distributed.checkpoint.state_dict  # noqa: F401
 
 import tests.harness.models  # noqa: F401

@@ -33,6 +33,9 @@ import thunder
 steps["finders"] = [kind for kind in map(type, sys.meta_path) if kind.__module__.startswith("thunder_zero")]
 from thunder.plugins import get_plugin
 steps["plugin"] = type(get_plugin("zero3")()).__name__
+import torch
+thunder_zero.trace(torch.nn.Linear(2, 2), torch.ones(1, 2), world_size=2)
+steps["inductor"] = loaded("torch._inductor.compile_fx")
 for name in ("memory", "Timeline", "nonsense"):
     try:
         getattr(thunder_zero, name)
@@ -53,5 +56,5 @@ def test_help_loads_no_thunder_and_training_no_tools() -> None:
         "thunder_zero.lazy",
     ]
     moved = {"memory": " it is thunder_zero.tools.memory", "Timeline": " it is thunder_zero.schedule.Timeline"}
-    none: dict[str, list[str]] = {name: [] for name in ("start of checks", "help", "core", "finders")}
+    none: dict[str, list[str]] = {name: [] for name in ("start of checks", "help", "core", "finders", "inductor")}
     assert steps == {**none, "plugin": "Zero", **moved, "nonsense": ""}

@@ -20,11 +20,9 @@ from thunder_zero.compat.private import (
     InductorError,
     ShapeEnvGuardError,
     TracingContext,
-    compile_fx_inner,
     fx_config,
     inductor_config,
     python_dispatcher,
-    select_decomp_table,
     tracing,
 )
 
@@ -54,6 +52,8 @@ def kernel(
 def _compiled(
     graph: fx.GraphModule, inputs: Sequence[Any], layouts: Sequence[Any], mode: Any
 ) -> tuple[Kernel, Sequence[Any]]:
+    from thunder_zero.compat.private import compile_fx_inner, select_decomp_table  # import most of inductor
+
     try:
         with tracing(TracingContext(mode)), faking(mode), for_all_sizes(mode):
             # Tracing tells inputs apart by identity, and one fake tensor may stand for several inputs.
