@@ -122,6 +122,46 @@ def test_a_step_that_cannot_run_is_told(tmp_path: Path, capsys: pytest.CaptureFi
     assert "cannot read the mesh 'dp'" in capsys.readouterr().err
 
 
+SCRIPT = """
+import os, torch
+import torch.distributed as dist
+from torch.distributed import init_device_mesh, init_process_group
+from torch.distributed.fsdp import fully_shard
+
+def main(divisor=1, models=1, **options):
+    init_process_group("gloo")
+    rank, ranks = int(os.environ["LOCAL_RANK"]), dist.get_world_size()
+    for _ in range(models):
+        model = fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (ranks,)))
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+        (torch.nn.MSELoss()(model(x), x) / divisor).backward()
+        torch.optim.SGD(model.parameters()).step()
+    dist.destroy_process_group()
+
+def wrong(): main(divisor=int(os.environ["WORLD_SIZE"]))
+def two(): main(models=2)
+def needs(mesh, config): main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "text"),
+    [
+        ("main", 0, "nothing wrong"),
+        *slow(("wrong", 1, "gradient is 0.5 x the true one (the loss is a mean)")),
+        *slow(("two", 2, "the step returned NoneType, and called FSDPLinear, FSDPLinear with parameters to train")),
+        *slow(("needs", 2, "train.py:needs cannot be called without config; give its parameters defaults")),
+    ],
+)
+def test_a_script_that_torchrun_starts_is_a_step(
+    function: str, code: int, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    assert main(["check", f"{script}:{function}", "--mesh", "dp=2"]) == code
+    assert text in "".join(capsys.readouterr())
+
+
 def test_a_difference_that_may_be_meant_is_a_warning() -> None:
     for step, mesh, text in (
         (steps.two_precisions, steps.HYBRID, "two precisions"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import zip_longest
 from math import prod
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from thunder_zero.compat.private import replaced
 from thunder_zero.spmd.check import OtherRun, TrainStep
 from thunder_zero.spmd.collectives import collective_kind
 from thunder_zero.spmd.draw import picture_of
@@ -34,15 +37,43 @@ def record_step(step: TrainStep, shape: Mapping[str, int], rank: int = 0, *, kee
         torch.manual_seed(0)
         recorder = StepRecorder(mesh, keep_values=keep_values)
         is_fused = torch.backends.mkldnn.flags(enabled=False)  # its operators of RNNs have no float64
-        with warnings.catch_warnings(action="ignore"), is_fused, recorder.hooks(), recorder:
+        ignoring = warnings.catch_warnings(action="ignore")
+        with ignoring, is_fused, as_torchrun(rank, mesh.size()), recorder.hooks(), recorder:
             result = step(mesh)
-        model = result[0] if isinstance(result, tuple) and result else result
-        if not isinstance(model, nn.Module):
-            returned = type(model).__name__
-            raise TypeError(f"step(mesh) returned {returned}; return the model, or a tuple that begins with it")
-        return recorder.record(model)
+        return recorder.record(_model_of(result, recorder.outermost))
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def as_torchrun(rank: int, ranks: int) -> Iterator[None]:
+    """Set what torchrun sets. A script's own calls that begin and end the group do nothing."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    with ExitStack() as stack:
+        stack.enter_context(replaced(os, "environ", {**os.environ, **{name: str(n) for name, n in numbers.items()}}))
+        for name in ("init_process_group", "destroy_process_group"):
+            stack.enter_context(replaced(dist, name, lambda *_, **__: None))
+        yield
+
+
+def _model_of(result: Any, outermost: Sequence[nn.Module]) -> nn.Module:
+    """Return the model that a step returned, or else the only module with parameters to train that it called."""
+    model = result[0] if isinstance(result, tuple) and result else result
+    if isinstance(model, nn.Module):
+        return model
+    trained = [
+        module for module in dict.fromkeys(outermost) if any(param.requires_grad for param in module.parameters())
+    ]
+    inside = {part for module in trained for part in module.modules() if part is not module}
+    match [module for module in trained if module not in inside]:
+        case [only]:
+            return only
+        case called:
+            names = ", ".join(type(module).__name__ for module in called) or "no module"
+            raise ValueError(
+                f"the step returned {type(model).__name__}, and called {names} with parameters to train; return the "
+                f"model, or a tuple that begins with it"
+            )
 
 
 def record_other_rank(step: TrainStep, shape: Mapping[str, int], rank: int) -> StepRecord:

@@ -52,7 +52,7 @@ class StepRecorder(TorchDispatchMode):
         self._of_dtensors: tuple[Any, str] = None, ""  # the last operator of DTensors, and which slices it reads
         self._forward_lines: dict[int, tuple[str, int]] = {}
         self._model = WatchedModel(self._tape, mesh)
-        self.hooks = self._model.hooks
+        self.hooks, self.outermost = self._model.hooks, self._model.outermost
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on plain tensors and record it; leave the operators of subclasses to the subclasses."""

@@ -25,12 +25,14 @@ class WatchedModel:
 
     Attributes:
         modules: the ``id`` of those that compute, the innermost one last.
+        outermost: modules that were called while none computed. Checkpoints call modules inside again.
         is_active: whether a forward has begun.
     """
 
     def __init__(self, tape: Tape, mesh: DeviceMesh) -> None:
         self._tape, self._mesh = tape, mesh
         self.modules: list[int] = []
+        self.outermost: list[nn.Module] = []
         self.is_active = False
         self._perturbed = dict[int, int]()  # storages of parameters, by their ``id``
         self._slices: dict[int, Parameter] = {}
@@ -56,6 +58,8 @@ class WatchedModel:
             for item in module.parameters():
                 self._perturb(item)
         self.is_active = True
+        if not self.modules:
+            self.outermost.append(module)
         self.modules.append(id(module))
         self._note_slices(module)
 

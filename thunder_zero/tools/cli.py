@@ -191,7 +191,7 @@ def _check(add: Add) -> Command:
             report(verdict, html, device=device, title=place)
         return verdict.status
 
-    add("place", metavar="TRAIN.py:step", help="step(mesh) trains for one step and returns the model")
+    add("place", metavar="TRAIN.py:step", help="a function that trains for one step, such as step(mesh) or main()")
     add("--mesh", required=True, help="axes and their ranks, such as dp=7,tp=2")
     add("--data", nargs="*", metavar="AXIS", help="axes whose ranks have batches of their own")
     add("--seconds", type=float, default=600.0, help="how long it may take (default: 600)")

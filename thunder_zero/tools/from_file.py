@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from inspect import Parameter, signature
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # a process that only starts others computes nothing
     from torch import nn
 
+COLLECTS = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 NAME = "thunder_zero_from_file"  # the file's key in sys.modules
 PACKAGE, TORCH = Path(__file__).resolve().parents[1], Path(getattr(find_spec("torch"), "origin", "")).parent / "nn"
 
@@ -41,9 +43,16 @@ def function_at(place: str) -> Callable[..., Any]:
 
 
 def call(place: str, *args: Any) -> Any:
-    """Call the function in ``FILE.py:function``. Other processes can import this function."""
+    """Call the function in ``FILE.py:function`` with those arguments for which it has parameters without defaults.
+
+    Other processes can import this function.
+    """
     with _imported(place) as function:
-        return function(*args)
+        named = (item for item in signature(function).parameters.values() if item.kind not in COLLECTS)
+        needs = [item.name for item in named if item.default is item.empty]
+        if missing := needs[len(args) :]:
+            raise ValueError(f"{place} cannot be called without {', '.join(missing)}; give its parameters defaults")
+        return function(*args[: len(needs)])
 
 
 @contextmanager
