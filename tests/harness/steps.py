@@ -325,6 +325,14 @@ def vocabulary_in_slices(mesh: DeviceMesh) -> nn.Module:
     return net
 
 
+def logits_less_the_largest_of_a_slice(mesh: DeviceMesh) -> nn.Module:
+    net, group = nn.Linear(WIDTH, 16 // mesh.size()), mesh.get_group("tp")
+    logits = net(batch(mesh)[0])
+    logits = logits - logits.detach().max(-1, keepdim=True).values
+    SumOfSlices.apply(logits.exp().sum(-1), group).log().mean().backward()
+    return net
+
+
 def losses_by_tokens(mesh: DeviceMesh, *, is_total: bool = True) -> nn.Module:
     """Divide the sum of losses by the number of tokens on all ranks."""
     net = model()
@@ -673,6 +681,144 @@ def noise_of_each_rank(mesh: DeviceMesh) -> nn.Module:
     return net
 
 
+def ascent_by_a_rank_s_own_gradient(mesh: DeviceMesh, *, undo: bool = True, puts_copies: bool = False) -> nn.Module:
+    """As SAM: each rank moves its parameters before the gradient is computed, and moves them back."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    backward(net, mesh)
+    norm = torch.stack([param.grad.norm() for param in net.parameters() if param.grad is not None]).norm()
+    old, moves = [param.data.clone() for param in net.parameters()], []
+    with torch.no_grad():
+        for param in net.parameters():
+            moves.append(param.grad * (0.05 / norm))
+            param.add_(moves[-1])
+    optimizer.zero_grad()
+    backward(net, mesh)
+    average(net, mesh)
+    with torch.no_grad():
+        for param, move, copy in zip(net.parameters(), moves, old, strict=True):
+            if puts_copies:
+                param.data = copy
+            elif undo:
+                param.sub_(move)
+    optimizer.step()
+    return net
+
+
+def ascent_that_old_copies_undo(mesh: DeviceMesh) -> nn.Module:
+    return ascent_by_a_rank_s_own_gradient(mesh, puts_copies=True)
+
+
+def ascent_that_is_not_undone(mesh: DeviceMesh) -> nn.Module:
+    return ascent_by_a_rank_s_own_gradient(mesh, undo=False)
+
+
+def contrast_of_all_pairs(mesh: DeviceMesh, scale: float = 1.0) -> nn.Module:
+    """Each rank computes the loss of all ranks' items, which it gathers with their gradients."""
+    net: Any = nn.Module()
+    net.left, net.right, net.scale = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(2.0))
+    net.forward = lambda x, y: (F.normalize(net.left(x)), F.normalize(net.right(y)) * net.scale)
+    ddp = nn.parallel.DistributedDataParallel(net)
+    left, right = (torch.cat(dist_nn.all_gather(item)) for item in ddp(*(item[0] for item in batch(mesh, "dp"))))
+    (scale * F.cross_entropy(left @ right.T, torch.arange(len(left)))).backward()
+    return net
+
+
+def contrast_of_all_pairs_times_the_ranks(mesh: DeviceMesh) -> nn.Module:
+    return contrast_of_all_pairs(mesh, scale=mesh.size())
+
+
+def gradients_of_single_items(mesh: DeviceMesh, divide: float | None = None) -> nn.Module:
+    net = nn.Linear(WIDTH, WIDTH)
+    params = {name: param.detach() for name, param in net.named_parameters()}
+
+    def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(torch.func.functional_call(net, params, (x,)), y)
+
+    grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(params, *batch(mesh, "dp"))
+    for name, param in net.named_parameters():
+        param.grad = grads[name].mean(0)
+    average(net, mesh, divide)
+    return net
+
+
+def gradients_of_single_items_never_divided(mesh: DeviceMesh) -> nn.Module:
+    return gradients_of_single_items(mesh, divide=1.0)
+
+
+def losses_of_hard_items(mesh: DeviceMesh) -> nn.Module:
+    net = model()
+    x, y = batch(mesh, "dp")
+    (net(x) - y).square().mean(-1).flatten().topk(8).values.mean().backward()
+    average(net, mesh)
+    return net
+
+
+def sequences_of_other_lengths(mesh: DeviceMesh) -> nn.Module:
+    """Each rank divides its sum by the number of all ranks' tokens."""
+    net = model()
+    x, y = (item[:, : 4 + mesh.get_local_rank() % 3] for item in batch(mesh, "dp"))
+    count = torch.tensor(float(x.numel()))
+    dist.all_reduce(count)
+    (F.mse_loss(net(x), y, reduction="sum") / count).backward()
+    average(net, mesh, divide=1.0)
+    return net
+
+
+def loss_divided_by_the_slices(mesh: DeviceMesh) -> nn.Module:
+    net = _sliced(mesh)
+    x, y = batch(mesh)
+    (F.mse_loss(net(x), y) / mesh["tp"].size()).backward()
+    return net
+
+
+def steps_of_a_part_that_are_not_gathered(mesh: DeviceMesh) -> nn.Module:
+    net, rank = ddp(mesh), mesh.get_local_rank()
+    backward(net, mesh)
+    average(net, mesh)
+    with torch.no_grad():
+        for param in net.parameters():
+            part = slice(rank * len(param) // 7, (rank + 1) * len(param) // 7 + 1)
+            param[part].sub_(0.1 * param.grad[part])
+    return net
+
+
+def steps_of_owners(mesh: DeviceMesh, *, send: bool = True) -> nn.Module:
+    """Each rank steps some of the parameters, and sends them to the others."""
+    net = model()
+    backward(net, mesh)
+    average(net, mesh)
+    owners = {param: index % mesh.size() for index, param in enumerate(net.parameters())}
+    mine = [param for param, owner in owners.items() if owner == mesh.get_local_rank()]
+    torch.optim.SGD(mine, 0.1).step()
+    for param, owner in owners.items() if send else ():
+        dist.broadcast(param.data, owner)
+    return net
+
+
+def steps_of_owners_that_are_not_sent(mesh: DeviceMesh) -> nn.Module:
+    return steps_of_owners(mesh, send=False)
+
+
+def gradients_clipped_by_hooks(mesh: DeviceMesh) -> nn.Module:
+    net = model()
+    for param in net.parameters():
+        param.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    backward(net, mesh)
+    average(net, mesh)
+    return net
+
+
+def rate_by_a_rank_s_own_loss(mesh: DeviceMesh) -> nn.Module:
+    net = model()
+    x, y = batch(mesh, "dp")
+    loss = F.mse_loss(net(x), y)
+    loss.backward()
+    average(net, mesh)
+    torch.optim.AdamW(net.parameters(), lr=0.1 * loss.item()).step()
+    return net
+
+
 def queries_not_summed(mesh: DeviceMesh) -> nn.Module:
     return ulysses(mesh, without="qkv")
 
@@ -1013,6 +1159,13 @@ RIGHT: list[Case] = [
     (items_of_a_batch_that_are_mixed, DP),
     (means_of_as_many_items_on_each_rank, DP),
     (statistics_that_are_fixed_or_averaged, DP),
+    (ascent_by_a_rank_s_own_gradient, DP),
+    (ascent_that_old_copies_undo, DP),
+    (contrast_of_all_pairs, DP),
+    (gradients_of_single_items, DP),
+    (losses_of_hard_items, DP),
+    (sequences_of_other_lengths, DP),
+    (steps_of_owners, DP),
 ]
 WRONG: list[tuple[Callable[[DeviceMesh], nn.Module], dict[str, int], str]] = [
     (norm_not_summed_under_sequence_parallelism, TP, "1.weight"),
@@ -1049,4 +1202,13 @@ WRONG: list[tuple[Callable[[DeviceMesh], nn.Module], dict[str, int], str]] = [
     (mixed_items_without_a_divisor, DP, "7 x the true one"),
     (means_of_other_numbers_of_items, DP, "div is not linear in a share"),
     (noise_of_each_rank, DP, "random on each rank"),
+    (logits_less_the_largest_of_a_slice, TP, "max does not treat slices alike"),
+    (ascent_that_is_not_undone, DP, "is not linear in a share"),
+    (contrast_of_all_pairs_times_the_ranks, DP, "7 x the true one (the loss is equal on all ranks)"),
+    (gradients_of_single_items_never_divided, DP, "7 x the true one"),
+    (loss_divided_by_the_slices, TP, "0.5 x the true one"),
+    (steps_of_a_part_that_are_not_gathered, DP, "after the step its values are different"),
+    (steps_of_owners_that_are_not_sent, DP, "after the step its values are different"),
+    (gradients_clipped_by_hooks, DP, "clamp is not linear in a share"),
+    (rate_by_a_rank_s_own_loss, DP, "after the step its values are different"),
 ]

@@ -9,9 +9,9 @@ from math import isclose, prod
 
 from torch import Tensor
 
-from thunder_zero.spmd.laws import Outcome, P, has, letters
+from thunder_zero.spmd.laws import Outcome, P, has, is_sliced, letters
 from thunder_zero.spmd.lines import RecordedLine, Ref, StepRecord
-from thunder_zero.spmd.rules import FACTORS
+from thunder_zero.spmd.rules import FACTORS, averages
 from thunder_zero.spmd.storages import TypedStorages
 
 
@@ -33,7 +33,9 @@ class Factors:
         if line.name in FACTORS and line.name.endswith("_") and self.values.largest_factor([ref]) != 1:
             inputs = [ref]  # a wrong gradient makes the norm wrong, which is no fault of its own
         factor = self.values.largest_factor(inputs) * outcome.factor
-        return factor * self._own_part(line) if inputs and (counts or has(outcome.codes, P)) else factor
+        if averages(line) and not line.tracked and any(is_sliced(self.codes(item)) for item in inputs):
+            factor *= self.size if counts else 1  # gradients of single items, as torch.func.vmap computes them
+        return factor * self.own_part(line) if inputs and (counts or has(outcome.codes, P)) else factor
 
     def loss_is_mean(self) -> bool:
         """Return whether the loss is a mean over this rank's part, so that gradients are means over the ranks."""
@@ -50,7 +52,7 @@ class Factors:
         is_total = isinstance(number, Ref) and self.values[number].is_total
         return scaled < 1 and not is_total and round(1 / scaled) % self.size != 0
 
-    def _own_part(self, line: RecordedLine) -> float:
+    def own_part(self, line: RecordedLine) -> float:
         """Return this axis' part of a line's factor: the factor 1/15 is 1/5 on an axis of 5 ranks beside one of 3."""
         scaled = self._scaled(line)
         others = [size for axis, size in self.record.axes.items() if axis != self.axis]

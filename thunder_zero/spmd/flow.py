@@ -7,10 +7,11 @@ which it differs from the true one, and the cause of its fault: what follows fro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import partial
+from math import isclose
 from typing import Any
 
 import torch
@@ -20,14 +21,14 @@ from thunder_zero.spmd.admitted import Admitted
 from thunder_zero.spmd.factors import Factors
 from thunder_zero.spmd.laws import Outcome, P, R, V, filled, has, letters
 from thunder_zero.spmd.lines import SILENT, RecordedLine, Ref, Shadow, StepRecord
-from thunder_zero.spmd.own_batch import is_of_batch, known_numbers, of_own_batch
+from thunder_zero.spmd.own_batch import is_of_batch, known_numbers, of_own_batch, scatters_equal
 from thunder_zero.spmd.parts import Parts
-from thunder_zero.spmd.reaching import READS, averaged_parameters
+from thunder_zero.spmd.reaching import READS, averaged_parameters, undone_updates
 from thunder_zero.spmd.regions import Region, Trial, are_typed, gathered, joined, starts_region
 from thunder_zero.spmd.rules import FACTORS, MOVES, SELECTIONS, SUMS, Rules, averages, is_constant, runner, shapes_of
 from thunder_zero.spmd.rules import Memo as Memo
 from thunder_zero.spmd.sendings import Sendings
-from thunder_zero.spmd.storages import TypedStorages
+from thunder_zero.spmd.storages import TypedStorage, TypedStorages
 from thunder_zero.spmd.told import Ending, Told
 from thunder_zero.spmd.verdict import Fault as Fault
 
@@ -80,7 +81,8 @@ class Walk:
     ) -> None:
         self._record, self._axis, self._size = record, axis, record.axes[axis]
         self._batches_differ = batches_differ
-        self._neighbour, whole_lines = _aligned(record, neighbour), _aligned(record, whole)
+        self._neighbour, self._whole = _aligned(record, neighbour), _aligned(record, whole)
+        self._alone = record.stepped ^ (neighbour or record).stepped if batches_differ else frozenset()
         self._values = TypedStorages()
         self._parts = Parts(self._values)
         self._rules = Rules(
@@ -89,24 +91,30 @@ class Walk:
         self._told, self._factors = Told(axis), Factors(record, axis, self._values, self._parts.codes)
         self._sized_by_data: set[int] = set()  # storages whose shapes follow from the values of each rank
         self._admitted = Admitted(
-            record, axis, self._neighbour, whole, whole_lines, self._values, self._told, batches_differ=batches_differ
+            record, axis, self._neighbour, whole, self._whole, self._values, self._told, batches_differ=batches_differ
         )
         self._averaged = averaged_parameters(record, axis)
         self._values.own(self._averaged)
+        self._undoing, self._undone = undone_updates(record) if batches_differ else (set(), set())
         self._ending = Ending(record, axis, self._values, self._told, self._averaged)
-        self._sendings = Sendings(record, axis, self._values, self._parts, batches_differ)
+        self._sendings = Sendings(record, axis, self._values, self._parts, batches_differ, bool(self._averaged))
         self._line, self._began_backward = 0, False
-        self._has_equal_number = False  # whether the number that Python read last is equal on all ranks
+        self._numbers: tuple[Any, ...] | None = None  # those of the line on the neighbour, if they differ
+        self._read = {ref.storage for line in record.lines for ref in line.inputs}
+        self._gradients: set[int] = set()  # storages of values that follow from the start of a backward
+        self._has_equal_number = False  # whether the last number that Python read, and that differs, is typed R
 
     def run(self) -> AxisTypes:
         """Type all lines and check the gradients."""
-        types, due, ending = [], self._record.gradients_by_line, self._ending
+        types, due, ending, alone = [], self._record.gradients_by_line, self._ending, self._alone
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for index, line in enumerate((*self._record.lines, None)):
                 self._line = self._told.line = index
+                if any(grad.path in self._record.stepped for grad in due.get(index, ())):
+                    ending.step_alone(alone)
+                    alone = frozenset()
                 for grad in due.get(index, ()):
-                    is_mean, is_summed = self._factors.loss_is_mean(), grad.ref.storage in self._sendings.summed
-                    ending.gradient(grad, is_mean=is_mean, is_summed=is_summed)
+                    ending.gradient(grad, is_summed=grad.ref.storage in self._sendings.summed)
                 if line is not None:
                     types.append(self._type(line))
         if not self._batches_differ:
@@ -115,29 +123,19 @@ class Walk:
         faults, assumed, differ = tuple(ending.faults(self._neighbour)), self._told.assumed, self._admitted.differ
         return AxisTypes(tuple(types), faults, ending.gradients, assumed, differ, ending.reductions)
 
-    @property
-    def _numbers(self) -> tuple[Any, ...] | None:
-        """The numbers of the line on the neighbour, if they differ for another reason than its sizes."""
-        mine, theirs = self._mine.scalars, self._theirs.scalars
-        unlike = [x for x, y in zip(mine, theirs, strict=False) if x != y]
-        follows = self._has_equal_number and all(isinstance(item, float) for item in unlike)
-        differs = theirs != mine and not follows
-        is_sized = self._reads_sized(self._record.lines[self._line])
-        return self._theirs.scalars if differs and not is_sized else None
-
-    # lines
-
     def _type(self, line: RecordedLine) -> tuple[str, ...]:
         """Type what a line writes, and return the types as text."""
         self._mine = self._record.shadows[self._line]
         self._theirs = self._neighbour.get(self._line, self._mine)  # the line as the neighbour ran it
         self._began_backward |= line.backward
-        if line.name in READS:
+        if line.name in READS and self._mine.numbers != self._theirs.numbers:
             self._has_equal_number = not self._parts.codes(line.inputs[0]).any()
         targets = (*line.written, *line.results)
         is_sized = self._batches_differ or line.name in SELECTIONS or self._reads_sized(line)
         if is_sized and shapes_of(self._mine) != shapes_of(self._theirs):
             self._sized_by_data |= {ref.storage for ref in targets}
+        is_unlike = _are_unlike(self._mine.scalars, self._theirs.scalars, has_equal_number=self._has_equal_number)
+        self._numbers = self._theirs.scalars if is_unlike and not self._reads_sized(line) else None
         self._parts.over = self._parts.of_rank(line, self._theirs, self._sized_by_data)
         self._admitted.read(line, self._line)
         self._admitted.differ |= line.name.startswith("rand") and self._theirs.drawn != self._mine.drawn
@@ -158,7 +156,8 @@ class Walk:
 
     def _compute(self, line: RecordedLine, targets: Sequence[Ref]) -> None:
         """Type what a line writes, if need be together with the lines before it."""
-        if not is_constant(line.name) and any(self._values[ref].is_own for ref in line.read):
+        is_own = self._line in self._undoing or any(self._values[ref].is_own for ref in line.read)
+        if is_own and not is_constant(line.name):
             alike = self._numbers is None and not any(self._parts.codes(ref).any() for ref in line.read)
             self._write(line, line.read, targets, [Outcome(filled(ref.shape, R if alike else V)) for ref in targets])
             return
@@ -166,21 +165,21 @@ class Walk:
         region = self._join(line)
         indices = (ref for ref in line.inputs if not ref.dtype.is_floating_point and self._values[ref].region)
         is_routed = any(has(self._parts.codes(ref), V) for ref in indices)
-        given = self._mine, self._theirs, self._numbers
-        outcomes = self._rules.outcomes(line, targets, *given, is_routed=is_routed)
+        shadows = self._mine, self._theirs
+        outcomes = self._rules.outcomes(line, targets, *shadows, self._numbers, is_routed=is_routed)
         joint = self._rules.joint_outcomes(region, targets) if region and not are_typed(outcomes, targets) else None
         sources, codes = [self._values[ref] for ref in line.inputs], [*map(self._parts.codes, line.inputs)]
         outcomes = known_numbers(line, outcomes, sources, self._mine, self._neighbour.get(self._line))
         is_of_data = self._batches_differ and is_of_batch(line, sources, began_backward=self._began_backward)
+        is_scattered = joint is None and is_of_data and scatters_equal(line, codes)
         if joint is None and is_of_data:
-            counts_differ = "nll_loss" in line.name and self._mine.numbers[1:] != self._theirs.numbers[1:]
-            outcomes = [*of_own_batch(line, outcomes, targets, codes, sources, counts_differ=counts_differ)]
-        if may_start and not region and starts_region(line.name, outcomes, targets):
+            outcomes = [*of_own_batch(line, outcomes, targets, codes, sources, *shadows, self._gradients)]
+        if may_start and not region and starts_region(line.name, outcomes, targets, self._read):
             region = joined((), self._trial(line))
             text = f"what {line.name} writes depends on the data, and no law was found after it"
             outcomes = [replace(item, text=text, kind="unknown") if has(item.codes, V) else item for item in outcomes]
         reads = () if is_constant(line.name) else line.read
-        self._write(line, reads, targets, joint or outcomes, ends_region=joint is not None)
+        self._write(line, reads, targets, joint or outcomes, ends_region=joint is not None or is_scattered)
         for ref, outcome in zip(targets, joint or outcomes, strict=True):
             self._values[ref].region = region if has(outcome.codes, V) or has(outcome.codes, P) else ()
 
@@ -221,12 +220,15 @@ class Walk:
         """Keep what is known of each target, and tell the faults of the outcomes."""
         sources = [self._values[ref] for ref in inputs]
         begins = line.name == "ones_like" and not targets[0].shape  # a backward: all gradients follow from the loss
-        origins = [*(self._values[ref] for ref in line.inputs if begins), *sources]
-        causes = (item.cause for item in origins if item.is_spoiled)
-        cause = next((item for item in causes if not (ends_region and item and item.kind == "unknown")), None)
+        if begins or (line.backward and self._gradients.intersection(ref.storage for ref in line.inputs)):
+            self._gradients.update(ref.storage for ref in targets)
+        is_typed = ends_region and not any(has(item.codes, V) for item in outcomes)
+        cause = _cause([*(self._values[ref] for ref in line.inputs if begins), *sources], is_typed=is_typed)
         note = next((item.cause for item in sources if item.cause is not None and not item.is_spoiled), None)
-        counts = self._began_backward and (self._batches_differ or self._factors.loss_is_mean())
+        follows_size = self._whole.get(self._line, self._mine).scalars != self._mine.scalars
+        counts = self._began_backward and (self._batches_differ or self._factors.loss_is_mean() or follows_size)
         factor_of = partial(self._factors.of, line, inputs, counts=counts)
+        divides = self._batches_differ and counts and self._factors.own_part(line) < 1
         factors = [factor_of(ref, outcome) for ref, outcome in zip(targets, outcomes, strict=True)]
         reductions = _reductions(line, [item.reductions for item in sources], targets)
         kind = "" if line.collective is None else line.collective.kind
@@ -239,16 +241,34 @@ class Walk:
         is_divided = is_moved or self._factors.divides(line)
         for ref, outcome, factor in zip(targets, outcomes, factors, strict=True):
             value = self._values[ref]
+            if divides and not reductions and isclose(factor * self._size, 1.0) and not outcome.codes.any():
+                outcome, factor = replace(outcome, codes=filled(ref.shape, P)), 1.0  # its sum over the ranks is true
             self._values.give(ref, self._admitted.known(line, ref, outcome.codes))
             self._values.set_factor(ref, factor)
             is_share = has(outcome.codes, P) and not self._began_backward and (self._batches_differ or not ref.shape)
             averages_here = averages(line) and has(outcome.codes, P)
             value.is_mean = is_mean or averages_here or (is_share and self._factors.divides_by_own_count(line))
+            if ref in line.written:
+                self._values.spread(ref)
             value.inherit(sources, sums="reduce" in kind, is_sent=is_sent, is_gradient=line.backward)
-            value.is_own |= ref.storage in self._averaged
+            value.is_own |= ref.storage in self._averaged or (self._line in self._undoing and has(outcome.codes, V))
             value.is_divided, value.reductions, value.parts = is_divided, reductions, parts if moves else frozenset()
             told = self._told.hear(outcome, line, note) if cause is None else None
             value.cause = cause or told or (note if has(outcome.codes, V) else None)
+            if (self._line, ref.storage) in self._undone:
+                self._values.restore(ref)
+
+
+def _are_unlike(mine: Sequence[Any], theirs: Sequence[Any], *, has_equal_number: bool) -> bool:
+    """Return whether numbers differ, and do not follow from a number that Python read and all ranks have."""
+    unlike = [x for x, y in zip(mine, theirs, strict=False) if x != y]
+    return theirs != mine and not (has_equal_number and all(isinstance(item, float) for item in unlike))
+
+
+def _cause(origins: Iterable[TypedStorage], *, is_typed: bool) -> Fault | None:
+    """Return the first fault that values follow from. What is typed does not follow from an unknown type."""
+    causes = (item.cause for item in origins if item.is_spoiled)
+    return next((item for item in causes if not (is_typed and item and item.kind == "unknown")), None)
 
 
 def _reductions(line: RecordedLine, before: Sequence[tuple[str, ...]], targets: Sequence[Ref]) -> tuple[str, ...]:

@@ -135,7 +135,7 @@ class Shadow:
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
     fresh: tuple[tuple[tuple[int, ...], str], ...] = ()  # shapes and digests
     drawn: tuple[str, ...] = ()  # digests of random numbers
-    numbers: tuple[float, ...] = ()  # the outputs; 0 in place of those with dimensions
+    numbers: tuple[float, ...] = ()  # the outputs, or what Python reads; 0 in place of those with dimensions
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class StepRecord:
 
     def for_other_ranks(self) -> StepRecord:
         """Return what types on other ranks need, which processes can send."""
-        return StepRecord(self.axes, shadows=self.shadows, parameters=self.parameters)
+        return StepRecord(self.axes, shadows=self.shadows, parameters=self.parameters, stepped=self.stepped)
 
     @property
     def gradients_by_line(self) -> dict[int, list[Parameter]]:

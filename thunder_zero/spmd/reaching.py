@@ -50,6 +50,41 @@ def averaged_parameters(record: StepRecord, axis: str) -> set[int]:
     return result
 
 
+def undone_updates(record: StepRecord) -> tuple[set[int], set[tuple[int, int]]]:
+    """Find updates of parameters that are undone later, as those of SAM, by the numbers that the parameters have.
+
+    Return the lines that make them from gradients, and where storages have their old numbers again: lines and storages.
+    """
+    held = {item.first for item in record.parameters}
+    by_write = {(ref.storage, ref.writes): index for index, line in enumerate(record.lines) for ref in line.written}
+    lines, undone, is_moved = set[int](), set[tuple[int, int]](), False
+    for item in record.parameters:
+        storages = (item.first, item.ref.storage)  # a step may put an old copy in place of a parameter
+        refs = [ref for ref in record.values if ref.storage in storages and ref.shape == item.ref.shape]
+        refs = sorted(refs, key=lambda ref: (storages.index(ref.storage), ref.writes))
+        for before, ref, *later in (refs[index:] for index in range(len(refs) - 2)):
+            start, moved = record.values[before].double(), record.values[ref] - record.values[before]
+            rest = (other for other in later if (record.values[other] - start).norm() <= 0.1 * moved.norm())
+            again, write = next(rest, None), by_write.get((ref.storage, ref.writes))
+            if again is not None and write is not None:
+                is_moved |= bool(moved.any())
+                lines.add(write)
+                undone |= {(number, item.first) for number in [by_write.get((item.first, again.writes))] if number}
+    if not is_moved:  # a learning rate of zero
+        return set(), set()
+    sources = {ref.storage for index in lines for ref in record.lines[index].inputs} - held
+    takes_number = False
+    for index in reversed(range(max(lines, default=-1) + 1)):
+        line = record.lines[index]
+        is_needed = any(ref.storage in sources for ref in (*line.written, *line.results))
+        is_read = takes_number and line.name in READS
+        if is_read or (is_needed and not (line.backward or line.tracked)):
+            lines.add(index)
+            sources |= {ref.storage for ref in line.inputs} - held
+        takes_number = not is_read and (takes_number or (index in lines and bool(_fractions(record.shadows[index]))))
+    return lines, undone
+
+
 def _fractions(line: Shadow) -> list[float]:
     return [item for item in line.scalars if isinstance(item, float)]
 

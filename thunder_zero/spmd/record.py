@@ -88,7 +88,7 @@ class StepRecorder(TorchDispatchMode):
         facts |= {"tracked": tracked, "differentiates": torch.is_grad_enabled()}
         line = self._tape.write(func, arguments, tensors, writes, results, fresh=fresh, **facts)
         self._tape.poll((*tensors, *outputs))
-        self._append(line, outputs)
+        self._append(line, outputs, [result] if isinstance(result, int | float) else [*map(_number, outputs)])
         return result
 
     def _read(self, tensors: list[Tensor], inputs: tuple[Ref, ...]) -> tuple[Ref, ...]:
@@ -110,7 +110,7 @@ class StepRecorder(TorchDispatchMode):
         local = (local_of(item) for item in tensors if item.requires_grad and type(item) in kinds)
         self._tracked.update(self._tape.ref(item).storage for item in local if not item.is_meta)
 
-    def _append(self, line: RecordedLine, outputs: list[Tensor]) -> None:
+    def _append(self, line: RecordedLine, outputs: list[Tensor], numbers: list[float]) -> None:
         """Keep a line and its shadow."""
         operator, slices = self._of_dtensors
         if line.operator == operator:
@@ -118,7 +118,7 @@ class StepRecorder(TorchDispatchMode):
         shadow = replace(
             shadow_of(line, map(self._tape.ref, outputs)),
             fresh=tuple((item.shape, _digest(self._values[item])) for item in line.fresh),
-            numbers=tuple(0.0 if item.dim() or item.is_complex() else float(item) for item in map(local_of, outputs)),
+            numbers=tuple(numbers),
             drawn=(*map(_digest, outputs), slices if line.operator == operator else "") if line.name in RANDOM else (),
         )
         if not self._keeps_values:
@@ -178,6 +178,10 @@ def _send_nothing(collective: Collective, func: Any, args: Any, kwargs: Any, out
     with torch.no_grad(), disable_current_modes():
         fill(collective, pairs)
     return pairs
+
+
+def _number(item: Tensor) -> float:
+    return 0.0 if item.dim() or item.is_complex() else float(local_of(item))
 
 
 def _among(item: Tensor, others: list[Tensor]) -> bool:

@@ -12,7 +12,7 @@ So do lines that average shares after a gather: only their sum is equal on all r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,9 +50,9 @@ def joined(regions: Iterable[Region], trial: Trial) -> Region:
     return (*(known[number] for number in sorted(known)), trial) if len(known) < MOST else ()
 
 
-def starts_region(name: str, outcomes: Iterable[Outcome], targets: Iterable[Ref]) -> bool:
-    """Return whether a line routes: it writes whole numbers or masks without a law, or counts."""
-    pairs = zip(outcomes, targets, strict=True)
+def starts_region(name: str, outcomes: Iterable[Outcome], targets: Iterable[Ref], read: Set[int]) -> bool:
+    """Return whether a line routes: it writes whole numbers or masks without a law, which are ``read``, or counts."""
+    pairs = ((item, ref) for item, ref in zip(outcomes, targets, strict=True) if ref.storage in read)
     return name in COUNTS or any(_is_open(item, ref) and not ref.dtype.is_floating_point for item, ref in pairs)
 
 

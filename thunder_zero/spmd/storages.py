@@ -13,7 +13,7 @@ from math import isclose, log
 import torch
 from torch import Tensor
 
-from thunder_zero.spmd.laws import R, filled
+from thunder_zero.spmd.laws import R, V, filled
 from thunder_zero.spmd.lines import Ref
 from thunder_zero.spmd.regions import Region
 from thunder_zero.spmd.verdict import Fault
@@ -114,6 +114,17 @@ class TypedStorages:
         """Give a view codes of its own, as the elements beside it belong to other ranks."""
         self._moved[view.place] = TypedStorage()
         self.give(view, codes)
+
+    def spread(self, view: Ref) -> None:
+        """Note that each rank wrote to another part of a storage: a parameter there is not equal on all ranks now."""
+        base = self._by_number[view.storage]
+        if view.place in self._moved and base.is_learned and not base.codes.any():
+            base.codes.fill_(V)
+
+    def restore(self, ref: Ref) -> None:
+        """Note that a parameter has the numbers again that it had on all ranks."""
+        self.give(ref, filled(ref.shape, R))
+        self[ref].is_own, self[ref].cause = False, None
 
     def set_factor(self, ref: Ref, factor: float) -> None:
         """Set the factor of a tensor. What is known of other parts of its storage stays."""

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from math import isclose
 
-from thunder_zero.spmd.laws import Outcome, letters
+from thunder_zero.spmd.laws import Outcome, V, filled, letters
 from thunder_zero.spmd.lines import Parameter, RecordedLine, Shadow, StepRecord
 from thunder_zero.spmd.reaching import gathers_without_gradient, lines_that_matter
 from thunder_zero.spmd.storages import TypedStorages
@@ -82,10 +82,10 @@ class Ending:
     gradients: dict[str, tuple[str, float]] = field(default_factory=dict)  # types and factors, keyed by path
     reductions: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def gradient(self, grad: Parameter, *, is_mean: bool, is_summed: bool) -> None:
+    def gradient(self, grad: Parameter, *, is_summed: bool) -> None:
         """Compare the type of a gradient with that of its parameter.
 
-        ``is_mean``: the loss is a mean. ``is_summed``: a copy of the gradient is summed, which makes the new parameter.
+        ``is_summed``: a copy of the gradient is summed, which makes the new parameter.
         """
         parameter = next(item for item in self.record.parameters if item.path == grad.path)
         is_slice = isinstance(parameter.placements.get(self.axis), int)
@@ -105,25 +105,38 @@ class Ending:
             text = f"gradient is {MEANINGS[got[0]]}, must be {MEANINGS[wanted]}{note}{advice}"
             self.told.say("error", text, path=grad.path)
         elif not isclose(factor, 1.0, rel_tol=1e-4):
-            loss = f"(the loss is a {'mean' if is_mean else 'sum'})"
-            self.told.say("error", f"gradient is {factor:.4g} {TIMES_TRUE} {loss}", path=grad.path)
+            is_mean = self.record.loss is not None and self.values[self.record.loss].is_mean
+            loss = "a mean" if is_mean else "equal on all ranks" if self._loss_types == "R" else "a sum"
+            self.told.say("error", f"gradient is {factor:.4g} {TIMES_TRUE} (the loss is {loss})", path=grad.path)
+
+    def step_alone(self, paths: Set[str]) -> None:
+        """Type parameters that an optimizer is about to step on one rank, and not on the next one."""
+        for item in self.record.parameters:
+            if item.path in paths and not self.values[item.ref].is_shard:
+                self.values.give(item.ref, filled(item.ref.shape, V))
 
     def parameters(self, cut: Container[int]) -> None:
-        """Say which parameters an update by hand leaves different. ``cut``: storages that the user cut."""
+        """Say which parameters an update leaves different. ``cut``: storages that the user cut."""
         for item in self.record.parameters:
             types, value = letters(self.values.codes(item.ref)), self.values[item.ref]
             is_cut = isinstance(item.placements.get(self.axis), int) or item.ref.storage in cut
             is_averaged, factor = item.first in self.averaged, self.values.largest_factor([item.ref])
-            is_updated = is_averaged or (item.ref.writes and item.path not in self.record.stepped)
+            is_told = item.path in self.record.stepped and self.gradients.get(item.path, ("R", 1.0))[0] != "R"
+            is_updated = is_averaged or (item.ref.writes and not is_told)
             if is_averaged and types == "R" and not isclose(factor, 1.0, rel_tol=1e-4):
                 self.told.say("error", f"after the step it is {factor:.4g} {TIMES_TRUE}", path=item.path)
             elif is_updated and types != "R" and not is_cut and not value.is_spoiled:
-                self.told.say("error", f"after the step its values are {MEANINGS[types[0]]}", path=item.path)
+                self.told.say(
+                    "error", f"after the step its values are {MEANINGS[types.strip('R+')[0]]}", path=item.path
+                )
+
+    @property
+    def _loss_types(self) -> str:
+        return "R" if self.record.loss is None else letters(self.values.codes(self.record.loss))
 
     def loss(self) -> None:
-        loss = self.record.loss
-        if loss is not None and (types := letters(self.values.codes(loss))) != "R":
-            self.told.say("warning", f"the loss is {MEANINGS[types[0]]}: the ranks report different numbers")
+        if self._loss_types != "R":
+            self.told.say("warning", f"the loss is {MEANINGS[self._loss_types[0]]}: the ranks report different numbers")
 
     def faults(self, neighbour: Mapping[int, Shadow]) -> Iterator[Fault]:
         """Yield what is wrong. Of values that reach no gradient, such as metrics, it is a warning."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from thunder_zero.compat.private import StridedShard, disable_current_modes
+from thunder_zero.compat.private import StridedShard, disable_current_modes, peek_interpreter_stack
 from thunder_zero.spmd.collectives import axes_of
 from thunder_zero.spmd.lines import Parameter
 from thunder_zero.spmd.tape import Tape
@@ -55,7 +55,7 @@ class WatchedModel:
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         with torch.no_grad(), disable_current_modes():
-            for item in module.parameters():
+            for item in module.parameters() if peek_interpreter_stack() is None else ():  # torch.func wraps them
                 self._perturb(item)
         self.is_active = True
         if not self.modules:
