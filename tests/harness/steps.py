@@ -705,6 +705,21 @@ def ascent_by_a_rank_s_own_gradient(mesh: DeviceMesh, *, undo: bool = True, puts
     return net
 
 
+def targets_that_python_reads(mesh: DeviceMesh) -> nn.Module:
+    """The layers are square: a transposed view has the parameter's shape, and other numbers."""
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    optimizer, (x, _) = torch.optim.Adam(net.parameters(), 0.001), batch(mesh, "dp")
+    for _ in range(2):
+        with torch.no_grad():
+            targets = net(x).clamp(-5, 2).exp()
+            assert targets.isfinite().all()
+        optimizer.zero_grad()
+        F.mse_loss(net(x), targets).backward()
+        average(net, mesh)
+        optimizer.step()
+    return net
+
+
 def ascent_that_old_copies_undo(mesh: DeviceMesh) -> nn.Module:
     return ascent_by_a_rank_s_own_gradient(mesh, puts_copies=True)
 
@@ -1161,6 +1176,7 @@ RIGHT: list[Case] = [
     (statistics_that_are_fixed_or_averaged, DP),
     (ascent_by_a_rank_s_own_gradient, DP),
     (ascent_that_old_copies_undo, DP),
+    (targets_that_python_reads, DP),
     (contrast_of_all_pairs, DP),
     (gradients_of_single_items, DP),
     (losses_of_hard_items, DP),

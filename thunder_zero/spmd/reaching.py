@@ -60,7 +60,8 @@ def undone_updates(record: StepRecord) -> tuple[set[int], set[tuple[int, int]]]:
     lines, undone, is_moved = set[int](), set[tuple[int, int]](), False
     for item in record.parameters:
         storages = (item.first, item.ref.storage)  # a step may put an old copy in place of a parameter
-        refs = [ref for ref in record.values if ref.storage in storages and ref.shape == item.ref.shape]
+        layout = item.ref.shape, item.ref.stride
+        refs = [ref for ref in record.values if ref.storage in storages and (ref.shape, ref.stride) == layout]
         refs = sorted(refs, key=lambda ref: (storages.index(ref.storage), ref.writes))
         for before, ref, *later in (refs[index:] for index in range(len(refs) - 2)):
             start, moved = record.values[before].double(), record.values[ref] - record.values[before]
