@@ -162,12 +162,13 @@ def whole_step(fold: Fold, device: Device, units: Sequence[str], copies: int) ->
     stepped_times = alive[Holds.OPTIMIZER] / sum(item.nbytes for item in resting if item.kind is Holds.OPTIMIZER)
     around = seconds_around(fold.recorder, device)
     at_rest, level, peak, place = sum(alive[kind] for kind in AT_REST), sum(alive.values()), 0, 0
-    for position, line in enumerate(lines[index] for index in order):
-        if level + line.rise > peak:
-            peak, place = level + line.rise, position
-        level += sum(nbytes for _, nbytes in line.kinds)
-    for index in order[: place + 1]:
-        alive.update(dict(lines[index].kinds))
+    growth = [sum(nbytes for _, nbytes in line.kinds) for line in lines]
+    for position, index in enumerate(order):
+        if level + lines[index].rise > peak:
+            peak, place = level + lines[index].rise, position
+        level += growth[index]
+    for index, times in Counter(order[: place + 1]).items():
+        alive.update({kind: times * nbytes for kind, nbytes in lines[index].kinds})
     stepped = sum(item.nbytes for item in fold.allocations if _is_in(units, item.name) and item.kind in STEPPED)
     steps = [line for line in fold.lines if line.phase == OPTIMIZER_STEP]
     return WholeStep(
