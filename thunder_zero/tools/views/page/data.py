@@ -172,10 +172,8 @@ def bound_of(program: Data) -> str:
     figures, seconds = program["figures"], Counter[str]()
     for collective in program["collectives"]:
         seconds[f"waiting for {WAITING[collective['kind']]}"] += collective["exposed_seconds"]
-    seconds["compute"], seconds[f"waiting for {WAITING[SITE]}"] = (
-        figures["compute_seconds"],
-        figures.get("sites_seconds", 0.0),
-    )
+    seconds["compute"] = figures["compute_seconds"]
+    seconds[f"waiting for {WAITING[SITE]}"] = figures["sites_seconds"]
     whole = figures["step_seconds"]
     parts = [(name, part / whole) for name, part in seconds.most_common() if whole and (part or name == "compute")]
     return ", ".join(f"{name} {share:.0%}" if share >= 0.01 else f"{name} {share:.1%}" for name, share in parts)
