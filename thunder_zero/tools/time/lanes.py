@@ -50,12 +50,14 @@ class Lanes:
     _free: dict[Lane, float] = field(default_factory=dict)  # the end of the last ring on each lane
     _queues: dict[Lane, deque[Span]] = field(default_factory=dict)  # rings that have not ended
     _launched: dict[str, Span] = field(default_factory=dict)  # rings by handle
+    _quiet: float = 0.0  # before this time, no ring ends, and none slows compute or another ring
 
     def spans(self) -> tuple[Span, ...]:
         self._advance(inf)
         return tuple(self._spans)
 
     def launch(self, op: int, handle: str, cost: Cost) -> None:
+        self._quiet = 0.0
         if cost.lane:
             ring = self._launched[handle] = Span(op, cost.lane, self._now, inf, cost=cost)
             self._spans.append(ring)
@@ -65,14 +67,22 @@ class Lanes:
         """Advance compute by ``seconds``, and record a span. If ``always``, even a span of 0 seconds is recorded."""
         if not seconds and not always:
             return
-        start = self._now
-        self._advance(start + seconds, computes=True)
-        self._spans.append(Span(op, Lane.COMPUTE, start, self._now))
+        start, end = self._now, self._now + seconds
+        if end >= self._quiet:
+            self._advance(end, computes=True)
+            end = self._now
+            self._begin_rings()
+            running = self._running()
+            ends = [0.0 if ring.cost.load or self._sharing(ring, running) > 1 else ring.end for ring in running]
+            self._quiet = min(ends, default=inf)
+        self._spans.append(Span(op, Lane.COMPUTE, start, end))
+        self._now = end
 
     def wait(self, op: int, handle: str) -> None:
         ring, start = self._launched.get(handle), self._now
         if ring is None:
             return
+        self._quiet = 0.0
         self._advance(start)  # end the rings that have ended by now
         self._advance(inf, awaited=ring)
         if ring.end > start:
