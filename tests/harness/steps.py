@@ -457,6 +457,52 @@ def ulysses(mesh: DeviceMesh, without: str = "nothing") -> nn.Module:
     return net
 
 
+class SlicedExperts(nn.Module):
+    """Each rank has its slice of the experts. They get all tokens, or those that the gate chooses."""
+
+    def __init__(self, group: Any, chosen: int) -> None:
+        super().__init__()
+        self.group, self.chosen, self.count = group, chosen, 6 // group.size()
+        self.gate, self.out = nn.Linear(WIDTH, 6), nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.Parameter(torch.randn(self.count, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        best = weights.topk(self.chosen, -1)
+        weights = torch.zeros_like(weights).scatter(1, best.indices, best.values)
+        sent = torch.einsum("ne,nd->end", (weights > 0).to(x.dtype), x)
+        dealt = dist_nn.all_to_all_single(torch.empty_like(sent), sent, group=self.group)
+        tokens = dealt.unflatten(0, (-1, self.count)).transpose(0, 1)
+        y = F.gelu(torch.bmm(tokens.flatten(1, 2), self.experts)).view(tokens.shape).transpose(0, 1).flatten(0, 1)
+        back = dist_nn.all_to_all_single(torch.empty_like(y), y.contiguous(), group=self.group)
+        return self.out(x + torch.einsum("end,ne->nd", back, weights))
+
+
+def experts_in_slices(mesh: DeviceMesh, chosen: int = 6, without: str = "nothing") -> nn.Module:
+    group = mesh.get_group("ep")
+    net = SlicedExperts(group, chosen)
+    x, y = (item[0] for item in batch(mesh, "ep"))
+    F.mse_loss(net(x), y).backward()
+    for name, param in net.named_parameters():
+        if name != "experts" and without not in name:
+            dist.all_reduce(param.grad, group=group)
+        if name != without:
+            param.grad.div_(group.size())
+    return net
+
+
+def experts_that_the_gate_chooses(mesh: DeviceMesh) -> nn.Module:
+    return experts_in_slices(mesh, chosen=2)
+
+
+def gate_not_summed(mesh: DeviceMesh) -> nn.Module:
+    return experts_in_slices(mesh, without="gate.weight")
+
+
+def experts_not_divided(mesh: DeviceMesh) -> nn.Module:
+    return experts_in_slices(mesh, without="experts")
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()

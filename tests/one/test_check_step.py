@@ -175,6 +175,19 @@ def test_a_difference_that_may_be_meant_is_a_warning() -> None:
         assert verdict.status == 0
 
 
+@pytest.mark.slow
+def test_ranks_with_tokens_and_experts_of_their_own_are_typed() -> None:
+    for step, text in (
+        (steps.experts_in_slices, ""),
+        (steps.experts_that_the_gate_chooses, ""),
+        (steps.gate_not_summed, "gate.weight"),
+        (steps.experts_not_divided, "3 x the true one"),
+    ):
+        verdict = tz.tools.check_step(step, {"ep": 3}, data=["ep"])
+        assert verdict.status == bool(text), str(verdict)
+        assert text in str(verdict)
+
+
 def test_it_says_what_it_cannot_check() -> None:
     for step, axis, text in (
         (steps.shape_of_data, "dp", "on the data"),

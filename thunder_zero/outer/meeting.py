@@ -259,12 +259,12 @@ class Meeting:
         deadline = monotonic() + self._address.timeout
         presence.look(self.store)  # it may not know a site yet that has just come
         while not self.store.check([f"{turn}/closed"]):
-            alive, is_late = presence.alive(), monotonic() > deadline
+            alive, newest, is_late = presence.alive(), presence.newest(self.store), monotonic() > deadline
             here = [name for name in alive if self.store.check([f"{turn}/here/{name}"])]
             presence.absent -= {*here}
             sites = [self.store.get(f"{turn}/here/{name}").decode() for name in here]
             is_enough = me.met or is_late or len(here) >= self._address.expected
-            has_current = any(json.loads(site)["version"] >= presence.newest(self.store) for site in sites)
+            has_current = any(json.loads(site)["version"] >= newest for site in sites)
             missing = {*alive} - {*here} - (presence.absent if has_current else set())
             if (not missing and is_enough) or (is_late and has_current):
                 presence.absent |= missing

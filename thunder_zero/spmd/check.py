@@ -50,8 +50,8 @@ def check_step(
     Args:
         step: a function of a module that other processes can import. It takes a ``DeviceMesh``, builds the model and a
             small batch of this rank, trains for one step, and returns the model, or a tuple that begins with it. It may
-            return something else if it calls one model only. Its ``init_process_group`` does nothing. A rank's batch
-            has at least two items.
+            return something else if it calls one model only. ``dist.init_process_group`` does nothing in it. A rank's
+            batch has at least two items.
         mesh: the axes and their numbers of ranks, such as ``{"dp": 7, "tp": 2}`` or ``"dp=7,tp=2"``. Sizes that divide
             nothing else of the model, such as 7, keep factors apart.
         data: the axes whose ranks have batches of their own (default: all but those with a name of another

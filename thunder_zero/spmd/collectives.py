@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thunder_zero.compat.private import resolve_process_group
-from thunder_zero.spmd.laws import F, Outcome, P, R, V, filled, halves, letters
+from thunder_zero.spmd.laws import Outcome, P, R, V, X, filled, halves, letters
 
 KINDS = {  # parts of operators' names
     **dict.fromkeys(("allreduce", "all_reduce"), "all_reduce"),
@@ -173,8 +173,8 @@ def effect(
         return [Outcome(filled(shape, P if types == "P" else V)) for shape in shapes]
     if kind == "all_to_all" and types == "R":  # a sum of what is dealt counts it on each rank
         return [Outcome(halves(shape), factor=float(size)) for shape in shapes]
-    if kind == "all_to_all" and types == "S":
-        return [Outcome(filled(shape, F), DEALT, "assumed") for shape in shapes]  # cut along another dimension
+    if kind == "all_to_all" and types in ("S", "X"):  # cut along another dimension, which the next lines show
+        return [Outcome(filled(shape, X), DEALT, "assumed") for shape in shapes]
     if kind == "all_to_all":
         return [Outcome(filled(shape, V), f"what {kind} deals out is not typed", "unknown") for shape in shapes]
     return [Outcome(halves(shape)) for shape in shapes]

@@ -9,7 +9,7 @@ code. The codes of the output follow from the law that its values keep:
     P         a share of a sum: only the sum over ranks is kept
     N         a share of a norm: only the sum of squares is kept
     V         differs between ranks and keeps no law
-    X         random numbers that differ between ranks
+    X         random numbers that differ between ranks, or a slice that an all_to_all dealt: a slice of any dimension
 """
 
 from __future__ import annotations

@@ -37,11 +37,8 @@ class Sendings:
         size, sources = self.record.axes[self.axis], [self.values[ref] for ref in inputs]
         is_own = self.axis in item.axes and any(source.is_own for source in sources)
         factor = self.values.largest_factor(inputs)
-        is_divided = (
-            self.axis in item.axes
-            and isclose(factor * size, 1.0)
-            and not any(self.parts.codes(ref).any() for ref in inputs)
-        )
+        is_equal = not any(self.parts.codes(ref).any() for ref in inputs)
+        is_divided = self.axis in item.axes and is_equal and isclose(factor * size, 1.0)  # before it is sent
         is_share = is_own or is_divided or self._are_equal_shares(inputs)
         codes = [filled(ref.shape, P) if is_share else self.parts.codes(ref).clone() for ref in inputs]
         zero = all(not self.record.values[ref].any() for ref in inputs if ref in self.record.values)
@@ -52,10 +49,9 @@ class Sendings:
         outcomes = effect(item, self.axis, size, codes, shapes, counts=zero or not learned)
         if self.axis in item.axes:
             outcomes = self.parts.made(item.kind, codes, outcomes)
-        is_mean = item.op == "avg" and any(source.is_mean for source in sources)
-        if (
-            (is_own and self.averages_models) or is_divided or (is_mean and factor == 1)
-        ):  # a mean of models, or of a forward
+        of_models = is_own and self.averages_models
+        of_forward = item.op == "avg" and factor == 1 and any(source.is_mean for source in sources)
+        if of_models or of_forward or is_divided:  # a mean is what is wanted
             outcomes = [replace(outcome, factor=outcome.factor * size) for outcome in outcomes]
         return outcomes
 
