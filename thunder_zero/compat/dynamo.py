@@ -84,6 +84,7 @@ def capture(
             return convert(*args, **kwargs)
 
     vars(converted)["_torchdynamo_orig_backend"] = convert._torchdynamo_orig_backend
+    vars(converted)["_clone_with_backend"] = lambda _: converted  # DDP around the module would split its graphs
     callback._torchdynamo_orig_backend = converted
     return captured  # type: ignore[no-any-return]
 
